@@ -274,6 +274,7 @@ def split(name: str, **launch: int) -> None:
     getattr(op(), name)(*arguments.get(name, ()), **launch)
 
 
+OP = "ops.EpDispatchCombineOp"
 ROWS_GIVEN = RECEIVED.tokens
 WARNS: dict[str, Callable[[], Any]] = {
     "deep_ep Buffer num_nvl_bytes": lambda: buffer(num_nvl_bytes=1),
@@ -287,17 +288,15 @@ WARNS: dict[str, Callable[[], Any]] = {
     "mori ops.EpDispatchCombineConfig rdma_block_num": lambda: op_of(rdma_block_num=4),
     "mori ops.EpDispatchCombineConfig num_qp_per_pe": lambda: op_of(num_qp_per_pe=2, launch="manual"),
     "mori ops.EpDispatchCombineConfig kernel_type": lambda: op_in_a_node(EpDispatchCombineKernelType.AsyncLL),
-    f"mori {parameters.OP}.dispatch rdma_block_num": lambda: op().dispatch(
-        ROWS_GIVEN, None, None, IDS, rdma_block_num=4
-    ),
-    f"mori {parameters.OP}.combine rdma_block_num": lambda: op().combine(ROWS_GIVEN, None, None, rdma_block_num=4),
-    f"mori {parameters.OP}.get_launch_config rdma_block_num": lambda: op().get_launch_config(rdma_block_num=4),
-    f"mori {parameters.OP}.combine weights": lambda: op().combine(ROWS_GIVEN, WEIGHTS, None),
-    f"mori {parameters.OP}.combine indices": lambda: op().combine(ROWS_GIVEN, None, RECEIVED.indices),
-    f"mori {parameters.OP}.combine_send weights": lambda: op().combine_send(ROWS_GIVEN, WEIGHTS, None),
-    f"mori {parameters.OP}.combine_send indices": lambda: op().combine_send(ROWS_GIVEN, None, RECEIVED.indices),
+    f"mori {OP}.dispatch rdma_block_num": lambda: op().dispatch(ROWS_GIVEN, None, None, IDS, rdma_block_num=4),
+    f"mori {OP}.combine rdma_block_num": lambda: op().combine(ROWS_GIVEN, None, None, rdma_block_num=4),
+    f"mori {OP}.get_launch_config rdma_block_num": lambda: op().get_launch_config(rdma_block_num=4),
+    f"mori {OP}.combine weights": lambda: op().combine(ROWS_GIVEN, WEIGHTS, None),
+    f"mori {OP}.combine indices": lambda: op().combine(ROWS_GIVEN, None, RECEIVED.indices),
+    f"mori {OP}.combine_send weights": lambda: op().combine_send(ROWS_GIVEN, WEIGHTS, None),
+    f"mori {OP}.combine_send indices": lambda: op().combine_send(ROWS_GIVEN, None, RECEIVED.indices),
     **{
-        f"mori {parameters.OP}.{name} {number}": functools.partial(split, name, **{number: 8})
+        f"mori {OP}.{name} {number}": functools.partial(split, name, **{number: 8})
         for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
         for number in ("block_num", "warp_per_block")
     },
@@ -360,11 +359,9 @@ REFUSES: dict[str, Callable[[], Any]] = {
         None,
         use_logfmt=True,  # type: ignore[arg-type]
     ),
-    f"mori {parameters.OP}.dispatch routing": lambda: op().dispatch(ROWS_GIVEN, None, None, IDS, routing=1),
-    f"mori {parameters.OP}.dispatch return_routing": lambda: op().dispatch(
-        ROWS_GIVEN, None, None, IDS, return_routing=True
-    ),
-    f"mori {parameters.OP}.combine routing": lambda: op().combine(ROWS_GIVEN, None, None, routing=1),
+    f"mori {OP}.dispatch routing": lambda: op().dispatch(ROWS_GIVEN, None, None, IDS, routing=1),
+    f"mori {OP}.dispatch return_routing": lambda: op().dispatch(ROWS_GIVEN, None, None, IDS, return_routing=True),
+    f"mori {OP}.combine routing": lambda: op().combine(ROWS_GIVEN, None, None, routing=1),
     "mori shmem.shmem_malloc_align alignment": lambda: mori.shmem.shmem_malloc_align(512, 1),
     "mori shmem.symm_mori_shmem_tensor peer": lambda: mori.shmem.symm_mori_shmem_tensor(IDS, 1),
     "triton_distributed EPLowLatencyAllToAllLayer local_world_size": lambda: EPLowLatencyAllToAllLayer(
