@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ep_a2a import env, shmem
 from ep_a2a.compat.mori.shmem_context import close_world
-from ep_a2a.compat.mori.unsupported import refused
+from ep_a2a.compat.mori.unsupported import unsupported
 from ep_a2a.compat.parameters import remedy_of, warn_of_variables
 from ep_a2a.errors import InputError, UnsupportedError
 from ep_a2a.shmem import shmem_barrier_all, shmem_mype, shmem_npes
@@ -121,46 +121,12 @@ def _allocation_at(ptr: int) -> torch.Tensor:
     return found[0].local
 
 
-def shmem_mpi_init() -> int:
-    """Not supported: a world over MPI."""
-    raise refused("shmem.shmem_mpi_init")
-
-
-def shmem_get_unique_id() -> bytes:
-    """Not supported: a world without torch.distributed."""
-    raise refused("shmem.shmem_get_unique_id")
-
-
-def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int:
-    """Not supported: a world without torch.distributed."""
-    raise refused("shmem.shmem_init_attr")
-
-
-def shmem_module_init(hip_module: int) -> int:
-    """Not supported: MORI's symbols in a compiled kernel."""
-    raise refused("shmem.shmem_module_init")
-
-
-def shmem_barrier_on_stream(stream: Any = None) -> None:
-    """Not supported: a barrier on the device."""
-    raise refused("shmem.shmem_barrier_on_stream")
-
-
-def shmem_ext_malloc_with_flags(size: int, flags: int) -> int:
-    """Not supported: HIP's kinds of memory."""
-    raise refused("shmem.shmem_ext_malloc_with_flags")
-
-
-def shmem_buffer_register(ptr: int, size: int) -> int:
-    """Not supported: existing memory for RDMA."""
-    raise refused("shmem.shmem_buffer_register")
-
-
-def shmem_buffer_deregister(ptr: int, size: int) -> int:
-    """Not supported: existing memory for RDMA."""
-    raise refused("shmem.shmem_buffer_deregister")
-
-
-def shmem_num_qp_per_pe() -> int:
-    """Not supported: there are no queue pairs."""
-    raise refused("shmem.shmem_num_qp_per_pe")
+shmem_mpi_init = unsupported("shmem.shmem_mpi_init")
+shmem_get_unique_id = unsupported("shmem.shmem_get_unique_id")
+shmem_init_attr = unsupported("shmem.shmem_init_attr")
+shmem_module_init = unsupported("shmem.shmem_module_init")
+shmem_barrier_on_stream = unsupported("shmem.shmem_barrier_on_stream")
+shmem_ext_malloc_with_flags = unsupported("shmem.shmem_ext_malloc_with_flags")
+shmem_buffer_register = unsupported("shmem.shmem_buffer_register")
+shmem_buffer_deregister = unsupported("shmem.shmem_buffer_deregister")
+shmem_num_qp_per_pe = unsupported("shmem.shmem_num_qp_per_pe")

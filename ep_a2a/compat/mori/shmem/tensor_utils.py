@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a import shmem
-from ep_a2a.compat.mori.unsupported import refused
+from ep_a2a.compat.mori.unsupported import unsupported
 from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.errors import UnsupportedError
 
@@ -24,14 +24,9 @@ __all__ = [
 
 
 class MoriShmemBuffer:
-    """MORI's wrapper of an address. Not supported.
+    """MORI's wrapper of an address. Not supported: the constructor raises UnsupportedError."""
 
-    Raises:
-        UnsupportedError: always.
-    """
-
-    def __init__(self, ptr: int, nbytes: int, dtype: torch.dtype) -> None:
-        raise refused("shmem.MoriShmemBuffer")
+    __init__ = unsupported("shmem.MoriShmemBuffer")
 
 
 def mori_shmem_create_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -60,8 +55,4 @@ def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
     )
 
 
-def mori_shmem_create_tensor_list_intra_node(
-    shape: Sequence[int], dtype: torch.dtype, num_ranks: int
-) -> list[torch.Tensor]:
-    """Not supported: tensors of all ranks."""
-    raise refused("shmem.mori_shmem_create_tensor_list_intra_node")
+mori_shmem_create_tensor_list_intra_node = unsupported("shmem.mori_shmem_create_tensor_list_intra_node")
