@@ -17,6 +17,7 @@ from ep_a2a.commands.doctor.selftest import SelfTest, plot_rates
 from ep_a2a.commands.doctor.selftest_rank import PairResult
 from ep_a2a.commands.plan.nodes import plot_predictions, predictions
 from ep_a2a.commands.plots import DARK, LIGHT, THEMES, Caption, Panel, style_of, text_inches, wrap
+from ep_a2a.commands.simulation.traffic import Shape
 from ep_a2a.commands.trace import plot_timeline
 from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
@@ -77,8 +78,8 @@ DRAWN = {
     "rates of two": lambda path: plot_rates(self_test("cuda", 2), path),
     "rates of one": lambda path: plot_rates(SelfTest("cuda", 1, {}), path),
     "rates on CPU": lambda path: plot_rates(self_test("cpu", 3), path),
-    "one number of nodes": lambda path: plot_predictions(predictions((2,), max_tokens=32, hidden=512), path),
-    "nodes": lambda path: plot_predictions(predictions((2, 4), max_tokens=32, hidden=512), path),
+    "one number of nodes": lambda path: plot_predictions(predictions((2,), Shape(32, 512, casts=False)), path),
+    "nodes": lambda path: plot_predictions(predictions((2, 4), Shape(32, 512, casts=False)), path),
 }
 
 

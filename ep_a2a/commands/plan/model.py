@@ -124,7 +124,7 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
             "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
         )
     text = with_experts[0]
-    quantization = (_mapping(config, key, "config.json") for config in configs for key in QUANTIZATION_KEYS)
+    quantization = (_found(config, key, dict, "config.json") for config in configs for key in QUANTIZATION_KEYS)
     return MoeModel(
         str(text.get("model_type") or values.get("model_type") or ""),
         _required(text, HIDDEN_KEYS),
@@ -146,9 +146,11 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     """Returns the first number above 0 among the keys, else 0; of a number per layer the largest."""
     for key in keys:
         value = config.get(key)
-        value = max((one for one in value if isinstance(one, int)), default=0) if isinstance(value, list) else value
-        if isinstance(value, int) and value > 0:
-            return value
+        largest = max(
+            (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)), default=0
+        )
+        if largest > 0:
+            return largest
     return 0
 
 
@@ -171,54 +173,46 @@ def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
 
 def _fp8_quant(quantization: Mapping[str, Any]) -> SimpleNamespace:
     is_static = quantization.get("activation_scheme") == "static"
-    sizes = quantization.get("weight_block_size")
-    return _quant(block_shape=None if sizes is None else _block_shape("weight_block_size", sizes), is_static=is_static)
+    shape = _block_shape("weight_block_size", quantization.get("weight_block_size"))
+    return _quant(block_shape=shape, is_static=is_static)
 
 
 def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:
-    by_name = _mapping(quantization, "config_groups", QUANTIZATION_KEYS[0])
-    groups = [_mapping(by_name, name, "config_groups") for name in by_name]
-    for_experts = [group for group in groups if any("expert" in str(name) for name in _targets(group))]
+    by_name = _found(quantization, "config_groups", dict, QUANTIZATION_KEYS[0])
+    groups = [_found(by_name, name, dict, "config_groups") for name in by_name]
+    for_experts = [each for each in groups if any("expert" in str(name) for name in _found(each, "targets", list))]
     group: Mapping[str, Any] = next(iter(for_experts or groups), {})
-    inputs, weights = (_mapping(group, name, "a group of config_groups") for name in ("input_activations", "weights"))
+    inputs, weights = (_found(group, name, dict) for name in ("input_activations", "weights"))
     if inputs.get("type") != "float" or inputs.get("num_bits") != FP8_BITS:
         return None
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
     if isinstance(block, str):
-        sizes = block.split("x")
-        # _block_shape refuses other text.
-        block = [int(size) for size in sizes] if all(size.strip().isdecimal() for size in sizes) else block
-    shape = None if block is None else _block_shape("block_structure", block)
+        # _block_shape refuses what is no number
+        block = [int(size) if size.strip().isdecimal() else size for size in block.split("x")]
+    shape = _block_shape("block_structure", block)
     by_token = shape is None and inputs.get("strategy") == "token"
     return _quant(block_shape=shape, by_token=by_token, is_static=not inputs.get("dynamic"))
 
 
-def _targets(group: Mapping[str, Any]) -> list[Any]:
-    targets = group.get("targets") or []
-    if not isinstance(targets, list):
-        raise _odd("a list by targets in a group of config_groups", targets)
-    return targets
-
-
-def _mapping(values: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
-    """Returns the JSON object by a key, {} where there is none."""
-    found = values.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise _odd(f"a JSON object by {key} in {place}", found)
+def _found(values: Mapping[str, Any], key: str, kind: type, place: str = "a group of config_groups") -> Any:
+    """Returns the JSON object (dict) or list by a key, an empty one where there is none."""
+    found = values.get(key) or kind()
+    if not isinstance(found, kind):
+        what = "a list" if kind is list else "a JSON object"
+        raise ConfigError(f"{what} by {key} in {place}", repr(found), REMEDY)
     return found
 
 
-def _block_shape(key: str, found: Any) -> list[int]:
-    """Returns rows and columns of a block of weights with one scale."""
+def _block_shape(key: str, found: Any) -> list[int] | None:
+    """Returns rows and columns of a block of weights with one scale; None where there are no blocks."""
+    if found is None:
+        return None
     are_sizes = isinstance(found, list) and all(type(size) is int and size > 0 for size in found)
     if not are_sizes or len(found) != 2:
-        raise _odd(f"two whole numbers above 0 by {key} in {QUANTIZATION_KEYS[0]}", found)
+        expected = f"two whole numbers above 0 by {key} in {QUANTIZATION_KEYS[0]}"
+        raise ConfigError(expected, repr(found), REMEDY)
     sizes: list[int] = found
     return sizes
-
-
-def _odd(expected: str, found: Any) -> ConfigError:
-    return ConfigError(expected, repr(found), REMEDY)
 
 
 def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: bool = False) -> SimpleNamespace:

@@ -7,10 +7,13 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
+from rich.text import Text
+
 import ep_a2a
 from ep_a2a.commands import messages, plots
 from ep_a2a.commands.files import check_can_write, different_files, give_json, write_text
-from ep_a2a.commands.options import given, refuse
+from ep_a2a.commands.options import given, refuse, values_of_fields
 from ep_a2a.commands.simulation import cluster as constants
 from ep_a2a.commands.simulation import published
 from ep_a2a.commands.simulation.cluster import Cluster
@@ -22,21 +25,17 @@ from ep_a2a.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+    from types import SimpleNamespace
 
     from rich.console import RenderableType
 
     from ep_a2a.commands.simulation.predict import Prediction
     from ep_a2a.commands.simulation.published import Compared
 
-GPUS_PER_NODE = 8
 CASTS = ("none", "fp8_per_1x128")
 """Casts of dispatch that the simulator knows; combine's rows are bf16."""
-OPTIONS = {
-    **{name: name for name in ("nodes", "ranks", "gpus_per_node", "max_tokens", "hidden", "topk", "experts", "quant")},
-    **{name: name for name in ("seed", "nic_gbps", "chunk_tokens")},
-    "credits": "num_credits",
-}
-"""Arguments of `predictions` by option."""
+UNKNOWN = ("layout", "combine_quant", "scale_format", "max_total_recv_tokens", "flagged_max_tokens", "dtype")
+"""Options of an op that the simulator does not know."""
 
 MIB, MB = 1 << 20, 1e6
 PREDICTED = "PREDICTED by a simulator, not measured; kernels between nodes have not run over a network."
@@ -73,74 +72,70 @@ COLOURS = {"dispatch": plots.DISPATCH, "combine": plots.COMBINE, "buffers": plot
 
 
 def predictions(
-    nodes: Sequence[int],
-    *,
-    ranks: int | None = None,
-    gpus_per_node: int = GPUS_PER_NODE,
-    max_tokens: int = 4096,
-    hidden: int = 7168,
-    topk: int = 8,
-    experts: int = 256,
-    quant: str = "none",
-    seed: int = 0,
-    **of_cluster: Any,
+    nodes: Sequence[int], shape: Shape, ranks: int | None = None, seed: int = 0, **of_cluster: Any
 ) -> list[Prediction]:
     """Returns predictions for a copy per node and a copy per rank, for each number of nodes.
 
     Args:
-        nodes, ranks, gpus_per_node, max_tokens, hidden, topk, experts, quant, seed: as the options of `ep-a2a plan`.
+        nodes: numbers of nodes. shape: the tokens of a step. seed: of the routing.
+        ranks: None, or what nodes times GPUs of a node must be.
         of_cluster: other fields of Cluster.
 
     Raises:
-        ConfigError: numbers are impossible, or ranks is not nodes times gpus_per_node.
-        UnsupportedError: the simulator does not know this cast.
+        ConfigError: numbers are impossible, or do not agree.
     """
-    if quant not in CASTS:
-        raise UnsupportedError(f"{' or '.join(CASTS)} with --nodes", quant, "Choose one of these.", field="quant")
-    shape = Shape(max_tokens, hidden, topk, experts, casts=quant != "none")
-    clusters = [Cluster(count, gpus_per_node, **of_cluster) for count in nodes]
-    for cluster in clusters:
-        if ranks not in (None, cluster.num_ranks):
-            raise ConfigError(
-                f"{cluster.num_ranks}, which is --nodes {cluster.num_nodes} x --gpus-per-node {gpus_per_node}",
-                str(ranks),
-                "Leave --ranks out, or make them agree.",
-                field="ranks",
-            )
+    clusters = [Cluster(count, **of_cluster) for count in nodes]
+    for each in clusters:
+        if ranks not in (None, each.num_ranks):
+            expected = f"{each.num_ranks}, which is --nodes {each.num_nodes} x --gpus-per-node {each.gpus_per_node}"
+            raise ConfigError(expected, str(ranks), "Leave --ranks out, or make them agree.", field="ranks")
     return [predict(cluster, shape, copies, seed) for cluster in clusters for copies in (Copies.NODE, Copies.RANK)]
 
 
-def show_nodes(options: Mapping[str, Any], *, is_published: bool, as_json: bool) -> None:
+def chosen_predictions(options: SimpleNamespace) -> list[Prediction]:
+    """Returns the predictions that options of `ep-a2a plan` ask for; raises as `predictions`, and UnsupportedError."""
+    quant = "none" if options.quant is None else options.quant.value
+    if quant not in CASTS:
+        raise UnsupportedError(f"{' or '.join(CASTS)} with --nodes", quant, "Choose one of these.", field="quant")
+    of_shape = given(values_of_fields(options, ("hidden_dim", "topk", "num_experts")))
+    shape = Shape(options.max_tokens or 4096, casts=quant != "none", **of_shape)
+    of_cluster = given(values_of_fields(options, ("gpus_per_node", "nic_gbps", "chunk_tokens", "num_credits")))
+    return predictions(options.nodes, shape, options.ranks, options.seed or 0, **of_cluster)
+
+
+def show_nodes(options: SimpleNamespace, values: Mapping[str, Any]) -> None:
     """Prints and writes predictions, or published times of other libraries beside the simulator's.
 
     Args:
-        options: of `ep-a2a plan`, None where not given.
-        is_published: show published times. as_json: print JSON.
+        options: of `ep-a2a plan`.
+        values: those of its options that could act on predictions, None where not given.
 
     Raises:
         ConfigError: as `predictions`, or an option is given that has no effect.
     """
-    known, when, why = (*OPTIONS, "markdown", "plot", "output"), "--nodes", "the simulator does not know it."
-    if is_published:
-        known, when, why = ("markdown", "output"), "--published", "the published tables decide it."
-    refuse({name: options[name] for name in options if name not in known}, f"with {when}", f"Leave it out: {why}")
-    markdown, plot, output = options["markdown"], options["plot"], options["output"]
-    different_files(markdown, plot, output)
-    check_can_write(markdown)
-    if plot is not None:
-        plots.check_can_plot(plot)
-    if is_published:
-        compared = [each for line in published.published_tables() for each in published.compare(line)]
-        report, values = report_of_published(compared), {"compared": [each.as_json_object() for each in compared]}
+    if options.published:
+        without_effect = {name: value for name, value in values.items() if name != "markdown"}
+        refuse(without_effect, "with --published", "Leave it out: the published tables decide it.")
     else:
-        found = predictions(**given({field: options[name] for name, field in OPTIONS.items()}))
-        report, values = report_of(found), {"predictions": [each.as_json_object() for each in found]}
-        if plot is not None:
-            plot_predictions(found, plot)
-    if markdown is not None:
-        write_text(markdown, report.as_markdown())
-    give_json(values, output, as_json=as_json)
-    if not as_json:
+        without_effect = {name: values[name] for name in UNKNOWN}
+        refuse(without_effect, "with --nodes", "Leave it out: the simulator does not know it.")
+    different_files(options.markdown, options.plot, options.output)
+    check_can_write(options.markdown)
+    if options.plot is not None:
+        plots.check_can_plot(options.plot)
+    found: list[Any]
+    if options.published:
+        found = [each for line in published.published_tables() for each in published.compare(line)]
+        report, key = report_of_published(found), "compared"
+    else:
+        found = chosen_predictions(options)
+        report, key = report_of(found), "predictions"
+        if options.plot is not None:
+            plot_predictions(found, options.plot)
+    if options.markdown is not None:
+        write_text(options.markdown, report.as_markdown())
+    give_json({key: [each.as_json_object() for each in found]}, options.output, as_json=options.as_json)
+    if not options.as_json:
         console = messages.output()
         console.print(report.as_tables(console.width))
 
@@ -150,37 +145,43 @@ class Report:
     """A table with a title above and notes below.
 
     Attributes:
-        title, headings, rows, notes: its texts.
+        title: above the table.
+        columns: the text of a cell, by heading; takes one of `found`.
+        found: what the rows show.
+        notes: below the table.
         num_group_columns: first columns, by which a terminal's tables are grouped; their texts are the tables' titles.
         num_names: columns behind those that name a row.
     """
 
     title: str
-    headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    columns: Mapping[str, Callable[[Any], str]]
+    found: Sequence[Any]
     notes: tuple[str, ...]
     num_group_columns: int
     num_names: int
 
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The texts of the table."""
+        return [tuple(text(each) for text in self.columns.values()) for each in self.found]
+
     def as_tables(self, width: int) -> RenderableType:
         """Returns the report for a terminal of `width` characters: a table for each group of rows."""
-        from rich.console import Group
-        from rich.text import Text
-
         first = self.num_group_columns
-        headings = self.headings[first:]
+        headings = list(self.columns)[first:]
         tables = []
         for group, rows in groupby(self.rows, key=lambda row: row[:first]):
             cells = [row[first:] for row in rows]
             right = {heading for heading, text in zip(headings, cells[0]) if text[-1:].isdigit()}
-            title = ", ".join(group)
-            tables += fitting_tables(title, headings, cells, num_names=self.num_names, width=width, right=right)
-        title_text = Text(self.title, style="italic")
-        return Group(Text(PREDICTED, style="bold yellow"), title_text, *tables, *(Text(note) for note in self.notes))
+            tables += fitting_tables(
+                ", ".join(group), headings, cells, num_names=self.num_names, width=width, right=right
+            )
+        title = Text(self.title, style="italic")
+        return Group(Text(PREDICTED, style="bold yellow"), title, *tables, *map(Text, self.notes))
 
     def as_markdown(self) -> str:
         """Returns the report as markdown."""
-        lines = [f"# {self.title}", "", f"**{PREDICTED}**", "", *table_lines(self.headings, self.rows), ""]
+        lines = [f"# {self.title}", "", f"**{PREDICTED}**", "", *table_lines(list(self.columns), self.rows), ""]
         return "\n".join([*lines, *(f"- {note}" for note in self.notes)]) + "\n"
 
 
@@ -200,8 +201,7 @@ def report_of(found: Sequence[Prediction]) -> Report:
         "with more GPUs than experts each expert has as many copies as it takes to fill them",
         CONSTANTS,
     )
-    rows = [tuple(text(each) for text in COLUMNS.values()) for each in found]
-    return Report(title, tuple(COLUMNS), rows, notes, num_group_columns=0, num_names=3)
+    return Report(title, COLUMNS, found, notes, num_group_columns=0, num_names=3)
 
 
 def report_of_published(found: Sequence[Compared]) -> Report:
@@ -219,8 +219,7 @@ def report_of_published(found: Sequence[Compared]) -> Report:
         CONSTANTS,
     )
     title = "Published times between nodes beside the simulator's"
-    rows = [tuple(text(each) for text in COMPARED_COLUMNS.values()) for each in found]
-    return Report(title, tuple(COMPARED_COLUMNS), rows, notes, num_group_columns=2, num_names=4)
+    return Report(title, COMPARED_COLUMNS, found, notes, num_group_columns=2, num_names=4)
 
 
 def plot_predictions(found: Sequence[Prediction], path: Path) -> tuple[Path, Path]:

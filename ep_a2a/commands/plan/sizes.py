@@ -98,16 +98,17 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
             allocated later.
     """
     config, layout = configs[0], OpLayout.of(configs[0])
-    table = _parts(config, layout)
+    table = _parts(config)
     part_of = {region: name for name, (_, regions) in table.items() for region in regions}
     made_of: dict[str, list[Field]] = {name: [] for name in table}
     for block in ("control", "dispatch", "combine", "result", "expert", "local"):
         for field in getattr(layout, block).fields:
-            made_of[part_of.get(field.region, block)].append(field)
+            if field.num_bytes:
+                made_of[part_of.get(field.region, block)].append(field)
     parts = tuple(
-        Part(name, num_bytes, table[name][0], name not in OWN_PARTS, tuple(fields))
+        Part(name, sum(field.padded_bytes for field in fields), table[name][0], name not in OWN_PARTS, tuple(fields))
         for name, fields in made_of.items()
-        if (num_bytes := sum(field.padded_bytes for field in fields))
+        if fields
     )
     by_rank = tuple(block_sizes(each).num_bytes for each in configs)
     return Plan(config, parts, () if brings_own_rows else _later(config), by_rank)
@@ -131,48 +132,34 @@ def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
     }
 
 
-def _parts(config: EpDispatchCombineConfig, layout: OpLayout) -> dict[str, tuple[str, tuple[Region, ...]]]:
+def _parts(config: EpDispatchCombineConfig) -> dict[str, tuple[str, tuple[Region, ...]]]:
     """Returns, by part in the order of the table, its content in words and its regions.
 
     Regions of no part belong to their block's, control or local. Between nodes an op has lines for all tokens of a step
     where the host moves them, else rings.
     """
-    scales = f"{config.num_scales} scales and " if config.num_scales else ""
-    combine_scales = f", {config.num_combine_scales} scales each" if config.num_combine_scales else ""
-    by_source = " of every rank" if config.world_size > 1 else ""
-    few = f"steps of at most {config.flagged_tokens} tokens{by_source}"
-    combine_rows = f"{rows_of(layout.combine[Region.COMBINE_ROWS])}{combine_scales}, with weights"
-    result = f"{rows_of(layout.result[Region.RESULT])}, with weights"
-    reduced = f"{rows_of(layout.expert[Region.REDUCED_ROWS])}, the experts' sums"
-    by_expert = f"{rows_of(layout.expert[Region.EXPERT_ROWS])}, by expert"
-    return {
-        "dispatch_rows": (rows_of(layout.dispatch[Region.TOKENS]), (Region.TOKENS,)),
-        "scales_and_weights": (f"{scales}{config.topk} weights for each", (Region.SCALES, Region.WEIGHTS)),
-        "flagged_region": (few, (Region.LOW_LATENCY_ROWS, Region.LOW_LATENCY_SIDES)),
-        "control": ("and source positions, of received rows", ()),
-        "combine_rows": (combine_rows, (Region.COMBINE_ROWS, Region.COMBINE_SCALES, Region.COMBINE_WEIGHTS)),
-        "result": (result, (Region.RESULT, Region.RESULT_WEIGHTS)),
-        "expert_rows": (by_expert, (Region.EXPERT_ROWS, Region.EXPERT_SCALES, Region.EXPERT_WEIGHTS)),
-        "reduced_rows": (reduced, (Region.EXPERT_SLOTS, Region.REDUCED_ROWS)),
-        **_between_nodes(Rings.of(config)),
-        "local": ("counters and the routing record", ()),
+    rings = Rings.of(config)
+    lines = f"{rings.num_nodes * rings.num_chunks * rings.chunk_tokens} lines"
+    between: dict[str, tuple[str, tuple[Region, ...]]] = {
+        "lines_sent": (f"{lines}: rows and what belongs to them, for all nodes", (Region.STAGED_CHUNKS,)),
+        "lines_received": (f"{lines}, of all nodes", (Region.CHUNKS,)),
+        "sums_between_nodes": (f"{lines}, sent back and received", (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK)),
     }
-
-
-def _between_nodes(rings: Rings) -> dict[str, tuple[str, tuple[Region, ...]]]:
     if not rings.by_host:
         slots = f"{rings.num_nodes} nodes x {rings.num_channels} channels x {rings.num_slots} chunks"
         regions = (Region.CHUNKS, Region.CHUNKS_BACK, Region.STAGED_CHUNKS, Region.CHUNKS_SENT_BACK)
-        return {"rings": (f"{slots} of {rings.chunk_tokens} tokens, to experts and back", regions)}
-    lines = f"{rings.num_nodes * rings.num_chunks * rings.chunk_tokens} lines"
-    sent = f"{lines}: rows and what belongs to them, for {rings.num_nodes} nodes"
+        between = {"rings": (f"{slots} of {rings.chunk_tokens} tokens, to experts and back", regions)}
     return {
-        "lines_sent": (sent, (Region.STAGED_CHUNKS,)),
-        "lines_received": (f"{lines}, of {rings.num_nodes} nodes", (Region.CHUNKS,)),
-        "sums_between_nodes": (
-            f"{lines}, sent back and received, with weights",
-            (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK),
-        ),
+        "dispatch_rows": ("received rows", (Region.TOKENS,)),
+        "scales_and_weights": ("of received rows", (Region.SCALES, Region.WEIGHTS)),
+        "flagged_region": ("low-latency dispatch", (Region.LOW_LATENCY_ROWS, Region.LOW_LATENCY_SIDES)),
+        "control": ("flags, counts, ids and source positions", ()),
+        "combine_rows": ("rows that come back", (Region.COMBINE_ROWS, Region.COMBINE_SCALES, Region.COMBINE_WEIGHTS)),
+        "result": ("sums and weights", (Region.RESULT, Region.RESULT_WEIGHTS)),
+        "expert_rows": ("rows by expert", (Region.EXPERT_ROWS, Region.EXPERT_SCALES, Region.EXPERT_WEIGHTS)),
+        "reduced_rows": ("the experts' sums", (Region.EXPERT_SLOTS, Region.REDUCED_ROWS)),
+        **between,
+        "local": ("counters and the routing record", ()),
     }
 
 

@@ -12,7 +12,7 @@ from ep_a2a.commands.tables import bytes_text, new_table
 from ep_a2a.compat.deep_ep_sizes import known_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from rich.console import RenderableType
     from rich.table import Table
@@ -22,19 +22,9 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 LOW_LATENCY_MAX_TOKENS = 256
 """DeepEP's README wants fewer tokens per rank in its low-latency mode; buffers for more are no fair comparison."""
-TITLES = {
-    "control": "flags, counts, ids",
-    "expert_rows": "rows by expert",
-    "lines_sent": "lines to nodes",
-    "lines_received": "lines from nodes",
-    "combine_input": "combine input buffer",
-    "combine_rows_copy": "copy of the rows",
-    "combine_weights_copy": "copy of the weights",
-}
-"""Parts by name, where the table says more than the name."""
 
 
-def view_of(plan: Plan, assumed: Iterable[str], *, verbose: bool = False) -> RenderableType:
+def view_of(plan: Plan, assumed: Sequence[str], *, verbose: bool = False) -> RenderableType:
     """Returns a plan for the terminal: its total, its parts, DeepEP's sizes, its assumptions.
 
     Args:
@@ -42,18 +32,9 @@ def view_of(plan: Plan, assumed: Iterable[str], *, verbose: bool = False) -> Ren
         assumed: its assumptions, one sentence each.
         verbose: name the regions of each part, too.
     """
-    assumed = list(assumed)
-    lines: list[RenderableType] = [
-        *_total(plan),
-        _op(plan),
-        "",
-        _table(plan, verbose=verbose),
-        "",
-        _deep_ep_table(plan),
-    ]
-    if assumed:
-        lines += ["", Text("Assumed:"), *(Text(f"- {each}") for each in assumed)]
-    return Group(*lines)
+    heads = (*_total(plan), _op(plan))
+    notes = [Text(text) for text in ("", "Assumed:", *(f"- {each}" for each in assumed))] if assumed else []
+    return Group(*heads, "", _table(plan, verbose=verbose), "", _deep_ep_table(plan), *notes)
 
 
 def _total(plan: Plan) -> list[Text]:
@@ -84,9 +65,8 @@ def _table(plan: Plan, *, verbose: bool) -> Table:
     for part in plan.parts:
         table.add_row(*_cells(part))
         for field in part.fields if verbose and len(part.fields) > 1 else ():
-            if field.num_bytes:
-                name, holds = field.name.replace("_", " "), f"{rows_of(field)}, {field.padded_bytes:,} bytes"
-                table.add_row(f"  {name}", _mib(field.padded_bytes), holds, style="dim")
+            holds = f"{rows_of(field)}, {field.padded_bytes:,} bytes"
+            table.add_row(f"  {_words(field.name)}", _mib(field.padded_bytes), holds, style="dim")
     table.add_section()
     table.add_row("total", _mib(plan.bytes_by_rank[0]), "when the op is built", "", style="bold")
     table.add_section()
@@ -99,28 +79,31 @@ def _table(plan: Plan, *, verbose: bool) -> Table:
 
 def _deep_ep_table(plan: Plan) -> Table:
     hints, ranks = plan.deep_ep_hints, plan.config.world_size
-    title = "DeepEP for the same shape, by its formulas of early 2025"
-    table = new_table(title, ("", "MiB", "bytes", "for"), right=("MiB", "bytes"))
-    no_config = f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
+    table = new_table(
+        "DeepEP for the same shape, by its formulas of early 2025", ("", "MiB", "bytes", "for"), right=("MiB", "bytes")
+    )
     between = "normal kernels, rings between nodes" if hints.rdma_bytes else "none inside one node"
     rows = [("NVL", hints.nvl_bytes, "normal kernels, rings in a node"), ("RDMA", hints.rdma_bytes, between)]
     if plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS:
         rows.append(("low latency", hints.low_latency_bytes, "low-latency kernels, in place of the rings"))
     for title, num_bytes, holds in rows:
         if num_bytes is None:
-            table.add_row(title, "-", "-", no_config)
+            holds = f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
+            table.add_row(title, "-", "-", holds)
         else:
             table.add_row(title, _mib(num_bytes), f"{num_bytes:,}", holds)
     return table
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
-    return (
-        TITLES.get(part.name, part.name.replace("_", " ")),
-        _mib(part.num_bytes),
-        part.holds,
-        "yes" if part.is_shared else "no",
-    )
+    holds = part.holds
+    if part.is_shared and part.fields:
+        holds = f"{rows_of(max(part.fields, key=lambda field: field.num_bytes))}: {holds}"
+    return _words(part.name), _mib(part.num_bytes), holds, "yes" if part.is_shared else "no"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _mib(num_bytes: int) -> str:

@@ -55,11 +55,6 @@ class VllmOptions:
         return self.data_parallel_size * self.tensor_parallel_size
 
     @property
-    def num_tokens(self) -> int:
-        """The most tokens of a replica's step."""
-        return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
-
-    @property
     def node_size(self) -> int:
         """Ranks of each node."""
         return self.gpus_per_node or min(GPUS_PER_NODE, self.world_size)
@@ -84,34 +79,30 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
     """
     world_size, num_experts = options.world_size, model.num_experts + options.num_redundant_experts
     if options.data_parallel_size < 2:
-        raise UnsupportedError(
-            "of at least 2",
-            f"{options.data_parallel_size}, with which vLLM replicates tokens and adds up with an all-reduce",
-            "Give the number that vLLM is started with.",
-            field="data_parallel_size",
-        )
+        found = f"{options.data_parallel_size}, with which vLLM replicates tokens and adds up with an all-reduce"
+        remedy = "Give the number that vLLM is started with."
+        raise UnsupportedError("of at least 2", found, remedy, field="data_parallel_size")
     if options.num_redundant_experts and num_experts % world_size:
+        expected = f"to make the experts a multiple of the {world_size} ranks, as vLLM's load balancer wants them"
+        found = f"{model.num_experts} + {options.num_redundant_experts}"
+        raise ConfigError(expected, found, "Change --num-redundant-experts.", field="num_redundant_experts")
+    if world_size % options.node_size:
         raise ConfigError(
-            f"experts and redundant ones in all to be a multiple of the {world_size} ranks, as vLLM's load balancer "
-            "wants them",
-            f"{model.num_experts} + {options.num_redundant_experts}",
-            "Change --num-redundant-experts.",
-        )
-    if options.world_size % options.node_size:
-        raise ConfigError(
-            f"to divide the {options.world_size} ranks: nodes are of one size",
+            f"to divide the {world_size} ranks: nodes are of one size",
             f"{options.node_size}{'' if options.gpus_per_node else ', the default'}",
-            f"Say how many GPUs each node has, at most {options.world_size}.",
+            f"Say how many GPUs each node has, at most {world_size}.",
             field="gpus_per_node",
         )
     hidden_dim = options.hidden_dim or model.hidden_dim
-    wire = _wire(model, options, hidden_dim)
+    num_tokens = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+    # Scales that are powers of two take as many bytes as others.
+    wire = token_format_of(model.activation_quant(), hidden_dim, expects_unquantized=False, powers_of_two=False)
     between = {"gpu_per_node": options.node_size, "internode_transport": TRANSPORT} if options.num_nodes > 1 else {}
     return [
         config_from_handle_kwargs(
             between
             | handle_kwargs(
-                wire,
+                wire if options.cast is None else TokenFormat(options.cast),
                 rank=rank,
                 world_size=world_size,
                 dtype=options.dtype or model.dtype,
@@ -119,7 +110,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
                 topk=model.topk,
                 num_experts=num_experts,
                 num_local_experts=num_owned_experts(num_experts, world_size, rank),
-                max_num_tokens=tokens_per_rank(options.num_tokens, options.sequence_parallel_size(model)),
+                max_num_tokens=tokens_per_rank(num_tokens, options.sequence_parallel_size(model)),
             ),
             topology_internode=options.num_nodes > 1,
         )
@@ -132,34 +123,21 @@ def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
     return plan_of(vllm_configs(model, options), brings_own_rows=True)
 
 
-def _wire(model: MoeModel, options: VllmOptions, hidden_dim: int) -> TokenFormat:
-    if options.cast is not None:
-        return TokenFormat(options.cast)
-    # Scales that are powers of two take as many bytes as others.
-    return token_format_of(model.activation_quant(), hidden_dim, expects_unquantized=False, powers_of_two=False)
-
-
 def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
     """Returns the plan's assumptions, one sentence each."""
-    found, cast = [], op_facts(config)["quant"]
+    found, op = [], op_facts(config)
     if options.max_num_batched_tokens is None:
-        found.append(
-            f"--max-num-batched-tokens {DEFAULT_MAX_NUM_BATCHED_TOKENS}, vLLM's default for vllm serve on H100 and H200"
-        )
+        default = f"--max-num-batched-tokens {DEFAULT_MAX_NUM_BATCHED_TOKENS}"
+        found.append(f"{default}, vLLM's default for vllm serve on H100 and H200")
     if options.tensor_parallel_size > 1:
-        shared = options.sequence_parallel_size(model) > 1
-        found.append(
-            "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel"
-            if shared
-            else "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
-        )
-    if options.cast is None and cast != "none":
-        found.append(
-            f"experts that take rows cast by {cast}; --quant none for those that want {op_facts(config)['dtype']} "
-            "(FlashInfer's CUTLASS, on Hopper)"
-        )
+        shared = "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel"
+        copied = "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
+        found.append(shared if options.sequence_parallel_size(model) > 1 else copied)
+    if options.cast is None and op["quant"] != "none":
+        others = f"--quant none for those that want {op['dtype']} (FlashInfer's CUTLASS, on Hopper)"
+        found.append(f"experts that take rows cast by {op['quant']}; {others}")
     elif options.cast is None and model.quant_method != "none":
-        found.append(f"quantisation {model.quant_method}: tokens travel as {op_facts(config)['dtype']}")
+        found.append(f"quantisation {model.quant_method}: tokens travel as {op['dtype']}")
     if model.quant_method == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
         padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
         found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
@@ -169,12 +147,11 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
 
 def _about_nodes(options: VllmOptions) -> list[str]:
     """Says how many GPUs a node has, and what joins nodes."""
-    world_size, num_nodes, node_size = options.world_size, options.num_nodes, options.node_size
     else_say = "" if options.gpus_per_node else "; else --gpus-per-node"
-    if num_nodes == 1:
-        return [f"all {world_size} GPUs on one node (NVLink){else_say}"]
+    if options.num_nodes == 1:
+        return [f"all {options.world_size} GPUs on one node (NVLink){else_say}"]
     return [
-        f"{num_nodes} nodes with {node_size} of the {world_size} GPUs each{else_say}",
+        f"{options.num_nodes} nodes with {options.node_size} of the {options.world_size} GPUs each{else_say}",
         f"nodes joined over {TRANSPORT}, which is EP_A2A_INTERNODE_TRANSPORT's default between hosts; "
         "NCCL's own buffers are not counted",
     ]
