@@ -13,13 +13,13 @@ from ep_a2a.commands.bench.layer import (
     Gate,
     LayerWorkload,
     MoEWeights,
-    Received,
     grouped_matmul,
     quantize_rows,
     run_experts,
     sort_pairs,
 )
 from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
+from ep_a2a.commands.measure.session import Received
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.external.flashinfer import row_alignment

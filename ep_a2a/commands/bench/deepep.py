@@ -16,9 +16,9 @@ from ep_a2a.managers.external.deepep import (
     LOW_LATENCY_MAX_TOKENS,
     elastic_buffer,
     low_latency_buffer,
+    rows_and_scales,
     topk_dtype,
 )
-from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
     from ep_a2a.commands.measure.workload import Workload
@@ -26,25 +26,18 @@ if TYPE_CHECKING:
 
 
 class _DeepEPRoundTrip(InputsRoundTrip):
-    """Parts that both versions share: ids of the library's dtype, and the check.
-
-    Identity experts give x times the number of rows that each token was sent as.
-    """
+    """Parts that both versions share: ids of the library's dtype, and identity experts."""
 
     _buffer: Any
 
-    def __init__(self, workload: Workload, context: RankContext) -> None:
-        super().__init__(workload, context)
+    def __init__(self, workload: Workload, context: RankContext, *, casts_before: bool) -> None:
+        super().__init__(workload, context, casts_before=casts_before)
         self._deep_ep: Any = importlib.import_module("deep_ep")
         self._ids = self._ids.to(topk_dtype(self._deep_ep))
-        self._rows = torch.empty(0)
+        self._num_most = max(1, workload.max_num_tokens)
 
-    def check(self) -> None:
-        dispatched = self.dispatch()
-        received = dispatched[0]
-        tokens, scales = (received, None) if isinstance(received, torch.Tensor) else received
-        self._rows = self._rows_of(tokens, scales)
-        self._check_result(self.combine(dispatched))
+    def run_identity_experts(self, dispatched: tuple[Any, Any]) -> None:
+        self._rows = self._rows_of(*rows_and_scales(dispatched[0]))
 
     def close(self) -> None:
         self._buffer.destroy()
@@ -54,30 +47,26 @@ class _LowLatencyRoundTrip(_DeepEPRoundTrip):
     """V1: expert-major rows `[E, W * T, H]`; combine weighs them, here by one."""
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
-        super().__init__(workload, context)
-        experts = workload.num_experts
-        self._tokens = max(1, workload.max_num_tokens)
+        super().__init__(workload, context, casts_before=False)
         self._buffer = low_latency_buffer(
             self._deep_ep,
             context.group,
-            max_num_tokens=self._tokens,
+            max_num_tokens=self._num_most,
             hidden_dim=workload.hidden_dim,
             world_size=context.world_size,
-            num_experts=experts,
+            num_experts=workload.num_experts,
         )
         self._ones = torch.ones(self._ids.shape, dtype=torch.float32, device=self._ids.device)
-        shape = (experts // context.world_size, context.world_size * self._tokens, workload.hidden_dim)
-        self._rows = torch.randn(shape, dtype=torch.bfloat16, device=context.device)
         self.details = {"version": "V1 low-latency", "dispatch": "cast inside, a row per expert"}
 
     def dispatch(self) -> tuple[Any, Any]:
         use_fp8 = self._workload.quant_type != QuantType.NONE
         received, _, handle, _, _ = self._buffer.low_latency_dispatch(
-            self._x, self._ids, self._tokens, self._workload.num_experts, use_fp8=use_fp8
+            self._x, self._ids, self._num_most, self._workload.num_experts, use_fp8=use_fp8
         )
         return received, handle
 
-    def combine(self, dispatched: Any) -> torch.Tensor:
+    def combine(self, dispatched: tuple[Any, Any]) -> torch.Tensor:
         result: torch.Tensor = self._buffer.low_latency_combine(self._rows, self._ids, self._ones, dispatched[1])[0]
         return result
 
@@ -90,28 +79,20 @@ class _ElasticRoundTrip(_DeepEPRoundTrip):
     """V2: a row per distinct rank. Results hold the most rows that can come, so the host never waits."""
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
-        super().__init__(workload, context)
-        self._sent: Any = self._x
-        if workload.quant_type != QuantType.NONE:
-            self._sent = quantize(self._x, workload.quant_type)
+        super().__init__(workload, context, casts_before=True)
         self._buffer = elastic_buffer(
             self._deep_ep,
             context.group,
-            max_num_tokens=max(1, workload.max_num_tokens),
+            max_num_tokens=self._num_most,
             hidden_dim=workload.hidden_dim,
             topk=workload.topk,
-            fp8_rows=workload.quant_type != QuantType.NONE,
+            fp8_rows=self.scales is not None,
         )
-        dispatched = self.dispatch()
-        received = dispatched[0]
-        shape = (received if isinstance(received, torch.Tensor) else received[0]).shape
-        self._rows = torch.randn(shape, dtype=torch.bfloat16, device=context.device)
-        self.combine(dispatched)
         self.details = {"version": "V2", "dispatch": "tokens cast before, no host wait"}
 
     def dispatch(self) -> tuple[Any, Any]:
         received, _, _, handle, _ = self._buffer.dispatch(
-            self._sent,
+            self.sent if self.scales is None else (self.sent, self.scales),
             self._ids,
             self._weights,
             num_experts=self._workload.num_experts,
@@ -120,7 +101,7 @@ class _ElasticRoundTrip(_DeepEPRoundTrip):
         )
         return received, handle
 
-    def combine(self, dispatched: Any) -> torch.Tensor:
+    def combine(self, dispatched: tuple[Any, Any]) -> torch.Tensor:
         result: torch.Tensor = self._buffer.combine(self._rows, handle=dispatched[1])[0]
         return result
 

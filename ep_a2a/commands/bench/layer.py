@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.commands.bench.layer_kernels import gather_rows_kernel, quantize_rows_kernel, sum_rows_kernel, swiglu_kernel
-from ep_a2a.commands.measure.session import Session
+from ep_a2a.commands.measure.session import Received, Session
 from ep_a2a.commands.measure.timing import Clock, capture
-from ep_a2a.commands.measure.workload import Workload
-from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, Layout, QuantType
+from ep_a2a.commands.measure.workload import Inputs, Workload
+from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType
 from ep_a2a.errors import CheckFailedError, ConfigError, UnsupportedError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.reference import expert_mlp_rows
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from ep_a2a.commands.measure.session import InputsRoundTrip
     from ep_a2a.commands.measure.timing import Timer
     from ep_a2a.testing.worker import RankContext
 
@@ -145,24 +147,6 @@ class Gate:
         self.ids.copy_(self._wide_ids)
 
 
-class Received(NamedTuple):
-    """Rows as communication hands them to the experts; R rows of which those without an own expert are skipped.
-
-    Attributes:
-        rows: `[R, H]`, bf16 or float8_e4m3fn.
-        scales: float32 `[R, H / 128]` of fp8 rows, else None.
-        ids: global expert ids int32 `[R, K]`; ids of other ranks' experts and padding (-1) are skipped.
-        weights: router weights float32 `[R, K]`.
-        out: bf16 `[R, H]` to leave the sums in; rows without an own expert become zeros.
-    """
-
-    rows: torch.Tensor
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    weights: torch.Tensor
-    out: torch.Tensor
-
-
 class WholeLayer(Session):
     """Something that runs a layer, gate to combine, with the same results however it does so. Graph-safe.
 
@@ -216,16 +200,21 @@ class WholeLayer(Session):
 
 
 class Layer(WholeLayer):
-    """A layer whose gate has fixed addresses and whose parts follow one another.
+    """A layer over a round trip of its gate's tokens, whose parts follow one another.
 
     Args:
         workload: shapes.
         context: this rank and its group.
+        make: makes the round trip; takes the workload, the context and the gate's inputs.
         model: tokens with their gate, and the weights; None makes those of the workload.
     """
 
     def __init__(
-        self, workload: LayerWorkload, context: RankContext, model: tuple[Gate, MoEWeights] | None = None
+        self,
+        workload: LayerWorkload,
+        context: RankContext,
+        make: Callable[..., InputsRoundTrip],
+        model: tuple[Gate, MoEWeights] | None = None,
     ) -> None:
         super().__init__(workload, context)
         if model is None:
@@ -234,26 +223,30 @@ class Layer(WholeLayer):
         self.gate, self.weights = model
         # Communication is made with ids and weights that could come.
         self.gate()
+        self.communication: Any = make(workload, context, Inputs(self.gate.x, self.gate.ids, self.gate.weights))
+        self.details = self.communication.details
 
-    @abc.abstractmethod
-    def dispatch(self) -> Received:
-        """Brings the tokens to their experts' ranks."""
-
-    @abc.abstractmethod
-    def combine(self) -> torch.Tensor:
-        """Brings the rows that the experts left in `Received.out` back: the layer's result `[T, H]`."""
+    def run_to_experts(self) -> tuple[Any, Received]:
+        """Runs gate, cast and dispatch; returns what dispatch returned, also as the experts take it."""
+        self.gate()
+        communication = self.communication
+        if communication.scales is not None:
+            quantize_rows(self.gate.x, communication.sent, communication.scales)
+        dispatched = communication.dispatch()
+        return dispatched, communication.received(dispatched)
 
     def run(self) -> torch.Tensor:
         """Runs the whole layer, part after part."""
-        self.gate()
-        run_experts(self.dispatch(), self.weights)
-        return self.combine()
+        dispatched, received = self.run_to_experts()
+        run_experts(received, self.weights)
+        result: torch.Tensor = self.communication.combine(dispatched)
+        return result
 
     def computation(self) -> Callable[[], torch.Tensor]:
         """Returns the same gate and experts on a copy of received rows. Collective."""
-        self.gate()
-        copy = Received(*(None if each is None else each.clone() for each in self.dispatch()))  # type: ignore[arg-type]
-        self.combine()
+        dispatched, received = self.run_to_experts()
+        copy = Received(*(None if each is None else each.clone() for each in received))  # type: ignore[arg-type]
+        self.communication.combine(dispatched)
 
         def compute() -> torch.Tensor:
             self.gate()
@@ -267,21 +260,14 @@ class Layer(WholeLayer):
         result = self.run()
         require_rows(result, dense_layer(self.workload, self.gate, self.weights, self.context))
 
+    def close(self) -> None:
+        """Closes the round trip."""
+        self.communication.close()
 
-class CastLayer(Layer):
-    """A layer over a library that does not cast: tokens travel as they are, or cast by a launch before."""
 
-    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
-        super().__init__(workload, context)
-        self._tokens = x = self.gate.x
-        self._scales: torch.Tensor | None = None
-        if workload.quant_type != QuantType.NONE:
-            self._tokens = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
-            self._scales = torch.empty(x.shape[0], x.shape[1] // FP8_GROUP_SIZE, device=x.device)
-
-    def _cast(self) -> None:
-        if self._scales is not None:
-            quantize_rows(self.gate.x, self._tokens, self._scales)
+def layer_over(make: Callable[..., InputsRoundTrip]) -> Callable[..., Layer]:
+    """Returns what makes a layer over the round trips that `make` makes."""
+    return partial(Layer, make=make)
 
 
 class SortedPairs(NamedTuple):

@@ -10,17 +10,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.commands.bench.contenders import Contender
-from ep_a2a.commands.bench.layer import CastLayer, Received
-from ep_a2a.commands.measure.session import InputsRoundTrip
-from ep_a2a.config import FP8_DTYPE, QuantType
-from ep_a2a.quantization import quantize
+from ep_a2a.commands.bench.layer import layer_over
+from ep_a2a.commands.measure.session import InputsRoundTrip, Received
+from ep_a2a.config import QuantType
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ep_a2a.commands.bench.layer import LayerWorkload
-    from ep_a2a.commands.measure.workload import Workload
+    from ep_a2a.commands.measure.workload import Inputs, Workload
     from ep_a2a.testing.worker import RankContext
 
 # torch 2.13 renamed the functions and warns on every use of the old names; 2.11 has only those.
@@ -28,113 +24,50 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class AllGatherReduceScatter:
-    """vLLM's default: all-gather of what a token has; reduce-scatter of rows [W * T, H] in the tokens' dtype.
+class AllGatherRoundTrip(InputsRoundTrip):
+    """vLLM's default: all-gather of what a token has; reduce-scatter of rows `[W * T, H]` in the tokens' dtype."""
 
-    Args:
-        parts: `[T, n]` each, read at each dispatch.
-        result: `[T, H]`, written by each combine.
-        context: this rank and its group.
-
-    Attributes:
-        gathered: the parts of all ranks, `[W * T, n]` each.
-        rows: `[W * T, H]` to sum, as zeros.
-    """
-
-    def __init__(self, parts: Sequence[torch.Tensor], result: torch.Tensor, context: RankContext) -> None:
-        self._parts, self._result, self._context = parts, result, context
-        num_rows = context.world_size * result.shape[0]
-        self.gathered = [part.new_empty(num_rows, part.shape[1]) for part in parts]
-        self.rows = result.new_zeros(num_rows, result.shape[1])
-
-    def dispatch(self) -> None:
-        """Gathers all parts, on a GPU as one group of all-gathers. Collective."""
-        context = self._context
-        on_cpu = context.device.type == "cpu"
-        together: Any = (
-            contextlib.nullcontext()
-            if on_cpu
-            else distributed_c10d._coalescing_manager(group=context.group, device=context.device, async_ops=False)
-        )
-        with together:
-            for whole, part in zip(self.gathered, self._parts, strict=True):
-                _all_gather_single(whole, part, group=context.group)
-
-    def combine(self) -> torch.Tensor:
-        """Sums the ranks' rows for this rank's tokens. Collective."""
-        _reduce_scatter_single(self._result, self.rows, group=self._context.group)
-        return self._result
-
-
-class _CollectiveRoundTrip(InputsRoundTrip):
-    """The inputs, cast before the timing. The collectives themselves sum: combine moves unquantised rows."""
-
-    def __init__(self, workload: Workload, context: RankContext) -> None:
-        super().__init__(workload, context)
-        self._payload = [self._x.view(torch.uint8)]
-        if workload.quant_type != QuantType.NONE:
-            cast, scales = quantize(self._x, workload.quant_type)
-            self._payload = [cast.view(torch.uint8), scales.view(torch.uint8)]
-        if workload.combine_quant != QuantType.NONE:
-            self.details["combine"] = "unquantised"
-        if context.device.type == "cpu":
-            self.details["transport"] = "gloo"
-
-    def _received_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns received bytes (tokens, and scales where there is a cast) as rows of the workload's dtype."""
-        if len(parts) == 1:
-            return parts[0].view(self._workload.dtype)
-        return self._rows_of(parts[0].view(FP8_DTYPE), parts[1].view(torch.float32))
-
-
-class AllGatherRoundTrip(_CollectiveRoundTrip):
-    """All-gather of tokens, scales, ids and router weights, and reduce-scatter."""
-
-    def __init__(self, workload: Workload, context: RankContext) -> None:
-        super().__init__(workload, context)
-        parts = [*self._payload, self._ids, self._weights]
-        self._exchange = AllGatherReduceScatter(parts, torch.empty_like(self._x), context)
-        self.dispatch()
-        rows = self._received_rows(self._exchange.gathered[: len(self._payload)])
-        ids = self._exchange.gathered[-2]
-        mine = destination_mask(ids, workload.num_experts, workload.world_size)[:, context.rank]
-        self._exchange.rows.copy_(torch.where(mine[:, None], rows, torch.zeros_like(rows)))
-
-    def dispatch(self) -> None:
-        """Gathers what all ranks' tokens have."""
-        self._exchange.dispatch()
-
-    def combine(self, dispatched: None) -> torch.Tensor:
-        """Sums the ranks' rows for this rank's tokens."""
-        return self._exchange.combine()
-
-
-class AllGatherLayer(CastLayer):
-    """A layer in which every rank gets all tokens and runs its own experts on them."""
-
-    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
-        super().__init__(workload, context)
-        gate = self.gate
-        scales = [] if self._scales is None else [self._scales]
-        # fp8 travels as bytes: NCCL knows no sum of it, and some versions do not know the type.
-        tokens = self._tokens if self._scales is None else self._tokens.view(torch.uint8)
-        parts = [tokens, gate.ids, gate.weights, *scales]
-        self._exchange = AllGatherReduceScatter(parts, torch.empty_like(gate.x), context)
+    def __init__(self, workload: Workload, context: RankContext, inputs: Inputs | None = None) -> None:
+        super().__init__(workload, context, inputs)
+        self.details = _details(workload, context)
+        # Tokens travel as bytes: NCCL knows no sum of fp8, and some versions do not know the type.
+        scales = [] if self.scales is None else [self.scales]
+        self._parts = [self.sent.view(torch.uint8), self._ids, self._weights, *scales]
+        num_rows = workload.world_size * workload.num_tokens
+        self._gathered = [part.new_empty(num_rows, part.shape[1]) for part in self._parts]
+        self._result = torch.empty_like(self._x)
+        self._rows = self._x.new_zeros(num_rows, workload.hidden_dim)
 
     def dispatch(self) -> Received:
-        """Gathers tokens, ids and router weights of all ranks."""
-        self._cast()
-        self._exchange.dispatch()
-        tokens, ids, weights, *scales = self._exchange.gathered
-        rows = tokens.view(self._tokens.dtype)
-        return Received(rows, scales[0] if scales else None, ids, weights, self._exchange.rows)
+        """Gathers what all ranks' tokens have, on a GPU as one group of all-gathers."""
+        group, device = self._context.group, self._context.device
+        together: Any = contextlib.nullcontext()
+        if device.type != "cpu":
+            together = distributed_c10d._coalescing_manager(group=group, device=device, async_ops=False)
+        with together:
+            for whole, part in zip(self._gathered, self._parts, strict=True):
+                _all_gather_single(whole, part, group=group)
+        tokens, ids, weights, *scales = self._gathered
+        return Received(tokens.view(self.sent.dtype), scales[0] if scales else None, ids, weights, self._rows)
 
-    def combine(self) -> torch.Tensor:
-        """Brings the experts' rows back, summed."""
-        return self._exchange.combine()
+    def combine(self, dispatched: Received) -> torch.Tensor:
+        """Sums the ranks' rows for this rank's tokens."""
+        _reduce_scatter_single(self._result, self._rows, group=self._context.group)
+        return self._result
+
+    def run_identity_experts(self, dispatched: Received) -> None:
+        """Leaves the rows of this rank's experts, and zeros for all others."""
+        rows = self._rows_of(dispatched.rows, dispatched.scales)
+        owned = destination_mask(dispatched.ids, self._workload.num_experts, self._workload.world_size)
+        mine = owned[:, self._context.rank, None]
+        self._rows.copy_(torch.where(mine, rows, torch.zeros_like(rows)))
+
+    def received(self, dispatched: Received) -> Received:
+        """Returns all ranks' tokens: every rank runs its own experts on them."""
+        return dispatched
 
 
-class AllToAllRoundTrip(_CollectiveRoundTrip):
+class AllToAllRoundTrip(InputsRoundTrip):
     """One all_to_all_single each way, of one row per token and distinct rank.
 
     The CPU knows the splits: they are computed before the timing, whereas a real step would have to exchange them. The
@@ -144,6 +77,7 @@ class AllToAllRoundTrip(_CollectiveRoundTrip):
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
         super().__init__(workload, context)
+        self.details = _details(workload, context)
         self._group = context.group
         traffic = workload.traffic()
         self._sends, self._receives = traffic[context.rank].tolist(), traffic[:, context.rank].tolist()
@@ -154,14 +88,10 @@ class AllToAllRoundTrip(_CollectiveRoundTrip):
         self._order = torch.argsort(tokens, stable=True)
         copies = torch.bincount(tokens, minlength=workload.num_tokens)
         self._first_row = torch.cumsum(copies, 0) - copies
-        parts = [*self._payload, self._ids.view(torch.uint8), self._weights.view(torch.uint8)]
-        self._bytes = torch.cat(parts, dim=1).contiguous()
+        parts = [self.sent, *([] if self.scales is None else [self.scales]), self._ids, self._weights]
+        self._bytes = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
         self._received = self._bytes.new_empty(sum(self._receives), self._bytes.shape[1])
         self._returned = self._x.new_empty(ranks.numel(), workload.hidden_dim)
-        self.dispatch()
-        widths = [part.shape[1] for part in self._payload]
-        received = torch.split(self._received[:, : sum(widths)], widths, dim=1)
-        self._rows = self._received_rows([part.contiguous() for part in received])
 
     def dispatch(self) -> None:
         """Sends one row of bytes per token and rank: token, scales, ids, weights."""
@@ -173,8 +103,22 @@ class AllToAllRoundTrip(_CollectiveRoundTrip):
         dist.all_to_all_single(self._returned, self._rows, self._sends, self._receives, group=self._group)
         return torch.nn.functional.embedding_bag(self._order, self._returned, self._first_row, mode="sum")
 
+    def run_identity_experts(self, dispatched: None) -> None:
+        """Leaves the received rows as the experts'."""
+        end, scales = self.sent.shape[1] * self.sent.itemsize, None
+        if self.scales is not None:
+            num_bytes = self.scales.shape[1] * self.scales.itemsize
+            scales = self._received[:, end : end + num_bytes].contiguous().view(self.scales.dtype)
+        self._rows = self._rows_of(self._received[:, :end].contiguous().view(self.sent.dtype), scales)
+
+
+def _details(workload: Workload, context: RankContext) -> dict[str, str]:
+    """Returns remarks of both: collectives sum rows as they are, so combine has no cast."""
+    casts = {"combine": "unquantised"} if workload.combine_quant != QuantType.NONE else {}
+    return casts | ({"transport": "gloo"} if context.device.type == "cpu" else {})
+
 
 CONTENDERS = (
-    Contender("nccl_agrs", AllGatherRoundTrip, AllGatherLayer),
+    Contender("nccl_agrs", AllGatherRoundTrip, layer_over(AllGatherRoundTrip)),
     Contender("nccl_all_to_all", AllToAllRoundTrip),
 )

@@ -10,33 +10,35 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.commands.bench.contenders import SCHEDULES, Contender
 from ep_a2a.commands.bench.layer import (
-    PAD_ID,
     Gate,
+    Layer,
     LayerWorkload,
-    Received,
     WholeLayer,
     dense_layer,
     make_weights,
     require_rows,
     run_experts,
 )
-from ep_a2a.commands.bench.own import OpLayer, op_refusal
-from ep_a2a.commands.measure.session import OpVariant
+from ep_a2a.commands.bench.own import op_refusal
+from ep_a2a.commands.measure.session import OpRoundTrip, OpVariant, Received
 from ep_a2a.memory.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ep_a2a.commands.measure.workload import Workload
+    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.testing.worker import RankContext
 
 SHARED_SEED = 78
+NUM_BATCHES = {"micro_batches": 2, "shared_expert": 1}
+"""Ops of a layer, each with its part of the tokens, by schedule."""
 
 
 class Lanes:
@@ -94,25 +96,32 @@ class Lanes:
                 batch.op.set_max_sms(0)
 
 
-class Batch(OpLayer):
+class Batch(Layer):
     """Tokens that go through the layer together: their gate, and an op of their own with its calls split."""
 
     def send(self) -> None:
         """Sends the tokens."""
-        self.op.dispatch_send(self.gate.x, self.gate.weights, None, self.gate.ids, pad_id=PAD_ID)
+        self.op.dispatch_send(self.gate.x, self.gate.weights, None, self.gate.ids)
 
     def receive(self) -> Received:
         """Waits for the tokens of all ranks."""
-        return self.received(self.op.dispatch_recv())
+        received: Received = self.communication.received(self.op.dispatch_recv())
+        return received
 
-    def send_back(self) -> None:
+    def send_back(self, received: Received) -> None:
         """Sends the experts' rows."""
-        self.op.combine_send(self.rows)
+        self.op.combine_send(received.out)
 
     def receive_back(self) -> torch.Tensor:
         """Waits for the rows of all ranks: the result `[T, H]`."""
         result: torch.Tensor = self.op.combine_recv()[0]
         return result[: self.workload.num_tokens]
+
+    @property
+    def op(self) -> EpDispatchCombineOp:
+        """The op of its round trip."""
+        op: EpDispatchCombineOp = self.communication.op
+        return op
 
 
 class SharedExpert:
@@ -140,63 +149,54 @@ class SharedExpert:
 
 
 class Schedule(WholeLayer):
-    """A variant of a schedule, ready to run.
+    """A variant of a schedule, ready to run; its results are a tensor per batch.
 
     Args:
         workload: shapes; its tokens are divided between the batches.
         context: this rank.
         name: schedule/variant.
-        num_batches: ops of the layer, each with its part of the tokens.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext, name: str, num_batches: int) -> None:
+    def __init__(self, workload: LayerWorkload, context: RankContext, name: str) -> None:
         super().__init__(workload, context)
-        self._variant = name.partition("/")[2]
-        self.lanes = Lanes(context.device, workload.comm_sms)
+        schedule, _, self._variant = name.partition("/")
+        self._lanes = Lanes(context.device, workload.comm_sms)
         self._arena = Arena(context.group, context.device)
         weights = make_weights(workload, context)
-        num_tokens = workload.num_tokens // num_batches
-        part = replace(workload, num_tokens=num_tokens, max_num_tokens=num_tokens)
-        self.x = workload.inputs(context.rank, context.device).x
-        self.batches = [
-            Batch(part, context, (Gate(x.contiguous(), weights.router, workload.topk), weights), self._arena, index)
-            for index, x in enumerate(self.x.chunk(num_batches))
-        ]
+        tokens = workload.inputs(context.rank, context.device).x
+        self.batches = []
+        for index, x in enumerate(tokens.chunk(NUM_BATCHES[schedule])):
+            part = replace(workload, num_tokens=len(x), max_num_tokens=len(x))
+            model = Gate(x.contiguous(), weights.router, workload.topk), weights
+            op = partial(OpRoundTrip, arena=self._arena, index=index)
+            self.batches.append(Batch(part, context, op, model))
+        self._shared = None if schedule == "micro_batches" else SharedExpert(tokens, workload.intermediate_dim)
 
-    def run(self) -> Any:
+    def run(self) -> list[torch.Tensor]:
         """Runs the variant."""
-        return getattr(self, self._variant)()
-
-    def computation(self) -> Callable[[], Any]:
-        """Returns the computation of the layer without communication. Collective."""
-        computes = [batch.computation() for batch in self.batches]
-        return lambda: [compute() for compute in computes]
-
-    def close(self) -> None:
-        """Closes the ops and their arena."""
-        for batch in self.batches:
-            batch.close()
-        self._arena.close()
-
-
-class MicroBatches(Schedule):
-    """Two batches; one's experts run while the other's tokens or rows are on their way."""
+        results: list[torch.Tensor] = getattr(self, self._variant)()
+        return results
 
     def check(self) -> None:
-        """Compares each batch's result with the dense layer."""
+        """Compares each batch's result, without the shared expert's part, with the dense layer."""
         results = self.run()
         # Before any rank raises: the dense layer is collective.
         dense = [dense_layer(batch.workload, batch.gate, batch.weights, self.context) for batch in self.batches]
         for result, want in zip(results, dense, strict=True):
-            require_rows(result, want)
+            require_rows(result if self._shared is None else result.float() - self._shared().float(), want)
+
+    def computation(self) -> Callable[[], list[torch.Tensor]]:
+        """Returns the computation of the layer without communication. Collective."""
+        computes = [batch.computation() for batch in self.batches]
+        return lambda: [self._with_shared(compute()[: self.workload.num_tokens]) for compute in computes]
 
     def in_turn(self) -> list[torch.Tensor]:
-        """Runs each batch's whole layer, one after another."""
-        return [batch.run() for batch in self.batches]
+        """Runs each batch's whole layer, one after another, then the shared expert."""
+        return [self._with_shared(batch.run()) for batch in self.batches]
 
     def overlapped(self) -> list[torch.Tensor]:
         """Runs one batch's experts while the other's tokens or rows are on their way."""
-        lanes = self.lanes
+        lanes = self._lanes
         with lanes.shared_device(self.batches):
             for batch in self.batches:
                 batch.gate()
@@ -211,68 +211,54 @@ class MicroBatches(Schedule):
                 wait_for_arrival()
                 run_experts(received, batch.weights)
                 with lanes.communication():
-                    batch.send_back()
+                    batch.send_back(received)
                     results.append(batch.receive_back())
             lanes.join()
         return results
 
-
-class BesideSharedExpert(Schedule):
-    """One batch, and an expert that all its tokens go through."""
-
-    def __init__(self, workload: LayerWorkload, context: RankContext, name: str, num_batches: int) -> None:
-        super().__init__(workload, context, name, num_batches)
-        self.shared = SharedExpert(self.x, workload.intermediate_dim)
-
-    def check(self) -> None:
-        """Compares the routed experts' part with the dense layer."""
-        (batch,) = self.batches
-        routed = self.run().float() - self.shared().float()
-        require_rows(routed, dense_layer(self.workload, batch.gate, batch.weights, self.context))
-
-    def computation(self) -> Callable[[], Any]:
-        """Returns the routed and the shared experts without communication. Collective."""
-        routed = self.batches[0].computation()
-        return lambda: routed()[: self.workload.num_tokens] + self.shared()
-
-    def in_turn(self) -> torch.Tensor:
-        """Runs the routed experts, then the shared one."""
-        return self.batches[0].run() + self.shared()
-
-    def between(self) -> torch.Tensor:
+    def between(self) -> list[torch.Tensor]:
         """Runs the shared expert while the routed ones' rows are on their way, all on one stream."""
+        assert self._shared is not None
         (batch,) = self.batches
-        batch.gate()
-        run_experts(batch.dispatch(), batch.weights)
-        batch.send_back()
-        from_shared = self.shared()
-        return batch.receive_back() + from_shared
+        _, received = batch.run_to_experts()
+        run_experts(received, batch.weights)
+        batch.send_back(received)
+        from_shared = self._shared()
+        return [batch.receive_back() + from_shared]
 
-    def beside(self) -> torch.Tensor:
+    def beside(self) -> list[torch.Tensor]:
         """Runs the launch that receives beside the shared expert; `between` has it behind."""
+        assert self._shared is not None
         (batch,) = self.batches
-        with self.lanes.shared_device(self.batches):
-            batch.gate()
-            run_experts(batch.dispatch(), batch.weights)
-            with self.lanes.communication():
-                batch.send_back()
+        with self._lanes.shared_device(self.batches):
+            _, received = batch.run_to_experts()
+            run_experts(received, batch.weights)
+            with self._lanes.communication():
+                batch.send_back(received)
                 result = batch.receive_back()
-            from_shared = self.shared()
-            self.lanes.join()
-        return result + from_shared
+            from_shared = self._shared()
+            self._lanes.join()
+        return [result + from_shared]
 
+    def close(self) -> None:
+        """Closes the ops and their arena."""
+        for batch in self.batches:
+            batch.close()
+        self._arena.close()
 
-def _refusal(num_batches: int, workload: Workload, device: torch.device) -> str | None:
-    """Returns why the batches cannot share the tokens, or the op refuses them."""
-    if workload.num_tokens % num_batches:
-        return f"{num_batches} micro-batches cannot share {workload.num_tokens} tokens"
-    return op_refusal(OpVariant(), workload, device)
+    def _with_shared(self, result: torch.Tensor) -> torch.Tensor:
+        return result if self._shared is None else result + self._shared()
 
 
 def _contender(name: str) -> Contender:
-    schedule, num_batches = (MicroBatches, 2) if name.startswith("micro_batches") else (BesideSharedExpert, 1)
-    layer = partial(schedule, name=name, num_batches=num_batches)
-    return Contender(name, layer=layer, unavailable=partial(_refusal, num_batches))
+    num_batches = NUM_BATCHES[name.partition("/")[0]]
+
+    def refusal(workload: Workload, device: torch.device) -> str | None:
+        if workload.num_tokens % num_batches:
+            return f"{num_batches} micro-batches cannot share {workload.num_tokens} tokens"
+        return op_refusal(OpVariant(), workload, device)
+
+    return Contender(name, layer=partial(Schedule, name=name), unavailable=refusal)
 
 
 CONTENDERS = tuple(map(_contender, SCHEDULES))

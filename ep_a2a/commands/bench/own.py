@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.bench.contenders import NATIVE, Contender
-from ep_a2a.commands.bench.layer import PAD_ID, Layer, Received
+from ep_a2a.commands.bench.layer import layer_over
 from ep_a2a.commands.measure.session import (
     InputsRoundTrip,
     OpRoundTrip,
@@ -18,7 +18,7 @@ from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.compat.triton_distributed.phases import make_config as make_layer_config
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
-from ep_a2a.errors import CheckFailedError, EpA2AError, UnsupportedError, without_section
+from ep_a2a.errors import CheckFailedError, EpA2AError, without_section
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.nvshmem import library_folder
 from ep_a2a.ops.factory import OpFactory
@@ -27,10 +27,8 @@ from ep_a2a.topology import classify, gather_report
 if TYPE_CHECKING:
     import torch
 
-    from ep_a2a.commands.bench.layer import Gate, LayerWorkload, MoEWeights
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.testing.worker import RankContext
 
@@ -48,7 +46,7 @@ class NodesRoundTrip(OpRoundTrip):
         self._transport = variant.internode_transport
         self._factory: OpFactory | None = None
         self._has_rings = variant.kernel_type is not KernelType.InterNode and self._transport != STAGED
-        super().__init__(workload, context, variant)
+        super().__init__(workload, context, variant=variant)
         once, flat = workload.rows_between_nodes
         if variant.kernel_type is KernelType.InterNode:
             self.details["rows_between_nodes"] = flat
@@ -93,7 +91,7 @@ class LowLatencyRoundTrip(InputsRoundTrip):
     """`EPLowLatencyAllToAllLayer`, its two sets of buffers in turn: rows by expert, weights given to combine."""
 
     def __init__(self, workload: Workload, context: RankContext, *, records_spans: bool = False) -> None:
-        super().__init__(workload, context)
+        super().__init__(workload, context, casts_before=False)
         self._arena = Arena(context.group, context.device)
         try:
             self._layer = EPLowLatencyAllToAllLayer(
@@ -105,10 +103,6 @@ class LowLatencyRoundTrip(InputsRoundTrip):
         except Exception:
             self._arena.close()
             raise
-        dispatched = self.dispatch()
-        tokens, scales, counts, _ = dispatched
-        self._rows = identity_experts(workload, tokens, scales, counts)
-        self.combine(dispatched)
 
     def dispatch(self) -> Any:
         """Sends tokens and ids; combine takes the router's weights."""
@@ -117,6 +111,11 @@ class LowLatencyRoundTrip(InputsRoundTrip):
     def combine(self, dispatched: Any) -> torch.Tensor:
         """Combines the experts' rows, which lie ready, weighed and added."""
         return self._layer.combine(self._rows, None, self._weights, dispatched[3])
+
+    def run_identity_experts(self, dispatched: Any) -> None:
+        """Leaves the received rows as the experts'."""
+        tokens, scales, counts, _ = dispatched
+        self._rows = identity_experts(self._workload, tokens, scales, counts)
 
     def check(self) -> None:
         """Checks a round trip through each set of buffers."""
@@ -136,54 +135,6 @@ class LowLatencyRoundTrip(InputsRoundTrip):
 
     def _copies(self) -> torch.Tensor:
         return self._workload.valid_weights(self._context.rank)
-
-
-class OpLayer(Layer):
-    """A layer over the op: casts inside dispatch, zero-copy combine.
-
-    Args:
-        model: as Layer's.
-        arena, index: the op's memory; ops in flight together have different indices. None: an arena of its own.
-    """
-
-    def __init__(
-        self,
-        workload: LayerWorkload,
-        context: RankContext,
-        model: tuple[Gate, MoEWeights] | None = None,
-        arena: Arena | None = None,
-        index: int = 0,
-    ) -> None:
-        from ep_a2a.ops.op import EpDispatchCombineOp
-
-        super().__init__(workload, context, model)
-        self._own_arena = Arena(context.group, context.device) if arena is None else None
-        config = make_config(workload, context.rank)
-        self.op = EpDispatchCombineOp(config, arena=arena or self._own_arena, index=index)
-        self.rows = self.op.get_registered_combine_input_buffer(workload.dtype)
-
-    def dispatch(self) -> Received:
-        """Sends tokens, ids and router weights to the experts' ranks."""
-        gate = self.gate
-        return self.received(self.op.dispatch(gate.x, gate.weights, None, gate.ids, pad_id=PAD_ID))
-
-    def received(self, result: DispatchResult) -> Received:
-        """Returns the results of the op's dispatch, row after row."""
-        tokens, weights, scales, ids, _ = result
-        if weights is None:
-            raise UnsupportedError("router weights to travel with the tokens", "none")
-        flat_scales = None if scales is None else scales.flatten(0, 1)
-        return Received(tokens.flatten(0, 1), flat_scales, ids.flatten(0, 1), weights.flatten(0, 1), self.rows)
-
-    def combine(self) -> torch.Tensor:
-        """Brings the experts' rows back, summed."""
-        return self.op.combine(self.rows, None, None)[0][: self.workload.num_tokens]
-
-    def close(self) -> None:
-        """Closes the op, and its arena unless it was given."""
-        self.op.close()
-        if self._own_arena is not None:
-            self._own_arena.close()
 
 
 def low_latency_arguments(workload: Workload) -> dict[str, Any]:
@@ -232,13 +183,13 @@ def _low_latency_refusal(workload: Workload, device: torch.device) -> str | None
     return None
 
 
-def _of_op(name: str, variant: OpVariant, layer: type[Layer] | None = None) -> Contender:
+def _of_op(name: str, variant: OpVariant) -> Contender:
     round_trip = OpRoundTrip if variant.kernel_type is None else NodesRoundTrip
-    return Contender(name, partial(round_trip, variant=variant), layer, partial(op_refusal, variant))
+    return Contender(name, partial(round_trip, variant=variant), unavailable=partial(op_refusal, variant))
 
 
 CONTENDERS = (
-    _of_op(NATIVE, OpVariant(), OpLayer),
+    Contender(NATIVE, OpRoundTrip, layer_over(OpRoundTrip), partial(op_refusal, OpVariant())),
     _of_op("ep_a2a_bounded", OpVariant(bounds_step=True)),
     _of_op("ep_a2a_precast", OpVariant(casts_before=True)),
     # InterNodeV1 has rings of a few chunks; rings of InterNodeV1LL hold a whole step.

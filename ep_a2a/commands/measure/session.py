@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,13 +17,13 @@ from ep_a2a.config import (
     num_owned_experts,
 )
 from ep_a2a.config.enums import inter_node_kernel
-from ep_a2a.errors import CheckFailedError
+from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
     from ep_a2a.commands.measure.timing import Timer
-    from ep_a2a.commands.measure.workload import Workload
+    from ep_a2a.commands.measure.workload import Inputs, Workload
     from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.testing.worker import RankContext
@@ -89,22 +89,63 @@ class RoundTrip(Session):
         return timer.measure(self.dispatch, self.combine)
 
 
+class Received(NamedTuple):
+    """Rows as communication hands them to a layer's experts; R rows of which those without an own expert are skipped.
+
+    Attributes:
+        rows: `[R, H]`, bf16 or float8_e4m3fn.
+        scales: float32 `[R, H / 128]` of fp8 rows, else None.
+        ids: global expert ids int32 `[R, K]`; ids of other ranks' experts and padding (-1) are skipped.
+        weights: router weights float32 `[R, K]`.
+        out: bf16 `[R, H]` to leave the sums in; rows without an own expert become zeros.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+
 class InputsRoundTrip(RoundTrip):
-    """A round trip of one rank's inputs, checked with identity experts.
+    """A round trip of one rank's tokens, checked with identity experts.
 
     Args:
         workload: what moves.
         context: this rank.
+        inputs: tokens, ids and weights of a layer, at addresses from which each dispatch reads them again; None draws
+            those of the workload.
+        casts_before: whether dispatch takes tokens that have been cast. A round trip casts them once, untimed.
+
+    Attributes:
+        sent, scales: what dispatch sends of the tokens; scales are None without a cast before.
     """
 
-    def __init__(self, workload: Workload, context: RankContext) -> None:
+    def __init__(
+        self, workload: Workload, context: RankContext, inputs: Inputs | None = None, *, casts_before: bool = True
+    ) -> None:
         super().__init__()
         self._workload, self._context = workload, context
-        self._x, self._ids, self._weights = workload.inputs(context.rank, context.device)
+        self._x, self._ids, self._weights = inputs or workload.inputs(context.rank, context.device)
+        self.sent: torch.Tensor = self._x
+        self.scales: torch.Tensor | None = None
+        if casts_before and workload.quant_type != QuantType.NONE:
+            self.sent, self.scales = quantize(self._x, workload.quant_type)
+        self._rows = torch.empty(0)
+
+    @abc.abstractmethod
+    def run_identity_experts(self, dispatched: Any) -> None:
+        """Leaves the rows that dispatch has brought, as they are, where combine reads them. Not timed."""
+
+    def received(self, dispatched: Any) -> Received:
+        """Returns the rows that dispatch has brought, and where combine reads those of a layer's experts."""
+        raise UnsupportedError("a contender that does layers", type(self).__name__)
 
     def check(self) -> None:
-        """Compares a round trip on the rows that will be timed."""
-        self._check_result(self.round_trip())
+        """Compares a round trip on the rows that will be timed: every dispatch gives the same ones."""
+        dispatched = self.dispatch()
+        self.run_identity_experts(dispatched)
+        check_round_trip(self._workload, self._x, self._copies(), self.combine(dispatched))
 
     def _copies(self) -> torch.Tensor:
         """Returns the factor of identity experts for each token, `[T]`: the number of ranks that it goes to."""
@@ -117,9 +158,6 @@ class InputsRoundTrip(RoundTrip):
         flat_scales = scales.reshape(-1, scales.shape[-1])
         rows = dequantize(tokens.flatten(0, -2), flat_scales, self._workload.quant_type, self._workload.dtype)
         return rows.view(tokens.shape)
-
-    def _check_result(self, result: torch.Tensor) -> None:
-        check_round_trip(self._workload, self._x, self._copies(), result)
 
 
 @dataclass(frozen=True)
@@ -139,44 +177,68 @@ class OpVariant:
 
 
 class OpRoundTrip(InputsRoundTrip):
-    """The op with one workload's inputs, and experts whose rows lie in memory of their own.
+    """The op with one workload's inputs. Experts' rows lie in memory of their own, those of a layer in the op's.
+
+    Args:
+        workload, context, inputs: as of InputsRoundTrip.
+        variant: how the op is called.
+        arena, index: the op's memory; ops in flight together have different indices. None: memory of its own.
 
     Attributes:
         op: the op.
     """
 
-    def __init__(self, workload: Workload, context: RankContext, variant: OpVariant = OpVariant()) -> None:
-        super().__init__(workload, context)
-        self._sent, self._scales = self._x, None
-        if variant.casts_before:
-            self._sent, self._scales = quantize(self._x, workload.quant_type)
+    def __init__(
+        self,
+        workload: Workload,
+        context: RankContext,
+        inputs: Inputs | None = None,
+        variant: OpVariant = OpVariant(),
+        arena: Arena | None = None,
+        index: int | None = None,
+    ) -> None:
+        super().__init__(workload, context, inputs, casts_before=variant.casts_before)
         self._step_bound = workload.num_tokens if variant.bounds_step else None
-        self._arena = Arena(context.group, context.device)
+        self._arena, self._index = arena or Arena(context.group, context.device), index
+        self._owns_arena = arena is None
         try:
             self.op = self._make_op(make_config(workload, context.rank, variant))
         except Exception:
-            self._arena.close()
+            self._close_arena()
             raise
         if not self.op.config.uses_rings:
             for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
                 launch = self.op.get_launch_config(is_dispatch)
                 self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
-        # The experts' part is not timed. Every dispatch gives the same rows, so the experts' rows stay right.
-        dispatched = self.dispatch()
-        self._rows = self._run_identity_experts(dispatched)
-        self.combine(dispatched)
+        if inputs is not None:
+            self._rows = self.op.get_registered_combine_input_buffer(workload.dtype)
 
     def dispatch(self) -> DispatchResult:
         """Sends tokens, ids and router weights to the experts' ranks."""
-        return self.op.dispatch(self._sent, self._weights, self._scales, self._ids, max_num_tokens=self._step_bound)
+        return self.op.dispatch(self.sent, self._weights, self.scales, self._ids, max_num_tokens=self._step_bound)
 
-    def combine(self, dispatched: DispatchResult) -> torch.Tensor:
+    def combine(self, dispatched: Any) -> torch.Tensor:
         """Combines the experts' rows, which lie ready."""
         result, _ = self.op.combine(self._rows, None, None)
         return result[: self._workload.num_tokens]
 
+    def run_identity_experts(self, dispatched: DispatchResult) -> None:
+        """Leaves the received rows as the experts'."""
+        layout = self._workload.layout
+        counts = self.op.expert_recv_count if layout == Layout.EXPERT_MAJOR else self.op.recv_counts
+        if layout == Layout.COMPACT:
+            counts = counts.sum(0, keepdim=True)
+        self._rows = identity_experts(self._workload, dispatched.tokens, dispatched.scales, counts)
+
+    def received(self, dispatched: DispatchResult) -> Received:
+        """Returns the results of dispatch, row after row, and the op's own memory for the experts' rows."""
+        tokens, weights, scales, ids, _ = dispatched
+        assert weights is not None, "the weights travel with the tokens"
+        flat_scales = None if scales is None else scales.flatten(0, 1)
+        return Received(tokens.flatten(0, 1), flat_scales, ids.flatten(0, 1), weights.flatten(0, 1), self._rows)
+
     def check(self) -> None:
-        """Checks a round trip on the rows that will be timed, and the ids and router weights that came with them."""
+        """Checks a round trip on the rows that will be timed, and that no kernel has recorded a failure."""
         super().check()
         self.op.check()
 
@@ -185,9 +247,9 @@ class OpRoundTrip(InputsRoundTrip):
         self.op.check()
 
     def close(self) -> None:
-        """Closes the op and gives its memory back."""
+        """Closes the op, and its arena unless it was given."""
         self.op.close()
-        self._arena.close()
+        self._close_arena()
 
     def _copies(self) -> torch.Tensor:
         weighs = self._workload.layout == Layout.EXPERT_MAJOR
@@ -197,15 +259,11 @@ class OpRoundTrip(InputsRoundTrip):
         """Returns the op, in this session's arena. Collective."""
         from ep_a2a.ops.op import EpDispatchCombineOp
 
-        return EpDispatchCombineOp(config, arena=self._arena)
+        return EpDispatchCombineOp(config, arena=self._arena, index=self._index)
 
-    def _run_identity_experts(self, dispatched: DispatchResult) -> torch.Tensor:
-        tokens, _, scales, _, _ = dispatched
-        layout = self._workload.layout
-        counts = self.op.expert_recv_count if layout == Layout.EXPERT_MAJOR else self.op.recv_counts
-        if layout == Layout.COMPACT:
-            counts = counts.sum(0, keepdim=True)
-        return identity_experts(self._workload, tokens, scales, counts)
+    def _close_arena(self) -> None:
+        if self._owns_arena:
+            self._arena.close()
 
 
 def make_config(workload: Workload, rank: int, variant: OpVariant = OpVariant()) -> EpDispatchCombineConfig:
