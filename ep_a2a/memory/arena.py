@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -255,26 +255,28 @@ class Arena:
         self, symmetric: dict[str, SymmetricMemory], shared: SharedBlocks, sizes: BlockSizes
     ) -> OpMemory:
         """Allocate the memory that only this rank reaches: on all ranks or on none, so that no rank waits."""
-        memory: OpMemory | None = None
-        error: EpA2AError | None = None
+
+        def allocate() -> OpMemory:
+            try:
+                return OpMemory(
+                    symmetric,
+                    self._zeros(sizes.local_own),
+                    {role: shared.local_block(role, size, self._zeros) for role, size in sizes.local_shared.items()},
+                    torch.zeros(
+                        sizes.record_words, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda"
+                    ),
+                    shared,
+                )
+            except (RuntimeError, MemoryError) as cause:  # torch's own errors when memory runs out
+                kind = HostMemoryError if self.device.type == "cpu" else DeviceMemoryError
+                remedy = f"Free memory or lower {MAX_TOKENS}."
+                raise kind("memory of this rank for an op", str(cause), remedy) from cause
+
         try:
-            memory = OpMemory(
-                symmetric,
-                self._zeros(sizes.local_own),
-                {role: shared.local_block(role, size, self._zeros) for role, size in sizes.local_shared.items()},
-                torch.zeros(sizes.record_words, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda"),
-                shared,
-            )
-        except (RuntimeError, MemoryError) as cause:  # torch's own errors when memory runs out
-            kind = HostMemoryError if self.device.type == "cpu" else DeviceMemoryError
-            error = kind("memory of this rank for an op", str(cause), f"Free memory or lower {MAX_TOKENS}.")
-            error.__cause__ = cause
-        try:
-            self.rendezvous.agree("allocating memory of each rank", error)
+            return self.rendezvous.attempt("allocating memory of each rank", allocate)
         except EpA2AError:
             symmetric["own"].close()
             raise
-        return cast("OpMemory", memory)
 
     def _zeros(self, num_bytes: int) -> torch.Tensor:
         return zeros_outside_pools(num_bytes, self.device)
@@ -299,12 +301,7 @@ class Arena:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.rendezvous.barrier(f"{label}: start")
-        try:
-            work()
-        except Exception as error:
-            self.rendezvous.agree(label, error)
-            raise
-        self.rendezvous.agree(label, None)
+        self.rendezvous.attempt(label, work)
 
     @property
     def healthy(self) -> bool:

@@ -26,13 +26,12 @@ def allocate_cuda_peer(rendezvous: Rendezvous, device: torch.device, num_bytes: 
         return SymmetricMemory(local, (local.data_ptr(),), "CUDA memory of one rank", lambda: None)
     indices = rendezvous.exchange("CUDA device index", device.index)
     if len(set(indices)) == len(indices):
-        _check_peer_access(rendezvous, device, indices)
+        rendezvous.attempt("checking peer access", lambda: _check_peer_access(device, indices))
         return _allocate_torch_symmetric(rendezvous, device, num_bytes)
     return _allocate_ipc(rendezvous, device, num_bytes)
 
 
-def _check_peer_access(rendezvous: Rendezvous, device: torch.device, indices: list[int]) -> None:
-    error: EpA2AError | None = None
+def _check_peer_access(device: torch.device, indices: list[int]) -> None:
     visible = range(torch.cuda.device_count())
     blocked = [
         rank
@@ -40,22 +39,22 @@ def _check_peer_access(rendezvous: Rendezvous, device: torch.device, indices: li
         if index in visible and index != device.index and not torch.cuda.can_device_access_peer(device, index)
     ]
     if blocked:
-        error = PeerAccessError(f"{device} to reach every rank's GPU", f"no peer access to ranks {blocked}")
-    rendezvous.agree("checking peer access", error)
+        raise PeerAccessError(f"{device} to reach every rank's GPU", f"no peer access to ranks {blocked}")
 
 
 def _allocate_torch_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
     import torch.distributed._symmetric_memory as symm_mem
 
-    error: EpA2AError | None = None
-    tensor = torch.empty(0)
-    try:
-        tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
-        tensor.zero_()
-        torch.cuda.synchronize(device)
-    except RuntimeError as cause:
-        error = DeviceMemoryError(f"{num_bytes} bytes of symmetric memory on {device}", str(cause))
-    rendezvous.agree("allocating symmetric memory", error)
+    def allocate() -> torch.Tensor:
+        try:
+            tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+            tensor.zero_()
+            torch.cuda.synchronize(device)
+        except RuntimeError as cause:
+            raise DeviceMemoryError(f"{num_bytes} bytes of symmetric memory on {device}", str(cause)) from cause
+        return tensor
+
+    tensor = rendezvous.attempt("allocating symmetric memory", allocate)
     handle = symm_mem.rendezvous(tensor, rendezvous.group)
     held: list[Any] = [tensor, handle]
     return SymmetricMemory(tensor, tuple(handle.buffer_ptrs), "torch symmetric memory", held.clear)
@@ -79,51 +78,61 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-def _allocate_ipc(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
-    error: EpA2AError | None = None
-    address, text = 0, ""
-    opened: dict[int, int] = {}
+class _IpcMemory:
+    """One rank's region, which CUDA's runtime has allocated, and the regions of other ranks that are open here."""
 
-    def release() -> None:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize(device)
-            for peer_address in opened.values():
-                _checked(runtime.cudaIpcCloseMemHandle(peer_address), "cudaIpcCloseMemHandle")
-            _checked(runtime.cudaFree(address), "cudaFree")
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.address = 0
+        self.opened: dict[int, int] = {}
 
-    try:
-        runtime = _runtime()
-        with torch.cuda.device(device):
-            address = int(_checked(runtime.cudaMalloc(num_bytes), f"cudaMalloc of {num_bytes} bytes"))
-            _checked(runtime.cudaMemset(address, 0, num_bytes), "cudaMemset")
+    def allocate(self, num_bytes: int) -> str:
+        """Allocates zeroed memory, and returns the handle by which other ranks open it."""
+        self._runtime = runtime = _runtime()
+        with torch.cuda.device(self._device):
+            self.address = int(_checked(runtime.cudaMalloc(num_bytes), f"cudaMalloc of {num_bytes} bytes"))
+            _checked(runtime.cudaMemset(self.address, 0, num_bytes), "cudaMemset")
             _checked(runtime.cudaDeviceSynchronize(), "cudaDeviceSynchronize")
-            text = bytes(_checked(runtime.cudaIpcGetMemHandle(address), "cudaIpcGetMemHandle").reserved).hex()
-    except EpA2AError as cause:
-        error = cause
-    try:
-        rendezvous.agree("allocating CUDA memory", error)
-        texts = rendezvous.exchange("CUDA IPC handles", text)
+            handle = _checked(runtime.cudaIpcGetMemHandle(self.address), "cudaIpcGetMemHandle")
+        return bytes(handle.reserved).hex()
+
+    def open(self, texts: list[str], own: int) -> None:
+        """Opens the memory of all ranks but this one, by their handles."""
+        runtime, flags = self._runtime, self._runtime.cudaIpcMemLazyEnablePeerAccess
+        with torch.cuda.device(self._device):
+            for rank, text in enumerate(texts):
+                if rank != own:
+                    handle = runtime.cudaIpcMemHandle_t()
+                    handle.reserved = bytes.fromhex(text)
+                    address = _checked(runtime.cudaIpcOpenMemHandle(handle, flags), "cudaIpcOpenMemHandle")
+                    self.opened[rank] = int(address)
+
+    def release(self) -> None:
+        """Gives back whatever there is."""
+        if self.address:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize(self._device)
+                for address in self.opened.values():
+                    _checked(self._runtime.cudaIpcCloseMemHandle(address), "cudaIpcCloseMemHandle")
+                _checked(self._runtime.cudaFree(self.address), "cudaFree")
+
+
+def _allocate_ipc(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
+    memory = _IpcMemory(device)
+
+    def open_all(texts: list[str]) -> None:
         try:
-            with torch.cuda.device(device):
-                for rank, other in enumerate(texts):
-                    if rank != rendezvous.rank:
-                        opened[rank] = _open_ipc(runtime, other)
+            memory.open(texts, rendezvous.rank)
         except EpA2AError as cause:
-            error = PeerAccessError("every rank's GPU memory to be mappable", str(cause))
-        rendezvous.agree("mapping CUDA memory", error)
+            raise PeerAccessError("every rank's GPU memory to be mappable", str(cause)) from cause
+
+    try:
+        text = rendezvous.attempt("allocating CUDA memory", lambda: memory.allocate(num_bytes))
+        texts = rendezvous.exchange("CUDA IPC handles", text)
+        rendezvous.attempt("mapping CUDA memory", lambda: open_all(texts))
     except BaseException:
-        if address:
-            with contextlib.suppress(EpA2AError, RuntimeError):
-                release()
+        with contextlib.suppress(EpA2AError, RuntimeError):
+            memory.release()
         raise
-    local = bytes_at(address, num_bytes, device)
-    addresses = tuple(opened.get(rank, address) for rank in range(rendezvous.world_size))
-    return SymmetricMemory(local, addresses, "CUDA IPC", release)
-
-
-def _open_ipc(runtime: Any, text: str) -> int:
-    handle = runtime.cudaIpcMemHandle_t()
-    handle.reserved = bytes.fromhex(text)
-    return int(
-        _checked(runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle")
-    )
+    addresses = tuple(memory.opened.get(rank, memory.address) for rank in range(rendezvous.world_size))
+    return SymmetricMemory(bytes_at(memory.address, num_bytes, device), addresses, "CUDA IPC", memory.release)

@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.errors import EpA2AError, HostMemoryError, StateError, UntrustedFolderError
+from ep_a2a.errors import HostMemoryError, StateError, UntrustedFolderError
 from ep_a2a.memory.symmetric import SymmetricMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ep_a2a.memory.rendezvous import Rendezvous
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "ep_a2a_"
 PID_NAMESPACE = Path("/proc/self/ns/pid")
+ONE_FOLDER = "Ranks of one host need one /dev/shm: run them in one container, or with --ipc=host."
 
 _living: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
 
@@ -35,29 +38,19 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
     """
     remove_stale_files()
     path = new_path()
-    error: EpA2AError | None = None
-    maps: list[torch.Tensor] = []
-    try:
-        try:
+
+    def create() -> None:
+        with _refusals_named(f"{num_bytes} bytes of shared memory in {SHM_DIRECTORY}"):
             _create(path, num_bytes)
-        except OSError as cause:
-            error = HostMemoryError(
-                f"{num_bytes} bytes of shared memory in {SHM_DIRECTORY}", str(cause), _remedy_of(cause)
-            )
-        rendezvous.agree("creating shared memory", error)
+
+    def map_all(names: list[str]) -> list[torch.Tensor]:
+        with _refusals_named("every rank's shared memory to be mappable", ONE_FOLDER):
+            return [_map(in_shared_memory(name), num_bytes) for name in names]
+
+    try:
+        rendezvous.attempt("creating shared memory", create)
         names = rendezvous.exchange("shared memory names", path.name)
-        try:
-            maps = [_map(in_shared_memory(name), num_bytes) for name in names]
-        except UntrustedFolderError as cause:
-            error = cause
-        except OSError as cause:
-            error = HostMemoryError(
-                "every rank's shared memory to be mappable",
-                str(cause),
-                _remedy_of(cause)
-                or "Ranks of one host need one /dev/shm: run them in one container, or with --ipc=host.",
-            )
-        rendezvous.agree("mapping shared memory", error)
+        maps = rendezvous.attempt("mapping shared memory", lambda: map_all(names))
     finally:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -65,6 +58,15 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
     memory = SymmetricMemory(maps[rendezvous.rank], addresses, "host shared memory", maps.clear)
     _living.add(memory)
     return memory
+
+
+@contextlib.contextmanager
+def _refusals_named(expected: str, remedy: str | None = None) -> Iterator[None]:
+    """Turns a refusal of the system into a HostMemoryError."""
+    try:
+        yield
+    except OSError as cause:
+        raise HostMemoryError(expected, str(cause), _remedy_of(cause) or remedy) from cause
 
 
 def _remedy_of(cause: OSError) -> str | None:

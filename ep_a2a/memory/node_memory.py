@@ -43,19 +43,17 @@ class NodeArena(Arena):
 
     def _allocate_on_node(self, everyone: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
         """Allocate memory that the ranks of this node map, on all nodes or on none. Other ranks have address 0."""
-        memory: SymmetricMemory | None = None
-        error: EpA2AError | None = None
+        made: list[SymmetricMemory] = []
         try:
-            memory = allocate_symmetric(self._node, device, num_bytes)
-        except EpA2AError as cause:
-            error = cause
-        try:
-            everyone.agree("allocating memory of each node", error)
+            everyone.attempt(
+                "allocating memory of each node",
+                lambda: made.append(allocate_symmetric(self._node, device, num_bytes)),
+            )
         except EpA2AError:
-            if memory is not None:
+            for memory in made:
                 memory.close()
             raise
-        assert memory is not None
+        memory = made[0]
         by_rank = dict(zip(self._grid.node_ranks, memory.peer_addresses, strict=True))
         addresses = tuple(by_rank.get(rank, 0) for rank in range(everyone.world_size))
         return replace(memory, peer_addresses=addresses, elements=tuple(range(everyone.world_size)))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, UnsupportedError
+from ep_a2a.errors import DeviceMemoryError, MissingPackageError, UnsupportedError
 from ep_a2a.memory.symmetric import SymmetricMemory, bytes_at
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ NVSHMEM_KIND = "NVSHMEM"
 INIT_WITH_UNIQUE_ID = 8
 IS_INITIALIZED = 2
 UNIQUE_ID_BYTES = 128
+SEE_ITS_LOG = "NVSHMEM_DEBUG=INFO makes it say why."
 
 
 class _UniqueIdArguments(ctypes.Structure):
@@ -122,9 +123,9 @@ class Block:
     num_bytes: int
     is_lent: bool = True
 
-    def tensor(self, device: torch.device) -> torch.Tensor:
-        """The block as uint8 [num_bytes]."""
-        return bytes_at(self.address, self.num_bytes, device)
+    def give_back(self) -> None:
+        """Lets the next allocation of this size have the block."""
+        self.is_lent = False
 
 
 @dataclass
@@ -132,6 +133,7 @@ class Nvshmem:
     """A started NVSHMEM whose processing elements are exactly the ranks of a group.
 
     Attributes:
+        device: this rank's GPU.
         elements: by rank of the group, its number in NVSHMEM.
         blocks: all memory that was ever taken, in the order in which all ranks took it.
     """
@@ -140,8 +142,8 @@ class Nvshmem:
     elements: tuple[int, ...]
     blocks: list[Block] = field(default_factory=list)
 
-    def allocate(self, rendezvous: Rendezvous, num_bytes: int) -> Block:
-        """Allocate a zeroed block on every rank of the group. Collective.
+    def allocate(self, rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
+        """Allocates a zeroed block on every rank; a rank that no store reaches has address 0. Collective.
 
         Args:
             rendezvous: the ranks that NVSHMEM was started for.
@@ -150,41 +152,28 @@ class Nvshmem:
         Raises:
             DeviceMemoryError: a rank had not enough.
         """
+        own = [i for i, block in enumerate(self.blocks) if not block.is_lent and block.num_bytes == num_bytes]
         # a rank may not have given up yet what others have
-        free = rendezvous.exchange("NVSHMEM memory that is free", self._free(num_bytes))
+        free = rendezvous.exchange("NVSHMEM memory that is free", own)
         again = sorted(set(free[0]).intersection(*free[1:]))
-        if again:
-            block: Block = self.blocks[again[0]]
-            block.is_lent = True
-        else:
-            block = self._take(rendezvous, num_bytes)
-        block.tensor(self.device).zero_()
+        if not again:
+            address = rendezvous.attempt("allocating NVSHMEM memory", lambda: self._malloc(num_bytes))
+            self.blocks.append(Block(address, num_bytes))
+        block = self.blocks[again[0] if again else -1]
+        block.is_lent = True
+        local = bytes_at(block.address, num_bytes, self.device)
+        local.zero_()
         torch.cuda.synchronize(self.device)
         rendezvous.barrier("NVSHMEM memory is zeroed")
-        return block
-
-    def symmetric(self, rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
-        """Allocate a zeroed block as SymmetricMemory; a rank that no store reaches has address 0."""
-        block = self.allocate(rendezvous, num_bytes)
         addresses = tuple(_host_library().nvshmem_ptr(block.address, element) or 0 for element in self.elements)
+        return SymmetricMemory(local, addresses, NVSHMEM_KIND, block.give_back, elements=self.elements)
 
-        def release() -> None:
-            block.is_lent = False
-
-        local = block.tensor(self.device)
-        return SymmetricMemory(local, addresses, NVSHMEM_KIND, release, elements=self.elements)
-
-    def _free(self, num_bytes: int) -> list[int]:
-        return [i for i, block in enumerate(self.blocks) if not block.is_lent and block.num_bytes == num_bytes]
-
-    def _take(self, rendezvous: Rendezvous, num_bytes: int) -> Block:
+    def _malloc(self, num_bytes: int) -> int:
         with torch.cuda.device(self.device):
             address = _host_library().nvshmem_malloc(num_bytes)
-        wrong = None if address else DeviceMemoryError(f"{num_bytes} bytes of NVSHMEM's heap", "none")
-        rendezvous.agree("allocating NVSHMEM memory", wrong)
-        block = Block(int(address), num_bytes)
-        self.blocks.append(block)
-        return block
+        if not address:
+            raise DeviceMemoryError(f"{num_bytes} bytes of NVSHMEM's heap", "none")
+        return int(address)
 
 
 def load_into(module: int) -> None:
@@ -200,7 +189,7 @@ _started: dict[tuple[int, ...], Nvshmem] = {}
 
 def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
     """Allocate memory of NVSHMEM's heap on every rank, starting NVSHMEM first. Collective."""
-    return start(rendezvous, device).symmetric(rendezvous, num_bytes)
+    return start(rendezvous, device).allocate(rendezvous, num_bytes)
 
 
 def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
@@ -213,19 +202,11 @@ def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
         MissingPackageError: no NVSHMEM on a rank.
         UnsupportedError: it runs already, for other ranks than these.
     """
-    own: list[int] | None = None
-    error: EpA2AError | None = None
-    try:
-        library = _host_library()
-        if library.nvshmemx_init_status() >= IS_INITIALIZED:
-            own = [library.nvshmem_my_pe(), library.nvshmem_n_pes()]
-    except EpA2AError as cause:
-        error = cause
-    rendezvous.agree("loading NVSHMEM", error)
-    found = rendezvous.exchange("NVSHMEM's state", own)
+    library = rendezvous.attempt("loading NVSHMEM", _host_library)
+    found = rendezvous.exchange("NVSHMEM's state", _state(library))
     if all(each is None for each in found):
         _initialize(rendezvous, device)
-        found = rendezvous.exchange("NVSHMEM's state", [library.nvshmem_my_pe(), library.nvshmem_n_pes()])
+        found = rendezvous.exchange("NVSHMEM's state", _state(library))
     if {each and tuple(each) for each in found} != {(i, len(found)) for i in range(len(found))}:
         raise UnsupportedError(
             f"an NVSHMEM of exactly the {len(found)} ranks of the group",
@@ -236,23 +217,33 @@ def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
     return _started.setdefault(elements, Nvshmem(device, elements))
 
 
+def _state(library: ctypes.CDLL) -> list[int] | None:
+    """This process's number in NVSHMEM, and of how many; None where NVSHMEM has not been started."""
+    is_started = library.nvshmemx_init_status() >= IS_INITIALIZED
+    return [library.nvshmem_my_pe(), library.nvshmem_n_pes()] if is_started else None
+
+
 def _initialize(rendezvous: Rendezvous, device: torch.device) -> None:
     library = _host_library()
     unique_id = ctypes.create_string_buffer(UNIQUE_ID_BYTES)
     ctypes.c_int.from_buffer(unique_id).value = _version(UNIQUE_ID_BYTES)
-    status = library.nvshmemx_get_uniqueid(unique_id) if rendezvous.rank == 0 else 0
-    texts = rendezvous.exchange("NVSHMEM's unique id", None if status else unique_id.raw.hex())
-    attributes = _Attributes(version=_version(_Attributes))
-    attributes.arguments.version = _version(_Arguments)
-    attributes.arguments.unique_id.version = _version(_UniqueIdArguments)
-    wrong: EpA2AError | None = None
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
-        unique_id.raw = bytes.fromhex(texts[0] or "")
-        status = status or library.nvshmemx_set_attr_uniqueid_args(
-            rendezvous.rank, rendezvous.world_size, unique_id, ctypes.byref(attributes)
-        )
-        status = status or library.nvshmemx_hostlib_init_attr(INIT_WITH_UNIQUE_ID, ctypes.byref(attributes))
-    if status:
-        wrong = UnsupportedError("NVSHMEM to start", f"status {status}", "NVSHMEM_DEBUG=INFO makes it say why.")
-    rendezvous.agree("starting NVSHMEM", wrong)
+    failed = library.nvshmemx_get_uniqueid(unique_id) if rendezvous.rank == 0 else 0
+    text = rendezvous.exchange("NVSHMEM's unique id", None if failed else unique_id.raw.hex())[0]
+    if text is None:
+        raise UnsupportedError("NVSHMEM to start", "no unique id on rank 0", SEE_ITS_LOG)
+
+    def start_with_the_others() -> None:
+        attributes = _Attributes(version=_version(_Attributes))
+        attributes.arguments.version = _version(_Arguments)
+        attributes.arguments.unique_id.version = _version(_UniqueIdArguments)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            unique_id.raw = bytes.fromhex(text)
+            status = library.nvshmemx_set_attr_uniqueid_args(
+                rendezvous.rank, rendezvous.world_size, unique_id, ctypes.byref(attributes)
+            )
+            status = status or library.nvshmemx_hostlib_init_attr(INIT_WITH_UNIQUE_ID, ctypes.byref(attributes))
+        if status:
+            raise UnsupportedError("NVSHMEM to start", f"status {status}", SEE_ITS_LOG)
+
+    rendezvous.attempt("starting NVSHMEM", start_with_the_others)

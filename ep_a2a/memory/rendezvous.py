@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ep_a2a.memory.peers import Peers, Verdict
+
+Result = TypeVar("Result")
 
 DEFAULT_TIMEOUT_SECS = 300.0
 NO_ANSWER = "the store of the process group does not answer"
@@ -143,6 +145,16 @@ class Rendezvous:
                 f"rank {failed[0]} failed with {texts[failed[0]]}",
                 "See above.",
             )
+
+    def attempt(self, label: str, work: Callable[[], Result]) -> Result:
+        """Does `work` on every rank and returns its result; where it fails on one rank, all raise as `agree` does."""
+        try:
+            result = work()
+        except Exception as error:
+            self.agree(label, error)
+            raise
+        self.agree(label, None)
+        return result
 
     def leave(self, patience_secs: float) -> str | None:
         """Holds the last meeting: waits until the others leave, too, for patience_secs at most.

@@ -11,6 +11,7 @@ import torch
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError
 from ep_a2a.memory import cuda_p2p
+from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,7 @@ class Meeting:
     """Rank 0 of two; the other one fails in what `other_fails` names."""
 
     rank, world_size = 0, 2
+    attempt = Rendezvous.attempt
 
     def __init__(self, other_fails: str = "") -> None:
         self.other_fails = other_fails
