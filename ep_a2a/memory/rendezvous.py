@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,17 +13,19 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
+from ep_a2a.memory.agreement import described
 from ep_a2a.memory.guards import OwnProcess
-from ep_a2a.memory.peers import peers_of, within
+from ep_a2a.memory.peers import Verdict, peers_of, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ep_a2a.memory.peers import Peers, Verdict
+    from ep_a2a.memory.peers import Peers
 
 Result = TypeVar("Result")
 
 DEFAULT_TIMEOUT_SECS = 300.0
+FIRST_WORD = "the first word of a meeting"
 NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
 """Bound for the answer of a working store."""
@@ -50,29 +53,58 @@ def _kind_fits(value: Any, own: Any) -> bool:
 class Rendezvous:
     """Exchanges messages among the ranks of a group, in the same order on every rank.
 
+    The first rank to end an exchange decides whether all have come, and the others follow: it succeeds on all or fails
+    on all.
+
     Args:
         group: the process group; any backend, since only its store is used.
         timeout_secs: how long to wait for the slowest rank of one exchange.
+        ranks: those of the group that meet, this one among them, equal on all of them; None for all. Where one gives
+            up, each makes a new Rendezvous of these ranks to meet again.
+        store: where they meet; None for the group's store.
 
     Attributes:
+        rank: this rank in the group. world_size: the number of ranks that meet.
         peers: the ranks, as this process sees them. The death of one ends every exchange that it has not come to.
 
     Raises:
         RankTimeoutError: the store has ended.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_secs: float = DEFAULT_TIMEOUT_SECS) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout_secs: float = DEFAULT_TIMEOUT_SECS,
+        *,
+        ranks: Sequence[int] | None = None,
+        store: distributed_c10d.Store | None = None,
+    ) -> None:
         self.process = OwnProcess()
         self.group = group
         self.timeout_secs = timeout_secs
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        label = "the first word of a meeting"
-        with store_must_answer(label, None):
+        with store_must_answer(FIRST_WORD, None):
             self.peers = peers_of(group)
-        self._store = distributed_c10d.PrefixStore("ep_a2a", self.peers.group_store)
-        with store_must_answer(label, self.peers):
-            self._generation = int(self._store.add(f"generation/{self.rank}", 1))
+        self.rank = self.peers.rank
+        self.ranks = tuple(range(self.peers.world_size)) if ranks is None else tuple(ranks)
+        self.world_size = len(self.ranks)
+        self._place = self.ranks.index(self.rank)
+        self._has_all = ranks is None
+        name = "ep_a2a" if ranks is None else f"ep_a2a/of/{','.join(map(str, ranks))}"
+        self._store = distributed_c10d.PrefixStore(name, self.peers.group_store if store is None else store)
+        with store_must_answer(FIRST_WORD, self.peers):
+            self._generation = self._new_generation()
         self._sequence = self._generation << 32
+
+    def _new_generation(self) -> int:
+        """A number that the other ranks give this Rendezvous, too.
+
+        All ranks of a group make the same ones in the same order. Some ranks, which may meet again after a failure,
+        take the first number whose first exchange nobody has decided.
+        """
+        if self._has_all:
+            return int(self._store.add(f"generation/{self.rank}", 1))
+        numbers = itertools.count()
+        return next(n for n in numbers if not self._store.check([self._decision_key((n << 32) + 1)]))
 
     @property
     def last_meeting(self) -> str:
@@ -80,7 +112,7 @@ class Rendezvous:
         return str(self._sequence)
 
     def exchange(self, label: str, message: Any) -> list[Any]:
-        """Returns every rank's message, in rank order.
+        """Returns every rank's message, in the order of `ranks`.
 
         Args:
             label: subject of this meeting; must be equal on all ranks.
@@ -93,41 +125,31 @@ class Rendezvous:
         """
         self.process.require("the group of ranks")
         self._sequence += 1
-        answer = with_version({"label": label, "message": message})
+        own = json.dumps(with_version({"label": label, "message": message}))
         with store_must_answer(label, self.peers):
-            self._store.set(self._key(self._sequence, self.rank), json.dumps(answer))
             try:
-                texts = self._texts(label)
+                answers = [parsed(text) for text in self._texts(label, own)]
             finally:
-                self.peers.forget_name()
-            answers = [parsed(text) for text in texts]
-            # a rank that takes part in exchange n has read all of exchange n - 2
-            self._store.delete_key(self._key(self._sequence - 2, self.rank))
-        require_one_version(answers)
-        for rank, each in enumerate(answers):
-            if not isinstance(each.get("label"), str) or "message" not in each:
-                raise self._unreadable(rank, label, "an object without label and message")
-        labels = [answer["label"] for answer in answers]
-        if len(set(labels)) > 1:
-            other = next(rank for rank, text in enumerate(labels) if text != label)
+                if self._has_all:
+                    self.peers.forget_name()
+        require_one_version(answers, self.ranks)
+        return [self._message_of(*each, label, message) for each in zip(self.ranks, answers, strict=True)]
+
+    def _message_of(self, rank: int, answer: Any, label: str, own: Any) -> Any:
+        """Returns the message in a rank's answer."""
+        sender = f"rank {rank}"
+        if not isinstance(answer.get("label"), str) or "message" not in answer:
+            raise _unreadable(sender, label, "an object without label and message")
+        if answer["label"] != label:
             raise ConfigMismatchError(
                 f"all ranks to reach the same step; rank {self.rank} is at {label!r}",
-                f"rank {other} at {labels[other]!r}",
+                f"{sender} at {answer['label']!r}",
                 "Make the same calls in the same order on every rank.",
             )
-        for rank, each in enumerate(answers):
-            if not is_like(each["message"], message):
-                raise self._unreadable(
-                    rank, label, f"a message that begins {str(each['message'])[:SHOWN_CHARACTERS]!r}"
-                )
-        return [answer["message"] for answer in answers]
-
-    def _unreadable(self, rank: int, label: str, got: str) -> ConfigMismatchError:
-        return ConfigMismatchError(
-            f"a message of this package from rank {rank} at {label!r}",
-            got,
-            "Look who else writes to the store of the process group.",
-        )
+        message = answer["message"]
+        if not is_like(message, own):
+            raise _unreadable(sender, label, f"a message that begins {str(message)[:SHOWN_CHARACTERS]!r}")
+        return message
 
     def barrier(self, label: str) -> None:
         """Returns when every rank has come."""
@@ -162,36 +184,57 @@ class Rendezvous:
         Returns:
             None when all ranks have come; else the reason why some may not have. Raises nothing.
         """
-        keys = [f"left/{self._generation}/{rank}" for rank in range(self.world_size)]
+        keys = [f"left/{self._generation}/{rank}" for rank in self.ranks]
 
         def meet() -> tuple[int, ...]:
-            self._store.set(keys[self.rank], "")
-            return await_keys(self._store, keys, range(self.world_size), self.peers, clock.now() + patience_secs)
+            self._store.set(keys[self._place], "")
+            return await_keys(self._store, keys, self.ranks, self.peers, clock.now() + patience_secs)
 
         absent = within(patience_secs + STORE_PATIENCE_SECS, meet)
         if absent is None:
             return NO_ANSWER
         return f"no sign of ranks {', '.join(map(str, absent))}" if absent else None
 
-    def _key(self, sequence: int, rank: int) -> str:
-        return f"{sequence}/{rank}"
+    def _key(self, sequence: int, place: int) -> str:
+        return f"{sequence}/{place}"
 
-    def _texts(self, label: str) -> list[bytes]:
-        """Returns every rank's message of this exchange."""
-        keys = [self._key(self._sequence, rank) for rank in range(self.world_size)]
-        failure = f"meeting {self._sequence}"
+    def _decision_key(self, sequence: int) -> str:
+        return f"{sequence}/decision"
+
+    def _texts(self, label: str, own: str) -> list[bytes]:
+        """Sends `own`, and returns the text of every rank, once one of them has decided that all have come."""
+        store, sequence = self._store, self._sequence
+        keys = [self._key(sequence, place) for place in range(self.world_size)]
+        decision = self._decision_key(sequence)
+        store.set(keys[self._place], own)
         deadline = clock.now() + self.timeout_secs
-        absent = await_keys(
-            self._store,
-            keys,
-            range(self.world_size),
-            self.peers,
-            deadline,
-            lambda: self.peers.verdict(failure) is not None,
+        absent = await_keys(store, keys, self.ranks, self.peers, deadline, lambda: store.check([decision]))
+        # a rank that has come and is gone would not come to the next exchange
+        absent = absent or tuple(rank for rank in self.peers.look() if rank in self.ranks)
+        judged = self.peers.part(absent) if absent else Verdict()
+        try:
+            verdict = Verdict.from_json(parsed(store.compare_set(decision, "", json.dumps(judged))))
+        except (ValueError, TypeError):
+            raise _unreadable("the first rank to decide", label, "no decision") from None
+        if verdict != Verdict():
+            raise self._timeout(verdict, label)
+        texts = [bytes(store.get(key)) for key in keys]
+        # a rank that takes part in exchange n has left exchange n - 2
+        store.delete_key(self._key(sequence - 2, self._place))
+        if self._place == 0:
+            store.delete_key(self._decision_key(sequence - 2))
+        return texts
+
+    def _timeout(self, verdict: Verdict, label: str) -> RankTimeoutError:
+        absent = sorted((*verdict.missing, *verdict.late))
+        return RankTimeoutError(
+            f"all ranks at {label!r} within {self.timeout_secs:g} s",
+            f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}: "
+            f"{described(verdict, self.rank)}",
+            "Check that these ranks are alive and make the same calls in the same order.",
+            missing_ranks=verdict.missing,
+            late_ranks=verdict.late,
         )
-        if absent:
-            raise did_not_come(absent, self.peers.record(failure, self.peers.part(absent)), label, self.timeout_secs)
-        return [bytes(self._store.get(key)) for key in keys]
 
 
 def await_keys(
@@ -200,7 +243,7 @@ def await_keys(
     ranks: Sequence[int],
     peers: Peers,
     deadline: float,
-    is_given_up: Callable[[], bool] = lambda: False,
+    is_decided: Callable[[], bool] = lambda: False,
 ) -> tuple[int, ...]:
     """Waits until the store has all keys, and returns the ranks of those that it has not.
 
@@ -209,13 +252,13 @@ def await_keys(
         keys: one of each rank. ranks: their ranks in the group of `peers`.
         peers: a rank that is gone is not waited for.
         deadline: end of the wait, a clock.now().
-        is_given_up: whether another rank has given up this wait.
+        is_decided: whether another rank has ended this wait.
     """
     poll_secs = min(POLL_SECS_PER_RANK * len(keys), LONGEST_POLL_SECS)
     while True:
         # before the keys: a rank that is gone may have come before
         peers.look()
-        is_over = clock.now() > deadline or is_given_up()
+        is_over = clock.now() > deadline or is_decided()
         if store.check(list(keys)):
             return ()
         absent = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key]))
@@ -232,19 +275,11 @@ def parsed(text: bytes) -> Any:
         return None
 
 
-def did_not_come(absent: tuple[int, ...], verdict: Verdict, label: str, timeout_secs: float) -> RankTimeoutError:
-    """Returns the error of a meeting that ranks did not come to."""
-    seen = [f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"]
-    if verdict.missing:
-        seen.append(f"ranks {list(verdict.missing)} are gone or not seen to run")
-    if verdict.late:
-        seen.append(f"the processes of ranks {list(verdict.late)} run")
-    return RankTimeoutError(
-        f"all ranks at {label!r} within {timeout_secs:g} s",
-        "; ".join(seen),
-        "Check that these ranks are alive and make the same calls in the same order.",
-        missing_ranks=verdict.missing,
-        late_ranks=verdict.late,
+def _unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:
+    return ConfigMismatchError(
+        f"a message of this package from {sender} at {label!r}",
+        got,
+        "Look who else writes to the store of the process group.",
     )
 
 

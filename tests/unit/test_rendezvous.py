@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
+from ep_a2a.memory.host_record import HostRecord
 from ep_a2a.memory.rendezvous import VERSION_KEY, Rendezvous, is_like, with_version
 
 LABEL = "a meeting"
@@ -33,15 +34,15 @@ BYTES = (
 
 
 class Group:
-    """Stands for a process group of two, in which this is rank 0."""
+    """Stands for a process group of two."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
+    def __init__(self, store: dist.Store, rank: int = 0) -> None:
+        self.store, self.rank = store, rank
 
 
 @pytest.fixture(autouse=True)
 def _groups_are_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(distributed_c10d, "_get_process_group_store", lambda group: group.store)
 
@@ -100,3 +101,26 @@ def test_a_store_that_has_ended_is_named_before_anything_is_said():
     group: Any = Group(client)
     with pytest.raises(RankTimeoutError, match=r"the store of .* ep_a2a\.survivors\(\.\.\., store=\)"):
         Rendezvous(group, 1.0)
+
+
+def test_a_rank_that_comes_when_others_have_given_up_is_told(monkeypatch):
+    # both ranks are in this process, which sees its own locks as free
+    monkeypatch.setattr(HostRecord, "has_ended", lambda *_: False)
+    store = dist.HashStore()
+    groups: list[Any] = [Group(store, rank) for rank in range(2)]
+    first, second = (Rendezvous(group, 0.01) for group in groups)
+    with pytest.raises(RankTimeoutError, match="no sign of rank 1") as caught:
+        first.barrier(LABEL)
+    assert caught.value.late_ranks == (1,)
+    with pytest.raises(RankTimeoutError, match="this rank, 1, came after the others had given up") as caught:
+        second.barrier(LABEL)
+    assert caught.value.late_ranks == (1,)
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"3", b"[1]", b"[[], [], [[1]]]"])
+def test_a_decision_that_is_none_is_an_error(text):
+    store = dist.HashStore()
+    group: Any = Group(store)
+    store.set(f"ep_a2a/{(1 << 32) + 1}/decision", text)
+    with pytest.raises(ConfigMismatchError, match="no decision"):
+        Rendezvous(group, 1.0).barrier(LABEL)
