@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ep_a2a.compat.deep_ep.config import Config, recommended_configs
-from ep_a2a.compat.deep_ep.low_latency import LowLatencyMode
-from ep_a2a.compat.deep_ep.normal import NormalMode
 from ep_a2a.compat.deep_ep.ops import Ops
 from ep_a2a.compat.deep_ep.steps import Steps
 from ep_a2a.compat.deep_ep.streams import CommStream
@@ -21,6 +19,9 @@ from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Rows, or rows and their scales."""
 
 SM90 = (9, 0)
 DEFAULT_QPS = 24
@@ -72,8 +73,6 @@ class BufferBase:
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
         self._stream = CommStream(self._ops.device)
-        self._normal = NormalMode(self._ops, self._steps)
-        self._low_latency = LowLatencyMode(self._ops, self._steps)
         self._closed = False
         self._finalizer = weakref.finalize(self, _nothing if explicitly_destroy else self._ops.close)
         self._finalizer.atexit = False  # the operating system frees everything

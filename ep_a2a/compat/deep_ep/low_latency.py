@@ -2,95 +2,201 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.compat.combine_time_weights import WeightExchange
+from ep_a2a.compat.deep_ep.buffer_base import BufferBase
 from ep_a2a.compat.deep_ep.handles import LowLatencyHandle
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
 from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Step
+from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
-from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError
+from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError, UnsupportedError
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import CombineInputs
 
 if TYPE_CHECKING:
-    from ep_a2a.compat.deep_ep.ops import Ops
-    from ep_a2a.compat.deep_ep.steps import Steps
-    from ep_a2a.interface import DispatchResult
-    from ep_a2a.ops.op import EpDispatchCombineOp
+    from ep_a2a.compat.deep_ep.buffer_base import Tokens
+    from ep_a2a.compat.deep_ep.utils import EventOverlap
 
 PACKED_SCALES = 4
 """UE8M0 bytes in an int32 of DeepEP's packed scales."""
 
 
-class LowLatencyInput(NamedTuple):
-    """The arguments of Buffer.low_latency_dispatch."""
+class LowLatencyMode(BufferBase):
+    """The calls of a buffer's low-latency mode."""
 
-    x: torch.Tensor
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
-    max_num_tokens: int
-    num_experts: int
-    scale_format: ScaleFormat | None
-    recv_stats: torch.Tensor | None
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Sends each token to its experts' ranks, where every expert gets rows of its own. The host does not wait.
 
+        Args:
+            x: [T, H] bf16 (also fp16, fp32), T <= num_max_dispatch_tokens_per_rank.
+            topk_idx: [T, K] int64 or int32 expert ids; -1 selects nothing. An id may not be repeated in a row.
+            num_max_dispatch_tokens_per_rank: M, equal on all ranks.
+            num_experts: over all ranks, a multiple of their number.
+            cumulative_local_expert_recv_stats: int32 [E], to which this step's counts are added.
+            dispatch_wait_recv_cost_stats: not supported.
+            use_fp8: cast rows to fp8 with a scale per 128 elements; H a multiple of 128.
+            round_scale: round scales up to powers of two.
+            use_ue8m0: with round_scale, pack the scales' exponents, four to an int32; H a multiple of 512.
+            async_finish: run on the communication stream; the returned event marks the end.
+            return_recv_hook: only send; the hook receives, on the stream of this call.
+            topk_weights: not DeepEP's. float32 [T, K], to travel with the tokens. low_latency_combine may then be given
+                None, which saves a small exchange.
 
-class LowLatencyReceived(NamedTuple):
-    """The tensors of a dispatch, which the hook fills: rows [E, W * M, H], scales with DeepEP's strides, counts [E]."""
+        Returns:
+            (recv_x, counts, handle, event, hook or None).
 
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    counts: torch.Tensor
+            - recv_x [E, W * M, H]; with use_fp8 (fp8 rows, scales). Scales are [E, W * M, H / 128] float32, or
+              [E, W * M, H / 512] int32; the strides of their last two dimensions are exchanged.
+            - counts int32 [E]: rows of each expert, which ascend by source rank and token. Rows past them hold
+              anything.
 
+            Rows and counts lie in the op's memory. They are valid until the combine of this dispatch, or until
+            max_open_steps further dispatches, if they come before. A combine whose dispatch is over counts as one.
 
-class LowLatencyMode:
-    """Runs dispatch and combine of a buffer's low-latency mode on the current stream.
+        Raises:
+            InputError: an argument does not fit.
+        """
+        self._require_open()
+        _one_of(async_finish, return_recv_hook)
+        _refuse_wait_stats(dispatch_wait_recv_cost_stats)
+        shape = OpShape(
+            x.dtype,
+            x.shape[-1],
+            topk_idx.shape[-1],
+            num_experts,
+            num_max_dispatch_tokens_per_rank,
+            Layout.EXPERT_MAJOR,
+            scale_format=_scale_format(round_scale, use_ue8m0) if use_fp8 else None,
+        )
+        stats = cumulative_local_expert_recv_stats
+        self._check_dispatch(x, topk_idx, shape, stats)
+        (rows, counts, handle, _), event = self._stream.run(
+            lambda: self._send_tokens(shape, x, topk_idx, topk_weights, stats, return_recv_hook),
+            (x, topk_idx, topk_weights, stats),
+            None,
+            async_finish,
+        )
+        return rows, counts, handle, event, handle.step.dispatch_hook
 
-    Args:
-        ops: makes the ops. steps: the buffer's open dispatches, of both modes.
-    """
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Adds, for each of this rank's tokens, its experts' rows, each multiplied by its weight.
 
-    def __init__(self, ops: Ops, steps: Steps) -> None:
-        self._ops, self._steps = ops, steps
-        self._exchanges: WeakKeyDictionary[EpDispatchCombineOp, WeightExchange] = WeakKeyDictionary()
-        self._ones: dict[tuple[int, int], torch.Tensor] = {}
+        The experts' ranks multiply and add in float32, and send one row per token. Unless the dispatch was given the
+        weights, a small exchange brings them to these ranks first.
 
-    def dispatch(
-        self, given: LowLatencyInput, in_halves: bool
-    ) -> tuple[LowLatencyReceived, LowLatencyHandle, torch.Tensor]:
+        Args:
+            x: [E, W * M, H], the experts' rows in the order of low_latency_dispatch.
+            topk_idx: [T, K], as given to the dispatch; other ids are an error.
+            topk_weights: float32 [T, K]; None if low_latency_dispatch was given them.
+            handle: of the dispatch. If it has been combined before, a dispatch of zeros repeats it first.
+            use_logfmt, combine_wait_recv_cost_stats: not supported.
+            zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) instead of x. Saves no time: no
+                combine copies its input.
+            async_finish: run on the communication stream; the returned event marks the end.
+            return_recv_hook: only send rows (and exchange weights); the hook receives, on the stream of this call.
+            out: [T, H] to write to.
+
+        Returns:
+            ([T, H] of x's dtype, or `out`; event; hook or None).
+
+        Raises:
+            InputError, ForeignIndicesError: an argument does not fit.
+            StateError: the hook of low_latency_dispatch has not been called. Or a later dispatch has overwritten the
+                rows of this one; that is an error also where the experts had read them before.
+            UnsupportedError: use_logfmt, or statistics of waits.
+        """
+        self._require_open()
+        _one_of(async_finish, return_recv_hook)
+        _refuse_wait_stats(combine_wait_recv_cost_stats)
+        if use_logfmt:
+            remedy = remedy_of("deep_ep", "Buffer.low_latency_combine", "use_logfmt")
+            raise UnsupportedError("rows of bf16 in combine", "use_logfmt", remedy)
+        combined, event = self._stream.run(
+            lambda: self._send_rows(x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook),
+            (x, topk_idx, topk_weights, out, handle.ids),
+            None,
+            async_finish,
+        )
+        return combined, event, handle.step.combine_hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """Returns memory [E, W * M, H] for the rows of a combine with zero_copy, of the dtype of dispatch's tokens."""
+        self._require_open()
+        return _combine_buffer(handle)
+
+    def _send_tokens(
+        self,
+        shape: OpShape,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        recv_stats: torch.Tensor | None,
+        in_halves: bool,
+    ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, torch.Tensor]:
         """Sends the tokens, and receives. With `in_halves` the hook of the handle's step receives.
 
         Returns:
-            The tensors that are filled, the handle, and the ids that it keeps.
+            The rows, with their scales if they have any; counts by expert; the handle; and the ids that it keeps.
         """
-        shape = self._shape(given)
-        self._check(given, shape)
         # always a copy: the caller may overwrite its tensor while the handle lives
-        ids = given.topk_idx.to(torch.int32, copy=True)
-        handle = LowLatencyHandle(shape, ids, given.topk_idx, given.topk_weights is not None)
-        weights = self._unit_weights(shape)[: ids.shape[0]] if given.topk_weights is None else given.topk_weights
+        ids = topk_idx.to(torch.int32, copy=True)
+        handle = LowLatencyHandle(shape, ids, topk_idx, topk_weights is not None)
         step = handle.step = self._step(shape)
         op = step.op
-        got = (op.dispatch_send if in_halves else op.dispatch)(given.x, weights, None, ids)
+        weights = self._ops.unit_weights[op][: ids.shape[0]] if topk_weights is None else topk_weights
+        rows, _, row_scales, _, _ = (op.dispatch_send if in_halves else op.dispatch)(x, weights, None, ids)
         self._steps.add(step, keeps_rows=True)
-        scales = None if got[2] is None else _column_major_like(got[2])
-        received = LowLatencyReceived(got[0], scales, op.expert_recv_count)
+        counts = op.expert_recv_count
+        scales = None if row_scales is None else _column_major_like(row_scales)
+
+        def finish() -> None:
+            if scales is not None and row_scales is not None:
+                scales.copy_(row_scales.view(scales.dtype))
+            if recv_stats is not None:
+                recv_stats.add_(counts)
 
         def receive() -> None:
             op.dispatch_recv()
-            _finish(got, received, given.recv_stats)
+            finish()
 
         if in_halves:
             step.dispatch_hook = Hook(receive, op.device)
         else:
-            _finish(got, received, given.recv_stats)
-        return received, handle, ids
+            finish()
+        return rows if scales is None else (rows, scales), counts, handle, ids
 
-    def combine(
+    def _send_rows(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
@@ -107,7 +213,7 @@ class LowLatencyMode:
         """
         if tuple(topk_idx.shape) != tuple(handle.ids.shape):
             raise ShapeError(f"topk_idx of the dispatch, {tuple(handle.ids.shape)}", str(tuple(topk_idx.shape)))
-        rows = self.combine_buffer(handle) if zero_copy else x
+        rows = _combine_buffer(handle) if zero_copy else x
         # the dispatch's own tensor needs no comparison
         compared = None if topk_idx is handle.topk_idx else topk_idx.to(torch.int32)
         if out is None:
@@ -128,12 +234,6 @@ class LowLatencyMode:
         step.combine_hook = Hook(receive, op.device)
         return out
 
-    def combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """Returns memory [E, W * M, H] of the op that holds, or last held, the handle's dispatch."""
-        op = handle.step.op
-        dtype = op.config.combined_dtype
-        return op.get_registered_combine_input_buffer(dtype).view(*handle.step.rows_shape)
-
     def _step_with_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
         """Returns the handle's step, open, once the experts' ranks have the weights to multiply by."""
         step = handle.step
@@ -147,7 +247,7 @@ class LowLatencyMode:
             self._steps.expect_rows(step)
             return self._reopen(handle, topk_weights)
         if topk_weights is not None:
-            self._exchanges[step.op].run(topk_weights, handle.ids.shape[0], handle.shape.max_num_tokens)
+            self._ops.exchanges[step.op].run(topk_weights, handle.ids.shape[0], handle.shape.max_num_tokens)
         return step
 
     def _reopen(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
@@ -163,52 +263,36 @@ class LowLatencyMode:
         """Returns a new step on an op that has no open one."""
         index = self._steps.free_index()
         op = self._ops.get(shape, index)
-        if op not in self._exchanges:
-            # DeepEP weighs rows at the token's rank. Our ops weigh at the experts' ranks, so combine's weights travel.
-            self._exchanges[op] = WeightExchange(op)
         num_rows = self._ops.num_ranks * shape.max_num_tokens
         return Step(op, index, (op.config.num_local_experts, num_rows, shape.hidden_dim))
 
-    def _unit_weights(self, shape: OpShape) -> torch.Tensor:
-        """Returns ones [M, K] in place of weights that are not known yet.
-
-        The first call for a shape comes before the op is made. Making an op synchronises the device and cannot be
-        captured, so the ones are valid on all streams and no part of a captured graph.
-        """
-        key = (shape.max_num_tokens, shape.topk)
-        if key not in self._ones:
-            self._ones[key] = torch.ones(key, dtype=torch.float32, device=self._ops.device)
-        return self._ones[key]
-
-    def _shape(self, given: LowLatencyInput) -> OpShape:
-        return OpShape(
-            given.x.dtype,
-            given.x.shape[-1],
-            given.topk_idx.shape[-1],
-            given.num_experts,
-            given.max_num_tokens,
-            Layout.EXPERT_MAJOR,
-            scale_format=given.scale_format,
-        )
-
-    def _check(self, given: LowLatencyInput, shape: OpShape) -> None:
-        check_num_experts(given.num_experts, self._ops.num_ranks)
-        if given.x.shape[0] > given.max_num_tokens:
+    def _check_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, shape: OpShape, recv_stats: torch.Tensor | None
+    ) -> None:
+        check_num_experts(shape.num_experts, self._ops.num_ranks)
+        if x.shape[0] > shape.max_num_tokens:
             raise TooManyTokensError(
-                f"at most {given.max_num_tokens} tokens (num_max_dispatch_tokens_per_rank)",
-                str(given.x.shape[0]),
+                f"at most {shape.max_num_tokens} tokens (num_max_dispatch_tokens_per_rank)",
+                str(x.shape[0]),
                 "Raise num_max_dispatch_tokens_per_rank on every rank, or split the batch.",
             )
-        if given.topk_idx.dtype not in (torch.int64, torch.int32):
-            raise DtypeError("topk_idx of dtype torch.int64 or torch.int32", str(given.topk_idx.dtype))
-        group = FP8_GROUP_SIZE * (PACKED_SCALES if given.scale_format is ScaleFormat.UE8M0 else 1)
-        if given.scale_format is not None and shape.hidden_dim % group:
+        if topk_idx.dtype not in (torch.int64, torch.int32):
+            raise DtypeError("topk_idx of dtype torch.int64 or torch.int32", str(topk_idx.dtype))
+        group = FP8_GROUP_SIZE * (PACKED_SCALES if shape.scale_format is ScaleFormat.UE8M0 else 1)
+        if shape.scale_format is not None and shape.hidden_dim % group:
             raise ShapeError(f"a hidden size that is a multiple of {group} with these scales", str(shape.hidden_dim))
-        stats, num_local_experts = given.recv_stats, given.num_experts // self._ops.num_ranks
-        if stats is not None and (stats.dtype != torch.int32 or tuple(stats.shape) != (num_local_experts,)):
+        expected = (shape.num_experts // self._ops.num_ranks,)
+        if recv_stats is not None and (recv_stats.dtype != torch.int32 or tuple(recv_stats.shape) != expected):
             raise ShapeError(
-                f"cumulative_local_expert_recv_stats int32 [{num_local_experts}]", f"{stats.dtype} {list(stats.shape)}"
+                f"cumulative_local_expert_recv_stats int32 {list(expected)}",
+                f"{recv_stats.dtype} {list(recv_stats.shape)}",
             )
+
+
+def _combine_buffer(handle: LowLatencyHandle) -> torch.Tensor:
+    """Returns memory [E, W * M, H] of the op that holds, or last held, the handle's dispatch."""
+    op = handle.step.op
+    return op.get_registered_combine_input_buffer(op.config.combined_dtype).view(*handle.step.rows_shape)
 
 
 def _check_combine(handle: LowLatencyHandle, given: CombineInputs) -> None:
@@ -231,9 +315,23 @@ def _column_major_like(scales: torch.Tensor) -> torch.Tensor:
     return torch.empty(num_experts, num_scales, num_rows, dtype=dtype, device=scales.device).transpose(1, 2)
 
 
-def _finish(got: DispatchResult, received: LowLatencyReceived, recv_stats: torch.Tensor | None) -> None:
-    """Copies the scales and adds to the statistics, once the rows have come."""
-    if received.scales is not None and got[2] is not None:
-        received.scales.copy_(got[2].view(received.scales.dtype))
-    if recv_stats is not None:
-        recv_stats += received.counts
+def _scale_format(round_scale: bool, use_ue8m0: bool) -> ScaleFormat:
+    if use_ue8m0 and not round_scale:
+        raise InputError("round_scale with use_ue8m0, whose scales are powers of two", "use_ue8m0 alone")
+    if use_ue8m0:
+        return ScaleFormat.UE8M0
+    return ScaleFormat.FLOAT32_POWER_OF_TWO if round_scale else ScaleFormat.FLOAT32
+
+
+def _one_of(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise InputError("async_finish or return_recv_hook", "both")
+
+
+def _refuse_wait_stats(stats: torch.Tensor | None) -> None:
+    if stats is not None:
+        raise UnsupportedError(
+            "no statistics of waits by source rank",
+            "a tensor for them",
+            remedy_of("deep_ep", "Buffer.low_latency_combine", "combine_wait_recv_cost_stats"),
+        )

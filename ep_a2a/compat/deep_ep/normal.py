@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ep_a2a.compat.deep_ep.buffer_base import BufferBase
 from ep_a2a.compat.deep_ep.handles import NormalHandle, Routing
-from ep_a2a.compat.deep_ep.layouts import check_num_experts, exchange_counts, rank_ids, routed_ids
+from ep_a2a.compat.deep_ep.layouts import check_num_experts, dispatch_layout, exchange_counts, rank_ids, routed_ids
 from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Step
 from ep_a2a.config import Layout
@@ -15,8 +16,9 @@ from ep_a2a.errors import DtypeError, InputError, ShapeError, TooManyTokensError
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
-    from ep_a2a.compat.deep_ep.ops import Ops
-    from ep_a2a.compat.deep_ep.steps import Steps
+    from ep_a2a.compat.deep_ep.buffer_base import Tokens
+    from ep_a2a.compat.deep_ep.config import Config
+    from ep_a2a.compat.deep_ep.utils import EventOverlap
     from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.arguments import Biases
 
@@ -34,33 +36,156 @@ class TokenLayout(NamedTuple):
     num_worst_tokens: int
 
 
-class Received(NamedTuple):
-    """The received tensors that Buffer.dispatch returns; ids and weights are None without topk_idx."""
+class NormalMode(BufferBase):
+    """The calls of a buffer's normal mode."""
 
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts this rank's tokens by rank and by expert. Local; by torch operations.
 
+        Args:
+            topk_idx: [T, K] int64 or int32 expert ids; -1 selects nothing.
+            num_experts: over all ranks, a multiple of their number.
+            previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
 
-NormalResult = tuple[Received, list[int] | None, NormalHandle | None, torch.Tensor | None]
+        Returns:
+            num_tokens_per_rank int32 [W], num_tokens_per_rdma_rank None, num_tokens_per_expert int32 [num_experts],
+            is_token_in_rank bool [T, W], event.
+        """
+        layout, event = self._stream.run(
+            lambda: dispatch_layout(topk_idx, num_experts, self.group_size), topk_idx, previous_event, async_finish
+        )
+        return (*layout, event)
 
+    def dispatch(
+        self,
+        x: Tokens,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
+        """Sends each token once to each rank that owns one of its experts.
 
-class NormalMode:
-    """Runs dispatch and combine of a buffer's normal mode on the current stream.
+        Args:
+            x: [T, H] bf16 (also fp16, fp32), or (fp8 [T, H], scales [T, S] float32 or int32).
+            handle: of an earlier dispatch of T tokens, whose routing is repeated; the host does not wait. topk_idx and
+                topk_weights must be None, and the layout tensors have no effect.
+            is_token_in_rank, num_tokens_per_expert: of get_dispatch_layout. A token goes to each marked rank; with
+                topk_idx only if the rank also owns one of its experts.
+            num_tokens_per_rank: required without a handle, without effect. num_tokens_per_rdma_rank: without effect.
+            topk_idx, topk_weights: [T, K], float32 weights; or None, both and on all ranks.
+            expert_alignment: the list's counts per expert are rounded up to a multiple of this.
+            num_worst_tokens: ranks times the most tokens of any rank, equal on all ranks. The host does not wait, and
+                this number of rows is returned. 0: the host waits for the counts of all ranks.
+            config: only its num_sms has an effect.
+            previous_event: with async_finish, the event to wait for in place of the current stream's work.
+            async_finish: run on the communication stream; the returned event marks the end.
+            allocate_on_comm_stream: without effect; results may be used on both streams.
 
-    Args:
-        ops: makes the ops. steps: the buffer's open dispatches, of both modes.
-    """
+        Returns:
+            (recv_x, recv_topk_idx, recv_topk_weights, tokens per local expert, handle, event).
 
-    def __init__(self, ops: Ops, steps: Steps) -> None:
-        self._ops, self._steps = ops, steps
+            - recv_x: as x; rows ascend by source rank and token.
+            - recv_topk_idx [N, K]: ids of this rank's experts, counted from 0; -1 for other experts.
+            - recv_topk_weights [N, K]: 0 where the id is -1.
+            - tokens per local expert: a list, empty with num_worst_tokens.
 
-    def dispatch(self, x: torch.Tensor, scales: torch.Tensor | None, layout: TokenLayout, num_sms: int) -> NormalResult:
+            Rows past the received ones hold anything; their ids are -1. With a handle the middle four are None.
+
+        Raises:
+            InputError: an argument does not fit.
+            TooManyTokensError: more tokens than max_num_tokens_per_rank or num_worst_tokens allow.
+        """
+        self._require_open()
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        num_sms = self._num_sms(config)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise InputError("neither topk_idx nor topk_weights with a handle", "at least one of them")
+            routing = handle.routing
+            rows, event = self._stream.run(
+                lambda: self._dispatch_again(tokens, scales, routing, num_sms),
+                (tokens, scales, routing.ids),
+                previous_event,
+                async_finish,
+            )
+            return rows, None, None, None, None, event
+        if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
+            raise InputError("num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle", "less")
+        layout = TokenLayout(
+            is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+        )
+        (rows, recv_ids, weights, per_expert, made, _), event = self._stream.run(
+            lambda: self._dispatch_by(layout, tokens, scales, num_sms),
+            (tokens, scales, layout),
+            previous_event,
+            async_finish,
+        )
+        return rows, recv_ids, weights, per_expert, made, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: Bias = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Adds, for each of this rank's tokens, the rows of the ranks that it went to, unweighted.
+
+        If the handle's step is over, a dispatch of zeros repeats it first: correct, and slower. Up to max_open_steps
+        dispatches can wait for their combine without that.
+
+        Args:
+            x: [N, H], a row for each row that dispatch returned; bf16 after a dispatch of fp8 rows.
+            handle: of that dispatch; it may be combined again.
+            topk_weights: None, or float32 [N, K] in the order of these rows, to sum as well.
+            bias: None, one or two [T, H] to add before the sums are rounded.
+            config, previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
+
+        Returns:
+            combined_x [T, H], combined_topk_weights [T, K] or None, event.
+
+        Raises:
+            InputError: an argument does not fit.
+            UnsupportedError: topk_weights of another number of columns than the dispatch's topk_idx, or after none.
+        """
+        self._require_open()
+        num_sms = self._num_sms(config)
+        (combined, weights), event = self._stream.run(
+            lambda: self._combine(x, handle, topk_weights, bias, num_sms),
+            (x, topk_weights, bias, handle.routing.ids),
+            previous_event,
+            async_finish,
+        )
+        return combined, weights, event
+
+    def _dispatch_by(
+        self, layout: TokenLayout, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int
+    ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, torch.Tensor]:
         """Dispatches by a new layout. The host waits for the ranks' counts, unless num_worst_tokens bounds them.
 
         Returns:
-            The received tensors, tokens per local expert, the handle, and the ids that it keeps.
+            The first five results of `dispatch`, and the ids that the handle keeps.
         """
         topk_idx = layout.topk_idx
         self._check_layout(x, layout)
@@ -84,22 +209,25 @@ class NormalMode:
         num_routed_experts = self._ops.num_ranks if topk_idx is None else num_experts
         routing = Routing(ids, num_routed_experts, max_num_tokens, num_recv_tokens)
         got = self._launch(routing, self._shape(routing, x, scales), x, scales, layout.topk_weights, num_sms)
-        ids_dtype = None if topk_idx is None else topk_idx.dtype
         handle = NormalHandle.of(routing, prefix_matrix, layout.is_token_in_rank)
-        return self._received(routing, got, ids_dtype), per_expert, handle, ids
+        rows = _kept_rows(got, num_recv_tokens)
+        if topk_idx is None or got.weights is None:
+            return rows, None, None, per_expert, handle, ids
+        config = routing.step.op.config
+        local = _kept(got.indices, num_recv_tokens, -1) - config.first_expert
+        is_local = (local >= 0) & (local < config.num_local_experts)
+        weights = _kept(got.weights, num_recv_tokens, 0).masked_fill_(~is_local, 0.0)
+        return rows, torch.where(is_local, local, -1).to(topk_idx.dtype), weights, per_expert, handle, ids
 
-    def dispatch_again(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: NormalHandle, num_sms: int
-    ) -> NormalResult:
-        """Dispatches other tokens by the routing of a handle. The host does not wait. Returns the received tensors."""
-        routing = handle.routing
+    def _dispatch_again(self, x: torch.Tensor, scales: torch.Tensor | None, routing: Routing, num_sms: int) -> Tokens:
+        """Dispatches other tokens by a routing. The host does not wait. Returns the received rows."""
         if x.shape[0] != routing.num_tokens:
             raise ShapeError(f"the {routing.num_tokens} tokens of the handle's dispatch", str(x.shape[0]))
         routing.step.displace()
         got = self._launch(routing, self._shape(routing, x, scales), x, scales, None, num_sms)
-        return self._received(routing, got, None), None, None, None
+        return _kept_rows(got, routing.num_recv_tokens)
 
-    def combine(
+    def _combine(
         self, x: torch.Tensor, handle: NormalHandle, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the sums of this rank's tokens [T, H], plus bias, and of their weights [T, K]."""
@@ -161,20 +289,6 @@ class NormalMode:
             scale_bytes,
         )
 
-    def _received(self, routing: Routing, got: DispatchResult, ids_dtype: torch.dtype | None) -> Received:
-        """Copies the result out of the op's memory, since tensors of DeepEP outlive the step."""
-        tokens, weights, scales, ids, _ = got
-        num_rows = routing.num_recv_tokens
-        x = _kept(tokens, num_rows, 0)
-        kept_scales = None if scales is None else _kept(scales, num_rows, 0)
-        if ids_dtype is None or weights is None:
-            return Received(x, kept_scales, None, None)
-        config = routing.step.op.config
-        local = _kept(ids, num_rows, -1) - config.first_expert
-        is_local = (local >= 0) & (local < config.num_local_experts)
-        local_ids = torch.where(is_local, local, -1).to(ids_dtype)
-        return Received(x, kept_scales, local_ids, _kept(weights, num_rows, 0).masked_fill_(~is_local, 0.0))
-
     def _whole(self, name: str, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Returns as many rows as the op's combine takes; those past the received ones may hold anything."""
         if rows.dim() != 2 or rows.shape[0] != routing.num_recv_tokens:
@@ -217,6 +331,12 @@ class NormalMode:
                 "expert_alignment >= 1 and num_worst_tokens >= 0",
                 f"{layout.expert_alignment} and {layout.num_worst_tokens}",
             )
+
+
+def _kept_rows(got: DispatchResult, num_rows: int) -> Tokens:
+    """Copies the rows and scales out of the op's memory, since tensors of DeepEP outlive the step."""
+    rows = _kept(got.tokens, num_rows, 0)
+    return rows if got.scales is None else (rows, _kept(got.scales, num_rows, 0))
 
 
 def _kept(rows: torch.Tensor, num_rows: int, filler: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
 from ep_a2a.errors import TooManyTokensError, UnsupportedError
 from ep_a2a.managers.native import NativeAll2AllManager
@@ -74,6 +75,11 @@ class Ops:
         device: where tokens are; None = the current CUDA device, or CPU without one.
         max_num_tokens: a bound on every rank's tokens, equal on all ranks; 0 = not known.
 
+    Attributes:
+        exchanges: of ops by expert, the exchange of weights that combine is given. DeepEP weighs rows at the token's
+            rank, our ops at the experts' ranks.
+        unit_weights: of ops by expert, ones [M, K] in place of weights that dispatch is not given.
+
     Raises:
         UnsupportedError: the ranks are on several nodes.
     """
@@ -92,6 +98,8 @@ class Ops:
         self.groups = DeviceGroups(cpu_group, group if "cuda:nccl" in backends else None)
         self._ops: dict[tuple[OpShape, int], EpDispatchCombineOp] = {}
         self._num_sms: dict[EpDispatchCombineOp, int] = {}
+        self.exchanges: dict[EpDispatchCombineOp, WeightExchange] = {}
+        self.unit_weights: dict[EpDispatchCombineOp, torch.Tensor] = {}
         topology = self.manager.topology()
         if topology.internode:
             self.close()
@@ -129,7 +137,14 @@ class Ops:
         """Returns the op of this shape on the memory of this index. Collective when it is new."""
         key = shape, index
         if key not in self._ops:
-            self._ops[key] = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
+            op = self._ops[key] = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
+            if shape.layout is Layout.EXPERT_MAJOR:
+                # before the exchange, which synchronises the device and cannot be captured: the ones are valid on all
+                # streams and no part of a captured graph
+                self.unit_weights[op] = torch.ones(
+                    shape.max_num_tokens, shape.topk, dtype=torch.float32, device=self.device
+                )
+                self.exchanges[op] = WeightExchange(op)
         return self._ops[key]
 
     def limit_sms(self, op: EpDispatchCombineOp, num_sms: int) -> None:
@@ -140,8 +155,8 @@ class Ops:
 
     def close(self) -> None:
         """Frees all memory. Local; must be called on every rank. A second call does nothing."""
-        self._ops.clear()
-        self._num_sms.clear()
+        for by_op in (self._ops, self._num_sms, self.exchanges, self.unit_weights):
+            by_op.clear()
         # garbage collection may call this, at another time on every rank: do not wait for the others
         self.manager.destroy(alone=True)
         self.groups.close()
