@@ -8,10 +8,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+import ep_a2a.compat.mori as compat_mori
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.managers.external.flashinfer import ONE_SIDED, TWO_SIDED
 from ep_a2a.managers.external.mori import LIBRARY as MORI
+from ep_a2a.managers.external.mori import native_fields
 from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.peer_contract.calls import attributes_of, calls_of
 from tests.peer_contract.python_source import field_defaults, find, instance_attributes, signature_of
@@ -33,7 +36,8 @@ MAPPING, MNNVL = "flashinfer/comm/mapping.py", "flashinfer/comm/mnnvl.py"
 # what is called: (file, definition, names of the positional arguments)
 CALLS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "mori": {
-        "mori.ops.EpDispatchCombineConfig": (MORI_OPS, "EpDispatchCombineConfig", ()),
+        # its arguments come from native_fields: test_moris_config_is_ours
+        "mori.ops.EpDispatchCombineConfig": ("", "", ()),
         "mori.ops.EpDispatchCombineOp": (MORI_OPS, "EpDispatchCombineOp", ("config",)),
         "mori.shmem.shmem_torch_process_group_init": (MORI_SHMEM, "shmem_torch_process_group_init", ()),
         "self._native.dispatch": (MORI_OPS, "EpDispatchCombineOp.dispatch", ()),
@@ -70,7 +74,7 @@ CALLS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
             "MoeAlltoAll.get_combine_payload_tensor_in_workspace",
             ("runtime_max_tokens_per_rank", "hidden_size", "dtype"),
         ),
-        "native._WORKSPACE_CACHE.values": ("", "", ()),
+        "native._WORKSPACE_CACHE.values": ("", "", ()),  # a dictionary's method
         "native._reset_workspace": (ONE, "MoeAlltoAll._reset_workspace", ()),
         "MnnvlMemory.initialize": (MNNVL, "MnnvlMemory.initialize", ()),
         "native.get_moe_workspaces": (TWO, "MnnvlMoe.get_moe_workspaces", ()),
@@ -109,7 +113,7 @@ def test_every_call_fits(module: str) -> None:
     assert set(calls) == set(CALLS[module])
     for spelled, made in calls.items():
         file, name, positional = CALLS[module][spelled]
-        if not file:  # a dictionary's method
+        if not file:
             continue
         signature = signature_of(folder / file, name)
         for call in made:
@@ -135,8 +139,8 @@ def test_moris_config_is_ours() -> None:
             assert theirs[name] == f"'{default}'"
         else:
             assert theirs[name] == (None if default is None else str(default)), name
-    (made,) = calls_of("mori")["mori.ops.EpDispatchCombineConfig"]
-    assert list(made.keywords) == list(theirs)
+    config = EpDispatchCombineConfig(torch.bfloat16, 0, 1, 64, 0, 0, 2, 4, 1, 1)
+    assert list(native_fields(compat_mori, config)) == list(theirs)
 
 
 def test_moris_op_has_the_arguments_of_ours_in_its_order() -> None:
@@ -164,7 +168,7 @@ def test_what_is_read_of_flashinfers_objects_is_there() -> None:
     folder = sources("flashinfer")
     read = {"workspace", "metainfo", "ep_rank", "_WORKSPACE", "_WORKSPACE_CACHE"}
     info = {"recv_rank_count_cumsum"}
-    assert attributes_of("flashinfer") == {"native": read, "self._native_info": info}
+    assert attributes_of("flashinfer") == {"native": read, "self._handle": info}
     assert read <= instance_attributes(folder / ONE, "MoeAlltoAll")
     assert "recv_rank_count_cumsum" in field_defaults(folder / TWO, "MoEAlltoallInfo")
 

@@ -54,7 +54,7 @@ def attributes_of(module: str) -> dict[str, set[str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in called and isinstance(node.ctx, ast.Load):
             root = _spelled(node.value)
-            if root.removeprefix("self._").startswith("native"):
+            if root.removeprefix("self._").startswith(("native", "handle")):
                 found.setdefault(root, set()).add(node.attr)
     return found
 
@@ -94,20 +94,16 @@ def _unpacked(tree: ast.Module) -> dict[int, int]:
 
 
 def _names(keyword: ast.keyword, tree: ast.Module) -> tuple[str, ...]:
-    """The keyword's name; for `**name` the keys of the dictionary it is, for `**function()` of the one it makes."""
+    """The keyword's name; for `**name` the keys of the dictionary it is; "**" for `**function()`."""
     if keyword.arg is not None:
         return (keyword.arg,)
-    where: ast.AST = tree
     if isinstance(keyword.value, ast.Call):
-        name = _spelled(keyword.value.func)
-        where = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
-        wanted = None
-    else:
-        wanted = _spelled(keyword.value)
-    for node in ast.walk(where):
+        return ("**",)
+    wanted = _spelled(keyword.value)
+    for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         if isinstance(value, ast.Dict):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target  # type: ignore[union-attr]
-            if wanted in (None, _spelled(target)):
+            if wanted == _spelled(target):
                 return tuple(ast.literal_eval(key) for key in value.keys if key is not None)
     raise AssertionError(f"no dictionary for line {keyword.value.lineno}")

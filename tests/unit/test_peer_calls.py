@@ -87,7 +87,7 @@ def test_members_of_handles_are_where_they_are_read() -> None:
     assert one_node[deepep.SOURCE_TOKENS] == "recv_src_idx"
     assert several_nodes[deepep.GLOBAL_PREFIX] == "recv_gbl_rank_prefix_sum"
     assert handles["low_latency"][deepep.RANGES] == "packed_recv_layout_range"
-    assert attributes_of("deepep") == {"self._native_handle": set(handles["elastic"])}
+    assert attributes_of("deepep") == {"self._handle": set(handles["elastic"])}
 
 
 def test_a_call_that_does_not_fit_is_found() -> None:

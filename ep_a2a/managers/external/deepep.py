@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,13 @@ from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library_manager import EXPERT_ROWS, LibraryAll2AllManager
 from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
@@ -69,16 +69,21 @@ def topk_dtype(deep_ep: Any) -> torch.dtype:
 class DeepEPOp(LibraryDispatchCombineOp):
     """Base of the ops on one of DeepEP's buffers."""
 
-    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
-        super().__init__(manager, config, native)
-        self._ids_dtype = topk_dtype(manager.library.load())
+    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+        deep_ep = manager.library.load()
+        self._ids_dtype = topk_dtype(deep_ep)
+        return self._buffer(deep_ep, manager, topology)
+
+    @abc.abstractmethod
+    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+        """Returns DeepEP's buffer for this op. Collective."""
 
     def _ids_for_native(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns ids [T, K] in DeepEP's dtype, with -1 in every slot without an expert."""
         return torch.where((ids >= 0) & (ids < self.config.total_experts), ids, -1).to(self._ids_dtype)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
-        result, sums, _ = self._native.combine(x=given.rows, handle=self._native_handle, topk_weights=given.weights)
+        result, sums, _ = self._native.combine(x=given.rows, handle=self._handle, topk_weights=given.weights)
         return self._combine_result(result, given, sums)
 
     def _destroy(self) -> None:
@@ -111,23 +116,6 @@ def low_latency_buffer(
     )
 
 
-def high_throughput_buffer(
-    deep_ep: Any, group: ProcessGroup, *, row_bytes: int, world_size: int, internode: bool
-) -> Any:
-    """Returns a Buffer for dispatch and combine of rows of up to row_bytes. Collective."""
-    nvl = rdma = 0
-    for native_config in (
-        deep_ep.Buffer.get_dispatch_config(num_ranks=world_size),
-        deep_ep.Buffer.get_combine_config(num_ranks=world_size),
-    ):
-        nvl = max(nvl, native_config.get_nvl_buffer_size_hint(row_bytes, world_size))
-        if internode:
-            rdma = max(rdma, native_config.get_rdma_buffer_size_hint(row_bytes, world_size))
-    return deep_ep.Buffer(
-        group=group, num_nvl_bytes=nvl, num_rdma_bytes=rdma, low_latency_mode=False, explicitly_destroy=True
-    )
-
-
 def elastic_buffer(
     deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, topk: int, fp8_rows: bool
 ) -> Any:
@@ -149,13 +137,29 @@ class DeepEPHighThroughputOp(DeepEPOp):
     several nodes DeepEP makes the host wait, and a step returns the rows that came.
     """
 
-    def __init__(
-        self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any, internode: bool
-    ) -> None:
-        super().__init__(manager, config, native)
-        self._internode = internode
+    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+        config, world_size, row_bytes = self.config, self.config.world_size, self.config.hidden_dim * 2
+        self._internode = topology.internode
         # DeepEP sends ids only together with weights
         self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=self.device)
+        num_sms = manager.max_sms_used()
+        if num_sms:
+            deep_ep.Buffer.set_num_sms(new_num_sms=num_sms)
+        nvl = rdma = 0
+        for native_config in (
+            deep_ep.Buffer.get_dispatch_config(num_ranks=world_size),
+            deep_ep.Buffer.get_combine_config(num_ranks=world_size),
+        ):
+            nvl = max(nvl, native_config.get_nvl_buffer_size_hint(row_bytes, world_size))
+            if topology.internode:
+                rdma = max(rdma, native_config.get_rdma_buffer_size_hint(row_bytes, world_size))
+        return deep_ep.Buffer(
+            group=manager.cpu_group,
+            num_nvl_bytes=nvl,
+            num_rdma_bytes=rdma,
+            low_latency_mode=False,
+            explicitly_destroy=True,
+        )
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config, native = self.config, self._native
@@ -164,7 +168,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
             topk_idx=ids, num_experts=config.total_experts
         )
         sent = step.tokens if step.scales is None else (step.tokens, step.scales)
-        received, local_ids, weights, _, self._native_handle, _ = native.dispatch(
+        received, local_ids, weights, _, self._handle, _ = native.dispatch(
             x=sent,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
@@ -181,16 +185,16 @@ class DeepEPHighThroughputOp(DeepEPOp):
     def _prefix(self) -> torch.Tensor:
         """Returns the prefix sum [W] of received rows by source."""
         if self._internode:
-            prefix: torch.Tensor = self._native_handle[GLOBAL_PREFIX]
+            prefix: torch.Tensor = self._handle[GLOBAL_PREFIX]
             return prefix
-        by_pair: torch.Tensor = self._native_handle[PREFIX_MATRIX]
+        by_pair: torch.Tensor = self._handle[PREFIX_MATRIX]
         return by_pair[:, self.config.rank]
 
     def _positions(self) -> torch.Tensor:
         if self._internode:
             raise self._unsupported("source positions on several nodes")
         sources = conversions.sources_of_rows(self._recv_counts)
-        tokens = self._native_handle[SOURCE_TOKENS][: sources.numel()]
+        tokens = self._handle[SOURCE_TOKENS][: sources.numel()]
         return conversions.positions(sources, tokens, self.max_num_tokens_to_send())
 
 
@@ -199,25 +203,13 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
 
     backend = "deepep_high_throughput"
     library = BUFFER
+    op_type = DeepEPHighThroughputOp
     capabilities = replace(
         COMPACT_ROWS,
         hidden_multiple=16,
         rank_counts=RANK_COUNTS,
         notes=("several nodes: the host waits, no CUDA graphs, no source positions",),
     )
-
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPHighThroughputOp:
-        deep_ep = self.library.load()
-        if self._num_sms:
-            deep_ep.Buffer.set_num_sms(new_num_sms=self._num_sms)
-        native = high_throughput_buffer(
-            deep_ep,
-            self.cpu_group,
-            row_bytes=config.hidden_dim * 2,
-            world_size=config.world_size,
-            internode=topology.internode,
-        )
-        return DeepEPHighThroughputOp(self, config, native, topology.internode)
 
     _num_sms = 0
 
@@ -246,27 +238,38 @@ class DeepEPLowLatencyOp(DeepEPOp):
 
     casts_inside = True
 
+    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+        config = self.config
+        return low_latency_buffer(
+            deep_ep,
+            manager.cpu_group,
+            max_num_tokens=config.max_num_inp_token_per_rank,
+            hidden_dim=config.hidden_dim,
+            world_size=config.world_size,
+            num_experts=config.total_experts,
+        )
+
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
-        self._native_ids = self._ids_for_native(step.ids)
+        self._sent_ids = self._ids_for_native(step.ids)
         # num_max_dispatch_tokens_per_rank places DeepEP's signals, which must be zero: the same number in every step.
-        received, counts, self._native_handle, _, _ = self._native.low_latency_dispatch(
+        received, counts, self._handle, _, _ = self._native.low_latency_dispatch(
             x=step.tokens,
-            topk_idx=self._native_ids,
+            topk_idx=self._sent_ids,
             num_max_dispatch_tokens_per_rank=config.max_num_inp_token_per_rank,
             num_experts=config.total_experts,
             use_fp8=config.casts_in_dispatch,
             round_scale=config.scale_format != ScaleFormat.FLOAT32,
         )
-        sources = conversions.rows_per_source(self._native_handle[RANGES])
+        sources = conversions.rows_per_source(self._handle[RANGES])
         return ReceivedRows(*rows_and_scales(received), per_source=sources, per_expert=counts)
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         result, _, _ = self._native.low_latency_combine(
             x=given.rows,
-            topk_idx=self._native_ids,
+            topk_idx=self._sent_ids,
             topk_weights=given.step.weights,
-            handle=self._native_handle,
+            handle=self._handle,
             out=given.out,
         )
         return CombineResult(result, None)
@@ -277,23 +280,15 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
 
     backend = "deepep_low_latency"
     library = BUFFER
-    capabilities = Capabilities(
-        layouts=("expert_major",),
-        row_order="any",
-        ids="none",
-        weights_applied_by="combine",
-        source_positions="no",
-        weight_sums=False,
+    op_type = DeepEPLowLatencyOp
+    capabilities = replace(
+        EXPERT_ROWS,
         token_dtypes=("bfloat16",),
-        dispatch_casts=("none", "fp8_per_1x128"),
         cast="inside",
-        scale_formats=("float32", "float32_power_of_two"),
         combine_dtypes=("bfloat16",),
         hidden_sizes=LOW_LATENCY_HIDDEN_SIZES,
         max_topk=LOW_LATENCY_MAX_TOPK,
-        even_experts=True,
         max_tokens=LOW_LATENCY_MAX_TOKENS,
-        rdma="across nodes",
         was_run=WAS_RUN,
         notes=(
             "an expert's rows lie together by source, the sources as they came",
@@ -302,17 +297,6 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
             "its documentation asks for RDMA between all ranks",
         ),
     )
-
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPLowLatencyOp:
-        native = low_latency_buffer(
-            self.library.load(),
-            self.cpu_group,
-            max_num_tokens=config.max_num_inp_token_per_rank,
-            hidden_dim=config.hidden_dim,
-            world_size=config.world_size,
-            num_experts=config.total_experts,
-        )
-        return DeepEPLowLatencyOp(self, config, native)
 
 
 class DeepEPV2Op(DeepEPOp):
@@ -323,10 +307,23 @@ class DeepEPV2Op(DeepEPOp):
     _step_tokens = 1
     """The bound of the latest dispatch."""
 
+    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+        config, group = self.config, manager.groups.of(self.device)
+        # DeepEP builds on NCCL's communicator, which NCCL makes for the first collective
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return elastic_buffer(
+            deep_ep,
+            group,
+            max_num_tokens=config.max_num_inp_token_per_rank,
+            hidden_dim=config.hidden_dim,
+            topk=config.topk,
+            fp8_rows=config.wire_dtype == FP8_DTYPE,
+        )
+
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
         self._step_tokens = step.step_tokens
-        received, local_ids, weights, self._native_handle, _ = self._native.dispatch(
+        received, local_ids, weights, self._handle, _ = self._native.dispatch(
             x=step.tokens if step.scales is None else (step.tokens, step.scales),
             topk_idx=self._ids_for_native(step.ids),
             topk_weights=step.weights,
@@ -338,7 +335,7 @@ class DeepEPV2Op(DeepEPOp):
         tokens, scales = rows_and_scales(received)
         # DeepEP's ids and sources past the received rows hold anything
         row = torch.arange(tokens.shape[0], device=self.device)
-        total = self._native_handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
+        total = self._handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
         sources = torch.where(row < total, self._global_tokens() // step.step_tokens, -1)
         ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
         ids = conversions.padded_ids(ids, total, step.pad_id)
@@ -346,7 +343,7 @@ class DeepEPV2Op(DeepEPOp):
 
     def _global_tokens(self) -> torch.Tensor:
         """Returns each row's source, rank * step_tokens + token; anything past the received rows."""
-        metadata: torch.Tensor = self._native_handle.recv_src_metadata
+        metadata: torch.Tensor = self._handle.recv_src_metadata
         return metadata[:, 0]
 
     def _positions(self) -> torch.Tensor:
@@ -360,6 +357,7 @@ class DeepEPV2All2AllManager(LibraryAll2AllManager):
 
     backend = "deepep_v2"
     library = ELASTIC_BUFFER
+    op_type = DeepEPV2Op
     capabilities = replace(
         COMPACT_ROWS,
         row_order="any",
@@ -367,17 +365,3 @@ class DeepEPV2All2AllManager(LibraryAll2AllManager):
         max_topk=32,
         notes=("an id may not stand twice in a token", "needs NCCL with device-side communication"),
     )
-
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> DeepEPV2Op:
-        group = self.groups.of(self.device)
-        # DeepEP builds on NCCL's communicator, which NCCL makes for the first collective
-        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        native = elastic_buffer(
-            self.library.load(),
-            group,
-            max_num_tokens=config.max_num_inp_token_per_rank,
-            hidden_dim=config.hidden_dim,
-            topk=config.topk,
-            fp8_rows=config.wire_dtype == FP8_DTYPE,
-        )
-        return DeepEPV2Op(self, config, native)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,26 +23,18 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
 
-INSTALL = "pip install 'flashinfer-python>=0.7'"
 ONE_SIDED = Library(
     "flashinfer",
     "flashinfer-python",
-    INSTALL,
+    "pip install 'flashinfer-python>=0.7'",
     "0.7",
     needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_moe_alltoall:MoeAlltoAll"),
 )
-TWO_SIDED = Library(
-    "flashinfer",
-    "flashinfer-python",
-    INSTALL,
-    "0.7",
-    needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_alltoall:MnnvlMoe"),
-)
+TWO_SIDED = replace(ONE_SIDED, needs=(*ONE_SIDED.needs[:2], "comm.trtllm_alltoall:MnnvlMoe"))
 
 WORKSPACES = SingleGroupGuard("FlashInfer's workspaces", by_ranks=True)
 """Both classes find a process's workspaces by sizes and rank, not by group. A process agrees on fabric handles once, so
@@ -207,9 +200,9 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     `get_registered_combine_input_buffer`, which is in the workspace, in place. It copies other rows there.
     """
 
-    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, index: int) -> None:
-        super().__init__(manager, config, None)
-        num_most, topk, device = config.max_num_inp_token_per_rank, config.topk, self.device
+    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> NVLinkOneSided:
+        config, device = self.config, self.device
+        num_most, topk = config.max_num_inp_token_per_rank, config.topk
         payloads = {
             "tokens": (config.hidden_dim, config.wire_dtype),
             "ids": (topk, torch.int32),
@@ -218,6 +211,11 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         }
         if config.num_scales:
             payloads["scales"] = (config.num_scales * config.scale_bytes, torch.uint8)
+        own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
+        self._own_positions = own + config.rank * self.max_num_tokens_to_send()
+        self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
+        self._received: dict[str, torch.Tensor] = {}
+        self._workspace_rows: torch.Tensor | None = None
         self._exchange = NVLinkOneSided(
             payloads,
             num_experts=config.total_experts,
@@ -229,11 +227,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
             world_size=config.world_size,
             index=index,
         )
-        own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
-        self._own_positions = own + config.rank * self.max_num_tokens_to_send()
-        self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
-        self._received: dict[str, torch.Tensor] = {}
-        self._workspace_rows: torch.Tensor | None = None
+        return self._exchange
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
@@ -289,6 +283,8 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
 
     backend = "flashinfer_nvlink_one_sided"
     library = ONE_SIDED
+    op_type = FlashInferOneSidedOp
+    group_guard = WORKSPACES
     capabilities = Capabilities(
         layouts=(Layout.RANK_MAJOR.value,),
         row_order="source",
@@ -306,35 +302,33 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         ),
     )
 
-    def _group_guard(self, topology: Topology) -> SingleGroupGuard:
-        return WORKSPACES
-
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferOneSidedOp:
-        return FlashInferOneSidedOp(self, config, index)
-
 
 class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
     """An op of layout compact, with rows ordered by source; those of a source come in any order."""
 
-    def __init__(
-        self,
-        manager: LibraryAll2AllManager,
-        config: EpDispatchCombineConfig,
-        native: Any,
-        workspaces: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        super().__init__(manager, config, native)
-        self._workspace, self._prepare_workspace = workspaces
-        own = torch.arange(config.max_num_inp_token_per_rank, dtype=torch.int32, device=self.device)[:, None]
+    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+        from flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory
+
+        config, most = self.config, self.config.max_num_inp_token_per_rank
+        own = torch.arange(most, dtype=torch.int32, device=self.device)[:, None]
         self._own_positions = (own + config.rank * self.max_num_tokens_to_send()).repeat(1, POSITION_WORDS)
-        self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=self.device)
-        self._native_info: Any = None
+        self._no_weights = torch.zeros(most, config.topk, device=self.device)
+        native = manager.library.load("comm.trtllm_alltoall").MnnvlMoe
+        mapping = ep_mapping(config.rank, config.world_size)
+        mnnvl_config = MnnvlConfig(comm_backend=comm_backend(manager.cpu_group))
+        MnnvlMemory.initialize()
+        with warnings.catch_warnings():
+            # later versions have no other function for these workspaces
+            warnings.filterwarnings("ignore", "MnnvlMoe is deprecated", DeprecationWarning)
+            self._workspace = native.get_moe_workspaces(mapping=mapping, config=mnnvl_config)
+            self._prepare_workspace = native.get_moe_prepare_workspace(mapping=mapping, config=mnnvl_config)
+        return native
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config, experts = self.config, self.config.total_experts
         # an id that is the number of experts belongs to no rank
         ids = torch.where(conversions.valid_ids(step.ids, experts), step.ids, experts)
-        self._native_info, recv_ids, weights, _ = self._native.mnnvl_moe_alltoallv_prepare_without_allgather(
+        self._handle, recv_ids, weights, _ = self._native.mnnvl_moe_alltoallv_prepare_without_allgather(
             expert_ids=ids,
             scales=self._no_weights[: step.num_tokens] if step.weights is None else step.weights,
             expert_statics=None,
@@ -348,7 +342,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         )
         tokens = self._alltoallv(step.tokens)
         scales = None if step.scales is None else self._alltoallv(step.scales)
-        counts = conversions.counts_from_prefix(self._native_info.recv_rank_count_cumsum)
+        counts = conversions.counts_from_prefix(self._handle.recv_rank_count_cumsum)
         recv_ids = conversions.padded_ids(
             torch.where(recv_ids == experts, step.pad_id, recv_ids), counts.sum(0, keepdim=True), step.pad_id
         )
@@ -359,7 +353,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         # as bfloat16, a dtype that FlashInfer moves, whatever the rows hold
         received: torch.Tensor = self._native.mnnvl_moe_alltoallv(
             x=rows.view(torch.bfloat16),
-            alltoall_info=self._native_info,
+            alltoall_info=self._handle,
             workspace=self._workspace,
             ep_rank=self.config.rank,
             ep_size=self.config.world_size,
@@ -369,7 +363,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
     def _bring_back(self, given: RowsBack) -> CombineResult:
         result = self._native.mnnvl_moe_alltoallv_combine(
             x=given.rows,
-            alltoall_info=self._native_info,
+            alltoall_info=self._handle,
             workspace=self._workspace,
             ep_rank=self.config.rank,
             ep_size=self.config.world_size,
@@ -384,9 +378,6 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         rows = self._alltoallv(self._own_positions[: inputs.num_tokens].contiguous())
         return rows[: int(self._total_recv), 0]
 
-    def _destroy(self) -> None:
-        self._native_info = None
-
 
 class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
     """FlashInfer's MnnvlMoe, which vLLM calls flashinfer_all2allv and flashinfer_nvlink_two_sided.
@@ -396,6 +387,8 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
 
     backend = "flashinfer_nvlink_two_sided"
     library = TWO_SIDED
+    op_type = FlashInferTwoSidedOp
+    group_guard = WORKSPACES
     capabilities = Capabilities(
         layouts=("compact",),
         row_order="source",
@@ -414,26 +407,3 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
             "its class is deprecated since 0.7.1",
         ),
     )
-
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> FlashInferTwoSidedOp:
-        native = self.library.load("comm.trtllm_alltoall").MnnvlMoe
-        workspaces = _workspaces(native, self.rank, self.world_size, self.cpu_group)
-        return FlashInferTwoSidedOp(self, config, native, workspaces)
-
-    def _group_guard(self, topology: Topology) -> SingleGroupGuard:
-        return WORKSPACES
-
-
-def _workspaces(native: Any, rank: int, world_size: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the FIFOs for tokens and for counts. Collective in the first call of a process."""
-    from flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory
-
-    mapping, config = ep_mapping(rank, world_size), MnnvlConfig(comm_backend=comm_backend(group))
-    MnnvlMemory.initialize()
-    with warnings.catch_warnings():
-        # later versions have no other function for these workspaces
-        warnings.filterwarnings("ignore", "MnnvlMoe is deprecated", DeprecationWarning)
-        return (
-            native.get_moe_workspaces(mapping=mapping, config=config),
-            native.get_moe_prepare_workspace(mapping=mapping, config=config),
-        )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.base import All2AllManagerBase
-from ep_a2a.managers.capabilities import device_problem
+from ep_a2a.managers.capabilities import Capabilities, device_problem
 from ep_a2a.ops.config_agreement import agree_on_config
 
 if TYPE_CHECKING:
@@ -21,6 +20,21 @@ if TYPE_CHECKING:
     from ep_a2a.managers.external.libraries import Library
     from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp
     from ep_a2a.topology import Topology
+
+
+EXPERT_ROWS = Capabilities(
+    layouts=("expert_major",),
+    row_order="any",
+    ids="none",
+    weights_applied_by="combine",
+    source_positions="no",
+    weight_sums=False,
+    dispatch_casts=("none", "fp8_per_1x128"),
+    scale_formats=("float32", "float32_power_of_two"),
+    even_experts=True,
+    rdma="across nodes",
+)
+"""Capabilities that backends share whose dispatch returns rows by expert."""
 
 
 class SingleGroupGuard:
@@ -58,13 +72,20 @@ class SingleGroupGuard:
 class LibraryAll2AllManager(All2AllManagerBase):
     """A backend on a library that the user has installed. Tokens are exchanged through ops only.
 
-    A subclass names the library, declares its capabilities and builds ops. Construction imports the library.
+    A subclass names the library and the class of its ops, and declares its capabilities. Construction imports the
+    library.
+
+    Attributes:
+        op_type: the class of the ops.
+        group_guard: of a library that serves one group per process; None for other libraries.
 
     Raises:
         MissingPackageError: the library is not installed, too old, or cannot be imported; the error says which.
     """
 
     library: ClassVar[Library]
+    op_type: ClassVar[type[LibraryDispatchCombineOp]]
+    group_guard: ClassVar[SingleGroupGuard | None] = None
 
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> None:
         self.library.require()
@@ -88,18 +109,13 @@ class LibraryAll2AllManager(All2AllManagerBase):
         guard = self._group_guard(topology)
         if guard is not None:
             guard.join(self.cpu_group, self._set_up)
-        return self._build(config, topology, index)
+        return self.op_type(self, config, topology, index)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard | None:
-        """Returns the guard of a library that serves one group per process; None for other libraries."""
-        return None
+        return self.group_guard
 
     def _set_up(self) -> None:
-        """Sets the library up for the group, once per process, if there is `_group_guard`. Collective."""
-
-    @abc.abstractmethod
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
-        """Returns the op. Collective. The library allocates here, apart from other indices' memory."""
+        """Sets the library up for the group, once per process, if there is a guard. Collective."""
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:

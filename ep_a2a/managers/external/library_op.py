@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops.adapter import AdapterStep
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.ops.base_op import OpenStep
+    from ep_a2a.topology import Topology
 
 
 class ReceivedRows(NamedTuple):
@@ -50,20 +51,27 @@ class LibraryDispatchCombineOp(AdapterOp):
     Args:
         manager: the backend's. Its refusals have been checked against the config.
         config: shapes and choices.
-        native: the library's object, allocated for this op.
+        topology: nodes of the group.
+        index: ops of different indices use memory apart from each other.
     """
 
     @torch.inference_mode(mode=False)
-    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
+    def __init__(
+        self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, topology: Topology, index: int
+    ) -> None:
         super().__init__(config, manager.device)
         self.backend, self.capabilities = manager.backend, manager.capabilities
-        self._native: Any = native
         # of the step in progress: the library's handle, and the ids as the library was given them
-        self._native_handle: Any = None
-        self._native_ids: torch.Tensor | None = None
+        self._handle: Any = None
+        self._sent_ids: torch.Tensor | None = None
         int32 = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
         self._total_recv, self._recv_counts = int32(1), int32(config.world_size)
         self._local_expert_count, self._expert_recv_count = (int32(config.num_local_experts) for _ in range(2))
+        self._native: Any = self._allocated(manager, topology, index)
+
+    @abc.abstractmethod
+    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+        """Allocates all that the op needs beside its counts, and returns the library's object. Collective."""
 
     @abc.abstractmethod
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
@@ -163,7 +171,7 @@ class LibraryDispatchCombineOp(AdapterOp):
         if not self._closed:
             super().close()
             self._destroy()
-            self._native = self._native_handle = self._native_ids = None
+            self._native = self._handle = self._sent_ids = None
 
     def _destroy(self) -> None:
         """Frees resources that the library keeps when its object is deleted. Called once."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ep_a2a.config import EpDispatchCombineKernelType
+from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.errors import ConfigError, DeviceMemoryError, UnsupportedError
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
@@ -45,24 +45,26 @@ class MoriOp(LibraryDispatchCombineOp):
     own rank.
     """
 
-    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
-        super().__init__(manager, config, native)
+    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+        mori, config = manager.library.load(), self.config
         # MORI's kernels between nodes copy weights even if there are none
         self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=self.device)
-        self._fills_slots = config.kernel_type is EpDispatchCombineKernelType.InterNodeV1LL
+        self._fills_slots = config.kernel_type is KernelType.InterNodeV1LL
+        native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
+        return mori.ops.EpDispatchCombineOp(native_config)
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         config = self.config
         weights = self._no_weights[: step.num_tokens] if step.weights is None else step.weights
         valid = conversions.valid_ids(step.ids, config.total_experts)
         if self._fills_slots:
-            self._native_ids = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
+            self._sent_ids = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
             weights = conversions.marked_weights(weights, valid)
         else:
             # for ids past the last expert, MORI's kernels between nodes would combine rows of an earlier step
-            self._native_ids = torch.where(valid, step.ids, NO_EXPERT)
+            self._sent_ids = torch.where(valid, step.ids, NO_EXPERT)
         tokens, weights, scales, ids, total = self._native.dispatch(
-            input=step.tokens, weights=weights, scales=step.scales, indices=self._native_ids
+            input=step.tokens, weights=weights, scales=step.scales, indices=self._sent_ids
         )
         # MORI sizes its outputs for M tokens of each rank; at most this many rows have come
         rows = self.num_rows(step.step_tokens)
@@ -74,7 +76,7 @@ class MoriOp(LibraryDispatchCombineOp):
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         # MORI's combine takes this rank's own indices, never those that dispatch returned
-        result, sums = self._native.combine(input=given.rows, weights=given.weights, indices=self._native_ids)
+        result, sums = self._native.combine(input=given.rows, weights=given.weights, indices=self._sent_ids)
         combined = self._combine_result(result, given, sums)
         if self._fills_slots:
             named = conversions.valid_ids(given.step.ids, self.config.total_experts).any(1, keepdim=True)
@@ -91,7 +93,9 @@ class MoriAll2AllManager(LibraryAll2AllManager):
 
     backend = "mori"
     library = LIBRARY
-    inter_node_kernel: ClassVar[str] = "InterNodeV1"
+    op_type = MoriOp
+    group_guard = SYMMETRIC_MEMORY
+    inter_node_kernel = KernelType.InterNodeV1
     capabilities = Capabilities(
         layouts=("compact",),
         row_order="any",
@@ -114,13 +118,10 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         ),
     )
 
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> MoriOp:
-        mori = self.library.load()
+    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
         if topology.internode:
-            kernel_type = EpDispatchCombineKernelType[self.inter_node_kernel]
-            config = dataclasses.replace(config, kernel_type=kernel_type)
-        native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
-        return MoriOp(self, config, mori.ops.EpDispatchCombineOp(native_config))
+            config = dataclasses.replace(config, kernel_type=self.inter_node_kernel)
+        return super()._make_op(config, topology, index)
 
     def _check(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> None:
         first = dist.get_global_rank(self.cpu_group, 0)
@@ -131,9 +132,6 @@ class MoriAll2AllManager(LibraryAll2AllManager):
                 "Use the backend 'ep_a2a'.",
             )
         super()._check(config, topology, index)
-
-    def _group_guard(self, topology: Topology) -> SingleGroupGuard:
-        return SYMMETRIC_MEMORY
 
     def _set_up(self) -> None:
         mori = self.library.load()
@@ -150,14 +148,14 @@ class MoriAll2AllManager(LibraryAll2AllManager):
     @classmethod
     def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
         """Returns the name of MORI's kernel for this number of nodes, and the reason. Local."""
-        return f"mori {cls.inter_node_kernel if num_nodes > 1 else 'IntraNode'}", f"{num_nodes} node(s)"
+        return f"mori {(cls.inter_node_kernel if num_nodes > 1 else KernelType.IntraNode).name}", f"{num_nodes} node(s)"
 
 
 class MoriLowLatencyAll2AllManager(MoriAll2AllManager):
     """MORI with InterNodeV1LL between nodes, as vLLM's mori_low_latency; on one node the same as `mori`."""
 
     backend = "mori_low_latency"
-    inter_node_kernel = "InterNodeV1LL"
+    inter_node_kernel = KernelType.InterNodeV1LL
     capabilities = dataclasses.replace(
         MoriAll2AllManager.capabilities,
         notes=(
@@ -169,44 +167,30 @@ class MoriLowLatencyAll2AllManager(MoriAll2AllManager):
 
 
 def native_fields(mori: Any, config: EpDispatchCombineConfig) -> dict[str, Any]:
-    """Returns the arguments of MORI's config that this package's config has; its other fields keep their defaults.
+    """Returns the arguments of MORI's config. Ours has its fields, and further ones that are keyword-only.
 
     Raises:
         ConfigError: MORI's config has a required field that ours does not know.
     """
-    given: dict[str, Any] = {
+    ours = (each.name for each in dataclasses.fields(config) if not each.kw_only)
+    values = {name: getattr(config, name) for name in ours} | {
         "data_type": config.wire_dtype,
-        "rank": config.rank,
-        "world_size": config.world_size,
-        "hidden_dim": config.hidden_dim,
         "scale_dim": config.num_scales,
         "scale_type_size": config.scale_bytes,
-        "max_token_type_size": config.max_token_type_size,
-        "max_num_inp_token_per_rank": config.max_num_inp_token_per_rank,
-        "num_experts_per_rank": config.num_experts_per_rank,
-        "num_experts_per_token": config.num_experts_per_token,
-        "warp_num_per_block": config.warp_num_per_block,
-        "block_num": config.block_num,
-        "max_total_recv_tokens": config.max_total_recv_tokens,
         "use_external_inp_buf": True,
         "kernel_type": getattr(mori.ops.EpDispatchCombineKernelType, config.kernel_type.name),
-        "gpu_per_node": config.gpu_per_node,
-        "rdma_block_num": config.rdma_block_num,
-        "num_qp_per_pe": config.num_qp_per_pe,
         "quant_type": config.combine_quant.value,
     }
     theirs = dataclasses.fields(mori.ops.EpDispatchCombineConfig)
-    required = [
-        each.name
-        for each in theirs
-        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-    ]
-    unknown = [name for name in required if name not in given]
+    unknown = [each.name for each in theirs if each.name not in values and _is_required(each)]
     if unknown:
         raise ConfigError(
-            f"fields {', '.join(given)} in MORI's EpDispatchCombineConfig",
+            "fields of ep_a2a's config in MORI's EpDispatchCombineConfig",
             f"{', '.join(unknown)} required besides",
             "Use amd-mori 1.2.1 or later, or the backend 'ep_a2a'.",
         )
-    names = {each.name for each in theirs}
-    return {name: value for name, value in given.items() if name in names}
+    return {each.name: values[each.name] for each in theirs if each.name in values}
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

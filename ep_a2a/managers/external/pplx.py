@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
+from ep_a2a.managers.external.library_manager import EXPERT_ROWS, LibraryAll2AllManager, SingleGroupGuard
 from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 from ep_a2a.ops.op_sizes import leading_dims
 
 if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult
     from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
@@ -41,26 +40,39 @@ class PplxOp(LibraryDispatchCombineOp):
     expert go to experts that the token does not name, with weight 0.
     """
 
-    def __init__(self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, native: Any) -> None:
-        super().__init__(manager, config, native)
-        device = self.device
-        lead = leading_dims(config, config.max_num_inp_token_per_rank).rows
+    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+        config, device, most = self.config, self.device, self.config.max_num_inp_token_per_rank
+        lead = leading_dims(config, most).rows
         self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
         self._scales = torch.empty(*lead, config.num_scales, device=device) if config.num_scales else None
-        most = config.max_num_inp_token_per_rank
         self._result = torch.empty(most, config.hidden_dim, dtype=config.combined_dtype, device=device)
+        sizes = {
+            "max_num_tokens": most,
+            "num_experts": config.total_experts,
+            "experts_per_token": config.topk,
+            "rank": config.rank,
+            "world_size": config.world_size,
+            "dp_size": 1,
+            "hidden_dim": config.hidden_dim,
+            "hidden_dim_bytes": config.hidden_dim * config.wire_dtype.itemsize,
+            "hidden_dim_scale_bytes": config.num_scales * config.scale_bytes,
+        }
+        pplx_kernels = manager.library.load()
+        if topology.internode:
+            return pplx_kernels.AllToAll.internode(**sizes)
+        return pplx_kernels.AllToAll.intranode(**sizes, group_name=manager.cpu_group.group_name)
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
         counts, config = self._expert_recv_count.view(torch.uint32), self.config
         ids = conversions.filled_ids(step.ids, config.total_experts, config.first_expert)
-        self._native_ids = ids.view(torch.uint32)
+        self._sent_ids = ids.view(torch.uint32)
         self._native.dispatch(
             out_expert_num_tokens=counts,
             out_expert_x=self._tokens,
             out_expert_x_scale=self._scales,
             dp_x=step.tokens,
             dp_x_scale=step.scales,
-            indices=self._native_ids,
+            indices=self._sent_ids,
             bound_m=None,
         )
         return ReceivedRows(self._tokens, self._scales, per_expert=self._expert_recv_count)
@@ -71,7 +83,7 @@ class PplxOp(LibraryDispatchCombineOp):
         valid = conversions.valid_ids(step.ids, self.config.total_experts)
         self._native.combine(
             out_tokens=self._result,
-            indices=self._native_ids,
+            indices=self._sent_ids,
             weights=torch.where(valid, step.weights, 0),
             expert_y=given.rows,
             bound_m=None,
@@ -87,25 +99,17 @@ class PplxAll2AllManager(LibraryAll2AllManager):
 
     backend = "pplx"
     library = LIBRARY
-    capabilities = Capabilities(
-        layouts=("expert_major",),
-        row_order="any",
-        ids="none",
-        weights_applied_by="combine",
-        source_positions="no",
+    op_type = PplxOp
+    capabilities = replace(
+        EXPERT_ROWS,
         recv_counts=False,
-        weight_sums=False,
         dropped_slots="weight 0",
         token_dtypes=("bfloat16", "float16", "float8_e4m3fn"),
-        dispatch_casts=("none", "fp8_per_1x128"),
-        scale_formats=("float32", "float32_power_of_two"),
         scales_per_128=True,
         combine_dtypes=("bfloat16", "float16"),
         hidden_multiple=512,
-        even_experts=True,
         topk_within_experts=True,
         min_ranks=2,
-        rdma="across nodes",
         was_run="not run; arguments compared with pplx-kernels' source, 12cecfd",
         notes=(
             "total_recv counts a row per expert",
@@ -114,25 +118,6 @@ class PplxAll2AllManager(LibraryAll2AllManager):
             "across nodes: one group per process",
         ),
     )
-
-    def _build(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> PplxOp:
-        pplx_kernels = self.library.load()
-        sizes = {
-            "max_num_tokens": config.max_num_inp_token_per_rank,
-            "num_experts": config.total_experts,
-            "experts_per_token": config.topk,
-            "rank": config.rank,
-            "world_size": config.world_size,
-            "dp_size": 1,
-            "hidden_dim": config.hidden_dim,
-            "hidden_dim_bytes": config.hidden_dim * config.wire_dtype.itemsize,
-            "hidden_dim_scale_bytes": config.num_scales * config.scale_bytes,
-        }
-        if topology.internode:
-            native = pplx_kernels.AllToAll.internode(**sizes)
-        else:
-            native = pplx_kernels.AllToAll.intranode(**sizes, group_name=self.cpu_group.group_name)
-        return PplxOp(self, config, native)
 
     def _group_guard(self, topology: Topology) -> SingleGroupGuard | None:
         return NVSHMEM if topology.internode else None
