@@ -63,94 +63,88 @@ MAX_KEPT_STEPS = 1 << 16
 """Steps of 128 bytes that one layer's counters keep at most."""
 
 
-def _num_steps(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= MAX_KEPT_STEPS:
-        raise ValueError(text)
-    return value
+def _checked(kind: Callable[[str], T], fits: Callable[[T], bool]) -> Callable[[str], T]:
+    """Returns a parser that refuses values which do not fit."""
+
+    def parse(text: str) -> T:
+        value = kind(text)
+        if not fits(value):
+            raise ValueError(text)
+        return value
+
+    return parse
 
 
-def _shared_experts(text: str) -> str:
-    if text not in ("stream", "halves"):
-        raise ValueError(text)
-    return text
-
-
-def _timeout_secs(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= MAX_TIMEOUT_SECS:
-        raise ValueError(text)
-    return value
+_timeout_secs = _checked(float, lambda secs: 0 < secs <= MAX_TIMEOUT_SECS)
 
 
 def _devices(text: str) -> str:
-    excluded = text.strip().startswith("^")
-    names = [name.strip() for name in text.strip().removeprefix("^").split(",")]
-    if not all(re.fullmatch(r"[\w.-]+", name) for name in names):
+    names = re.sub(r"\s*([,^])\s*", r"\1", text.strip())
+    if not re.fullmatch(r"\^?[\w.-]+(,[\w.-]+)*", names):
         raise ValueError(text)
-    return "^" * excluded + ",".join(names)
+    return names
 
 
-BACKEND: Variable[str] = Variable(
+BACKEND = Variable(
     "EP_A2A_BACKEND",
     "",
     str,
     "a backend name",
     "Backend of EP groups when neither the call nor the config names one; in ATOM, the switch (docs/atom.md).",
 )
-CONFIG: Variable[str] = Variable(
+CONFIG = Variable(
     "EP_A2A_CONFIG", "", str, "a path", "Config file (configs/*.toml) read by init_dist_env when the call names none."
 )
-TIMEOUT_SECS: Variable[float] = Variable(
+TIMEOUT_SECS = Variable(
     "EP_A2A_TIMEOUT_SECS",
     30.0,
     _timeout_secs,
     "a positive number of seconds",
     "How long a kernel waits for other ranks when the op's config does not say (timeout_secs); in vLLM, after warm-up.",
 )
-FIRST_TIMEOUT_SECS: Variable[float] = Variable(
+FIRST_TIMEOUT_SECS = Variable(
     "EP_A2A_FIRST_TIMEOUT_SECS",
     300.0,
     _timeout_secs,
     "a positive number of seconds",
     "The same for an op's first step, in which other ranks may still be loading (first_timeout_secs), if it is longer.",
 )
-TUNING_DIR: Variable[str] = Variable(
+TUNING_DIR = Variable(
     "EP_A2A_TUNING_DIR",
     "",
     str,
     "a folder, or none",
     "Folder of tuned tables that take precedence over the shipped configs/*.json; none = no tables, analytic launches.",
 )
-COUNTERS: Variable[int] = Variable(
+COUNTERS = Variable(
     "EP_A2A_COUNTERS",
     0,
-    _num_steps,
+    _checked(int, lambda steps: 0 <= steps <= MAX_KEPT_STEPS),
     f"a number of steps, 0 to {MAX_KEPT_STEPS}",
     "In vLLM, count what MoE layers move and wait for, and keep this many latest steps of each singly; 0 = nothing.",
 )
-SHARED_EXPERTS: Variable[str] = Variable(
+SHARED_EXPERTS = Variable(
     "EP_A2A_SHARED_EXPERTS",
     "stream",
-    _shared_experts,
+    _checked(str, lambda place: place in ("stream", "halves")),
     "stream or halves",
     "In vLLM, where shared experts run: on vLLM's second stream, or between the halves of combine.",
 )
-INTERNODE_TRANSPORT: Variable[str] = Variable(
+INTERNODE_TRANSPORT = Variable(
     "EP_A2A_INTERNODE_TRANSPORT",
     "auto",
     str,
     "auto, or a transport's name",
     "What carries tokens between nodes: torch.distributed, nvshmem, or peer_memory for virtual nodes of one host.",
 )
-RDMA_DEVICES: Variable[str] = Variable(
+RDMA_DEVICES = Variable(
     "EP_A2A_RDMA_DEVICES",
     "",
     _devices,
     "RDMA devices with commas between, behind ^ those not to use",
     "Devices that carry tokens between nodes, for NCCL and NVSHMEM; NCCL_IB_HCA and NVSHMEM_HCA_LIST take precedence.",
 )
-LOG_LEVEL: Variable[str] = Variable(
+LOG_LEVEL = Variable(
     "EP_A2A_LOG_LEVEL",
     "WARNING",
     str.upper,

@@ -227,6 +227,6 @@ def named_backend(option: str | None, config_file: str | None = None) -> tuple[s
     path = config_file or env.CONFIG.get()
     if option:
         return name, "named by --backend"
-    if path and read_config_file(path).all2all_backend:
+    if path and read_config_file(path):
         return name, f"named by {path}" if config_file else f"named by {path} ({env.CONFIG.name})"
     return name, f"named by {env.BACKEND.name}" if env.BACKEND.get() else "the default"

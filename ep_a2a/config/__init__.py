@@ -36,24 +36,10 @@ if TYPE_CHECKING:
     from ep_a2a.config.op_config import num_owned_experts as num_owned_experts
     from ep_a2a.config.op_config import parse_enum as parse_enum
 
-_LAZY = (
-    "ALIGNMENT_BYTES",
-    "COMBINE_DTYPES",
-    "FLAGGED_MAX_ROWS",
-    "FLAGGED_MAX_TOKENS",
-    "FP8_DTYPE",
-    "FP8_GROUP_SIZE",
-    "MAX_TOKENS_PER_RANK",
-    "MAX_TOPK",
-    "TOKEN_DTYPES",
-    "WIRE_FORMAT_VERSION",
-    "EpDispatchCombineConfig",
-    "num_owned_experts",
-    "parse_enum",
-)
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module("ep_a2a.config.op_config"), name)
+    if not name.startswith("_"):
+        op_config = importlib.import_module("ep_a2a.config.op_config")
+        if hasattr(op_config, name):
+            return getattr(op_config, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ep_a2a import env
 from ep_a2a.errors import ConfigError, did_you_mean
 
 DEFAULT_BACKEND = "ep_a2a"
+KEYS = ("all2all_backend",)
+"""Of a config file: all2all_backend is the backend of EP groups."""
 
 
-@dataclass(frozen=True)
-class FileConfig:
-    """Values of a config file; its keys are these names.
-
-    Attributes:
-        all2all_backend: backend of EP groups, or None.
-    """
-
-    all2all_backend: str | None = None
-
-
-def read_config_file(path: str | Path) -> FileConfig:
-    """Reads a config file.
+def read_config_file(path: str | Path) -> dict[str, str]:
+    """Reads a config file; returns its values by key, out of KEYS.
 
     Raises:
         ConfigError: the file cannot be read or parsed, has an unknown key, or a value of the wrong type.
@@ -35,14 +25,13 @@ def read_config_file(path: str | Path) -> FileConfig:
         found = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         remedy = "Correct config_file or EP_A2A_CONFIG."
         raise ConfigError(f"a readable TOML file at {path}", found, remedy) from error
-    known = [field.name for field in fields(FileConfig)]
     for key, value in values.items():
-        if key not in known:
-            remedy = did_you_mean(key, known) or "Remove the key."
-            raise ConfigError(f"only the keys {', '.join(known)} in {path}", repr(key), remedy)
+        if key not in KEYS:
+            remedy = did_you_mean(key, KEYS) or "Remove the key."
+            raise ConfigError(f"only the keys {', '.join(KEYS)} in {path}", repr(key), remedy)
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{key} in {path} to be a name", repr(value))
-    return FileConfig(**values)
+    return values
 
 
 def choose_backend(argument: str | None = None, config_file: str | Path | None = None) -> str:
@@ -56,5 +45,5 @@ def choose_backend(argument: str | None = None, config_file: str | Path | None =
         ConfigError: the config file is wrong. It is read even where the argument decides.
     """
     path = config_file or env.CONFIG.get()
-    from_file = read_config_file(path).all2all_backend if path else None
+    from_file = read_config_file(path).get("all2all_backend") if path else None
     return argument or from_file or env.BACKEND.get() or DEFAULT_BACKEND

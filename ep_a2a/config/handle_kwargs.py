@@ -12,7 +12,6 @@ from ep_a2a.config import (
     DISPATCH_QUANT_TYPES,
     FP8_DTYPE,
     EpDispatchCombineConfig,
-    EpDispatchCombineKernelType,
     QuantType,
     parse_enum,
 )
@@ -44,15 +43,7 @@ EXTRA_KWARGS = (
 """Kwargs of this package, which set the config field of the same name."""
 
 WARPS_PER_BLOCK = 16
-INTRA_NODE_LAUNCH: dict[str, Any] = {
-    "kernel_type": EpDispatchCombineKernelType.IntraNode,
-    "block_num": 80,
-    "rdma_block_num": 0,
-}
-INTER_NODE_LAUNCH: dict[str, Any] = {
-    "block_num": 32,
-    "rdma_block_num": 16,
-}
+INTER_NODE_LAUNCH = {"block_num": 32, "rdma_block_num": 16}
 MORI_GPUS_PER_NODE = 8
 
 
@@ -75,20 +66,17 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
     data_type, combine_dtype = _dtypes(kwargs)
     world_size = kwargs["num_ep_ranks"]
     values: dict[str, Any] = {field: kwargs[name] for name, field in CONFIG_FIELD_OF_KWARG.items()}
-    values |= INTER_NODE_LAUNCH if topology_internode else INTRA_NODE_LAUNCH
     if topology_internode:
-        values["kernel_type"] = inter_node_kernel(kwargs["max_num_tokens_per_dp_rank"])
+        values |= INTER_NODE_LAUNCH | {"kernel_type": inter_node_kernel(kwargs["max_num_tokens_per_dp_rank"])}
+    widest = max(kwargs["input_dtype"].itemsize, (kwargs.get("combine_dtype") or kwargs["input_dtype"]).itemsize)
     values |= {
         "data_type": data_type,
         "combine_dtype": combine_dtype,
         "scale_dim": kwargs.get("scale_dim", 0),
         "scale_type_size": kwargs.get("scale_type_size", 0),
-        "max_token_type_size": max(
-            dtype.itemsize for dtype in (kwargs["input_dtype"], kwargs.get("combine_dtype")) if dtype is not None
-        ),
+        "max_token_type_size": widest,
         "warp_num_per_block": WARPS_PER_BLOCK,
         "gpu_per_node": min(MORI_GPUS_PER_NODE, world_size) if topology_internode else world_size,
-        "quant_type": "none",
     }
     given = {name: kwargs[name] for name in ("gpu_per_node", "quant_type", *EXTRA_KWARGS) if name in kwargs}
     try:
@@ -108,11 +96,8 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
         raise UnknownNameError(f"handle kwargs out of {', '.join(known)}", ", ".join(map(repr, unknown)), remedy)
     missing = [name for name in REQUIRED_KWARGS if name not in kwargs]
     if missing:
-        raise ConfigError(
-            f"the handle kwargs {', '.join(REQUIRED_KWARGS)}",
-            f"none named {', '.join(missing)}",
-            "Add the missing kwargs.",
-        )
+        expected = f"the handle kwargs {', '.join(REQUIRED_KWARGS)}"
+        raise ConfigError(expected, f"none named {', '.join(missing)}", "Add the missing kwargs.")
     for name in ("input_dtype", "quant_dtype", "combine_dtype"):
         value = kwargs.get(name)
         if not isinstance(value, torch.dtype) and (value is not None or name == "input_dtype"):
@@ -125,12 +110,9 @@ def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]
     quant_dtype: torch.dtype = kwargs["quant_dtype"] or input_dtype
     if _casts_in_dispatch(kwargs):
         if quant_dtype != FP8_DTYPE:
-            raise ConfigError(
-                f"{FP8_DTYPE} with a cast inside dispatch",
-                str(kwargs["quant_dtype"]),
-                "Pass the dtype that dispatch shall return, or quant_type='none'.",
-                field="quant_dtype",
-            )
+            expected, found = f"{FP8_DTYPE} with a cast inside dispatch", str(kwargs["quant_dtype"])
+            remedy = "Pass the dtype that dispatch shall return, or quant_type='none'."
+            raise ConfigError(expected, found, remedy, field="quant_dtype")
         return input_dtype, None
     # Experts return rows of the dtype the model computes in, whatever travelled.
     original = input_dtype if quant_dtype == FP8_DTYPE and input_dtype in COMBINE_DTYPES else None

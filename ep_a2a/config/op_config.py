@@ -188,17 +188,16 @@ class EpDispatchCombineConfig:
     def _check_names(self) -> None:
         if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
             raise ConfigError("to be an EpDispatchCombineKernelType", repr(self.kernel_type), field="kernel_type")
-        parse_enum(Layout, self.layout, "layout")
-        parse_enum(ScaleFormat, self.scale_format, "scale_format")
-        parse_enum(CompiledCalls, self.compiled_calls, "compiled_calls")
+        for kind, name in ((Layout, "layout"), (ScaleFormat, "scale_format"), (CompiledCalls, "compiled_calls")):
+            parse_enum(kind, getattr(self, name), name)
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
         check_internode_transport(self.internode_transport, "internode_transport")
         if self.launch not in ("auto", "manual"):
             raise UnknownNameError("to be 'auto' or 'manual'", repr(self.launch), field="launch")
         if self.dispatch_quant_type is not None:
             dispatch = parse_enum(QuantType, self.dispatch_quant_type, "dispatch_quant_type")
-            is_known = dispatch in DISPATCH_QUANT_TYPES
-            require(is_known, "dispatch_quant_type", "to act on dispatch", repr(dispatch.value))
+            acts_on_dispatch = dispatch in DISPATCH_QUANT_TYPES
+            require(acts_on_dispatch, "dispatch_quant_type", "to act on dispatch", repr(dispatch.value))
             acts_on_combine = quant_type in COMBINE_QUANT_TYPES or quant_type == dispatch
             expected = "to act on combine where dispatch_quant_type is given"
             require(acts_on_combine, "quant_type", expected, repr(quant_type.value))

@@ -66,28 +66,14 @@ OWN_FIELDS = [
     ("ring_chunks", 4),
     ("internode_transport", "auto"),
 ]
+MAY_BE_ZERO = {
+    *("rank", "scale_dim", "scale_type_size", "num_experts_per_rank", "max_total_recv_tokens", "rdma_block_num"),
+    *("num_experts", "flagged_max_tokens", "max_sms"),
+}
 INTEGER_MINIMUM = {
-    "rank": 0,
-    "world_size": 1,
-    "hidden_dim": 1,
-    "scale_dim": 0,
-    "scale_type_size": 0,
-    "max_token_type_size": 1,
-    "max_num_inp_token_per_rank": 1,
-    "num_experts_per_rank": 0,
-    "num_experts_per_token": 1,
-    "warp_num_per_block": 1,
-    "block_num": 1,
-    "max_total_recv_tokens": 0,
-    "gpu_per_node": 1,
-    "rdma_block_num": 0,
-    "num_qp_per_pe": 1,
-    "num_experts": 0,
-    "flagged_max_tokens": 0,
-    "expert_alignment": 1,
-    "chunk_tokens": 1,
-    "ring_chunks": 1,
-    "max_sms": 0,
+    each.name: 0 if each.name in MAY_BE_ZERO else 1
+    for each in dataclasses.fields(EpDispatchCombineConfig)
+    if each.type == "int"
 }
 
 
@@ -162,60 +148,6 @@ def test_the_configuration_of_moris_example():
     assert (config.max_num_recv_tokens, config.num_scales) == (8 * 4096, 0)
 
 
-def test_all_of_moris_fields_by_position():
-    config = EpDispatchCombineConfig(
-        FP8, 7, 16, 7168, 56, 4, 2, 4096, 16, 8, 16, 32, 1600, True, KERNEL_TYPE.InterNodeV1, 8, 16, 2, "fp8_blockwise"
-    )
-    values = [getattr(config, name) for name, _ in MORI_FIELDS]
-    assert values == [
-        FP8,
-        7,
-        16,
-        7168,
-        56,
-        4,
-        2,
-        4096,
-        16,
-        8,
-        16,
-        32,
-        1600,
-        True,
-        KERNEL_TYPE.InterNodeV1,
-        8,
-        16,
-        2,
-        "fp8_blockwise",
-    ]
-
-
-def test_our_fields_are_not_positional():
-    with pytest.raises(TypeError, match="positional"):
-        EpDispatchCombineConfig(
-            torch.bfloat16,
-            0,
-            8,
-            512,
-            0,
-            0,
-            4,
-            128,
-            4,
-            2,
-            8,
-            80,
-            0,
-            True,
-            KERNEL_TYPE.IntraNode,
-            8,
-            0,
-            1,
-            "none",
-            "compact",
-        )  # type: ignore[misc]
-
-
 def test_a_config_is_a_value():
     assert config_of() == config_of()
     assert hash(config_of()) == hash(config_of())
@@ -233,11 +165,6 @@ def test_integers(name):
         with pytest.raises(ConfigError, match=f"expected {name} to be an integer >= {minimum}") as caught:
             config_of(**{name: value})
         assert caught.value.got == repr(value)
-
-
-def test_every_integer_field_is_checked():
-    integers = {field.name for field in dataclasses.fields(EpDispatchCombineConfig) if field.type == "int"}
-    assert integers == set(INTEGER_MINIMUM)
 
 
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {

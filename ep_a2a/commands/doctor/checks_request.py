@@ -135,7 +135,9 @@ def _backend_variable(m: Machine, value: str) -> Finding | None:
 
 
 def _config_variable(m: Machine, value: str) -> Finding | None:
-    return _refusal(lambda path: check_backend_name(read_config_file(path).all2all_backend or DEFAULT_BACKEND), value)
+    return _refusal(
+        lambda path: check_backend_name(read_config_file(path).get("all2all_backend", DEFAULT_BACKEND)), value
+    )
 
 
 def _refusal(check: Callable[[str], None], value: str) -> Finding | None:
