@@ -6,15 +6,12 @@ NVIDIA's Multi-Process Service needs no rights and changes no setting of a GPU. 
 from __future__ import annotations
 
 import enum
-import json
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 
 from ep_a2a import env
@@ -74,65 +71,34 @@ class MpsDaemon:
     """
 
     def __init__(self) -> None:
-        control = shutil.which(CONTROL) or CONTROL
-        remove_orphans(control)
         self.folder = _make_folder()
-        program = [sys.executable, "-I", str(mps_watchdog.__file__), str(self.folder), control]
+        self.variables = {PIPE_VARIABLE: str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
+        # Clients choose among all GPUs by their own variable; one set here would renumber them.
+        kept = {name: value for name, value in env.all_variables().items() if name != "CUDA_VISIBLE_DEVICES"}
+        program = [sys.executable, "-I", str(mps_watchdog.__file__), str(os.getpid()), str(self.folder)]
         self._watchdog = subprocess.Popen(
-            program,
-            env=_environment_of(self.folder),
-            stdin=subprocess.PIPE,
+            [*program, shutil.which(CONTROL) or CONTROL],
+            env=kept | self.variables,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        _daemons.add(self)
         assert self._watchdog.stdout is not None
-        said = self._watchdog.stdout.readline().decode(errors="replace").strip()
+        with self._watchdog.stdout as stdout:
+            said = stdout.readline().decode(errors="replace").strip()
         self.failure = "" if said == mps_watchdog.READY else said or "its watchdog ended"
-        self.variables = _variables_of(self.folder)
         if self.failure:
             self.variables = {}
             self.close()
 
     def close(self) -> None:
         """Ends the daemon; idempotent. Its clients should have ended."""
-        for pipe in (self._watchdog.stdin, self._watchdog.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
+        self._watchdog.terminate()
         try:
             self._watchdog.wait(END_SECS)
         except subprocess.TimeoutExpired:
-            logger.warning(
-                "the watchdog of the MPS daemon in %s (process %d) does not end", self.folder, self._watchdog.pid
-            )
-
-    def leave_to_parent(self) -> None:
-        """Lets go of the pipe whose end ends the daemon; for a forked child, which may outlive its parent."""
-        if self._watchdog.stdin is not None:
-            self._watchdog.stdin.close()
-
-
-_daemons: weakref.WeakSet[MpsDaemon] = weakref.WeakSet()
-
-
-def _leave_daemons_to_parent() -> None:
-    for daemon in _daemons:
-        daemon.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_daemons_to_parent)
-
-
-def _variables_of(folder: Path) -> dict[str, str]:
-    """Returns what names a folder's daemon to its clients."""
-    return {PIPE_VARIABLE: str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
-
-
-def _environment_of(folder: Path) -> dict[str, str]:
-    """Returns the environment of a folder's daemon, and of what talks to it."""
-    # Clients choose among all GPUs by their own variable; one set here would renumber them.
-    kept = {name: value for name, value in env.all_variables().items() if name != "CUDA_VISIBLE_DEVICES"}
-    return kept | _variables_of(folder)
+            place, process = self.folder, self._watchdog.pid
+            logger.warning("the watchdog of the MPS daemon in %s (process %d) does not end", place, process)
 
 
 def _make_folder() -> Path:
@@ -144,28 +110,3 @@ def _make_folder() -> Path:
     for name in ("pipe", "log"):
         (folder / name).mkdir(mode=0o700)
     return folder
-
-
-def remove_orphans(control: str) -> list[Path]:
-    """Ends the daemons of this user whose watchdog was killed, and removes their folders; returns those."""
-    removed = []
-    for parent in {tempfile.gettempdir(), "/tmp"}:
-        for folder in Path(parent).glob(f"{PREFIX}*"):
-            if _is_orphan(folder):
-                mps_watchdog.quit_daemon(control, _environment_of(folder))
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder)
-    return removed
-
-
-def _is_orphan(folder: Path) -> bool:
-    """Whether a folder is this user's alone and names a process that is gone."""
-    try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            return False
-        record = json.loads((folder / mps_watchdog.RECORD).read_text())
-        now = mps_watchdog.identity_of(int(record["process"]))
-        return bool(now["namespace"] == record["namespace"] and now["started_at"] != record["started_at"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

@@ -1,15 +1,12 @@
-"""Runs one MPS daemon for as long as this process's stdin is open: python mps_watchdog.py FOLDER CONTROL.
+"""Runs one MPS daemon until SIGTERM, or until its owner ends: python mps_watchdog.py OWNER FOLDER CONTROL.
 
-FOLDER has `pipe` and `log`, which the environment names to the daemon.
-
-The process that holds the other end of stdin may be killed; its end of the pipe closes then, too. This file is run as a
-program and imports nothing of the package, so that it starts at once.
+OWNER is the number of the process that starts this one. FOLDER has `pipe` and `log`, which the environment names to the
+daemon. This file is run as a program and imports nothing of the package, so that it starts at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -23,34 +20,18 @@ QUIT_SECS = 5
 """Seconds that clients have to end before the daemon ends their server."""
 END_SECS = 15.0
 POLL_SECS = 0.02
-RECORD = "owner.json"
+OWNER_POLL_SECS = 0.2
 READY = "ready"
 """What this program prints once the daemon answers."""
 
 
-def started_at(process: int) -> str:
-    """Returns when a process started, in the kernel's ticks; "" where there is none of this number."""
-    try:
-        # "pid (name) state parent ...", where a name may hold anything
-        return Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def identity_of(process: int) -> dict[str, int | str]:
-    """Returns what tells a process from all others of this host: a number may serve again, and in each container."""
-    namespace = Path("/proc/self/ns/pid").readlink()
-    return {"process": process, "started_at": started_at(process), "namespace": str(namespace)}
-
-
-def quit_daemon(control: str, environment: dict[str, str] | None = None) -> None:
-    """Asks a daemon to end; does nothing where none answers. The environment names it, by default this process's."""
+def quit_daemon(control: str) -> None:
+    """Asks the daemon that the environment names to end; does nothing where none answers."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
             [control],
             input=f"quit -t {QUIT_SECS}\n",
             text=True,
-            env=environment,
             timeout=END_SECS,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -93,25 +74,25 @@ def answers(daemon: subprocess.Popen[bytes], folder: Path) -> bool:
     return False
 
 
-def main(folder: Path, control: str) -> int:
-    """Starts the daemon, prints READY, and ends it when stdin ends. Returns the exit code."""
-    # Ctrl-C reaches the whole terminal session; the pipe decides.
+def main(owner: int, folder: Path, control: str) -> int:
+    """Starts the daemon, prints READY, and ends it when it is time. Returns the exit code."""
+    # Ctrl-C reaches the whole terminal session; the owner decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (folder / RECORD).write_text(json.dumps(identity_of(os.getpid())))
     with (folder / "log" / "daemon.txt").open("w") as log:
         daemon = subprocess.Popen(
             [control, "-f"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    if answers(daemon, folder):
-        sys.stdout.write(f"{READY}\n")
-        sys.stdout.flush()
-        sys.stdin.buffer.read()
-        end(daemon, control, folder)
-        return 0
-    sys.stdout.write(f"{(folder / 'log' / 'daemon.txt').read_text().strip() or 'it did not answer'}\n")
+    # From here on SIGTERM is noticed by sigtimedwait alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    is_ready = answers(daemon, folder)
+    said = READY if is_ready else (folder / "log" / "daemon.txt").read_text().strip() or "it did not answer"
+    sys.stdout.write(f"{said}\n")
+    sys.stdout.flush()
+    while is_ready and os.getppid() == owner and not signal.sigtimedwait({signal.SIGTERM}, OWNER_POLL_SECS):
+        pass
     end(daemon, control, folder)
-    return 1
+    return 0 if is_ready else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

@@ -67,8 +67,15 @@ OWN_FIELDS = [
     ("internode_transport", "auto"),
 ]
 MAY_BE_ZERO = {
-    *("rank", "scale_dim", "scale_type_size", "num_experts_per_rank", "max_total_recv_tokens", "rdma_block_num"),
-    *("num_experts", "flagged_max_tokens", "max_sms"),
+    "rank",
+    "scale_dim",
+    "scale_type_size",
+    "num_experts_per_rank",
+    "max_total_recv_tokens",
+    "rdma_block_num",
+    "num_experts",
+    "flagged_max_tokens",
+    "max_sms",
 }
 INTEGER_MINIMUM = {
     each.name: 0 if each.name in MAY_BE_ZERO else 1

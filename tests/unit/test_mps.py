@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ep_a2a.testing import mps, mps_watchdog
-from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps, remove_orphans
+from ep_a2a.testing import mps
+from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
 
 CONTROL = """#!/bin/sh
 if [ "$1" = -f ]; then
@@ -51,26 +51,11 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "log"
 
 
-def comes(path: Path) -> bool:
+def becomes(path: Path, *, exists: bool) -> bool:
     deadline = time.monotonic() + PATIENCE_SECS
-    while not path.exists() and time.monotonic() < deadline:
+    while path.exists() != exists and time.monotonic() < deadline:
         time.sleep(0.01)
-    return path.exists()
-
-
-def goes(path: Path) -> bool:
-    deadline = time.monotonic() + PATIENCE_SECS
-    while path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not path.exists()
-
-
-def line_of(log: Path) -> str:
-    """The log once it has a whole line: what asks a daemon to end does not wait for the daemon."""
-    deadline = time.monotonic() + PATIENCE_SECS
-    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return log.read_text()
+    return path.exists() == exists
 
 
 def test_a_daemon_starts_for_this_user_alone_and_ends_when_asked(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,62 +81,22 @@ time.sleep(60)
 """
 
 
-def test_a_killed_owner_leaves_nothing(log: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+FORKED_OWNER = OWNER.replace("time.sleep(60)", "os.fork()\ntime.sleep(60)")
+
+
+@pytest.mark.parametrize("program", [OWNER, FORKED_OWNER], ids=["alone", "with a forked child"])
+def test_a_killed_owner_leaves_nothing(log: Path, program: str) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert owner.stdout is not None
     folder = Path(owner.stdout.readline().strip())
     assert folder.is_dir()
     owner.kill()
     owner.wait()
-    owner.stdout.close()
-    assert goes(folder)
+    assert becomes(folder, exists=False)
     assert log.read_text() == "quit -t 5\n"
-
-
-FORKED_OWNER = OWNER.replace(
-    "time.sleep(60)",
-    "if os.fork() == 0:\n    print('forked', flush=True)\n    time.sleep(40)\n    os._exit(0)\ntime.sleep(60)",
-)
-
-
-def test_a_forked_child_does_not_keep_it(log: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", FORKED_OWNER], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    folder = Path(owner.stdout.readline().strip())
-    assert owner.stdout.readline() == "forked\n"
-    owner.kill()
-    owner.wait()
     owner.stdout.close()
-    assert goes(folder)
-
-
-def test_a_killed_watchdog_leaves_an_orphan_that_the_next_daemon_removes(log: Path) -> None:
-    first, other = MpsDaemon(), MpsDaemon()
-    record = json.loads((first.folder / mps_watchdog.RECORD).read_text())
-    os.kill(record["process"], signal.SIGKILL)
-    first.close()
-    assert first.folder.is_dir()
-    third = MpsDaemon()
-    assert not first.folder.exists()
-    # those whose watchdog lives stay
-    assert other.folder.is_dir()
-    assert line_of(log) == "quit -t 5\n"
-    for daemon in (other, third):
-        daemon.close()
-
-
-def test_folders_of_others_stay(log: Path) -> None:
-    folder = Path(tempfile.mkdtemp(prefix=mps.PREFIX))
-    gone = mps_watchdog.identity_of(os.getpid()) | {"started_at": "1"}
-    (folder / mps_watchdog.RECORD).write_text(json.dumps(gone))
-    folder.chmod(0o755)
-    assert remove_orphans("/bin/true") == []
-    folder.chmod(0o700)
-    for record in ("", "[]", json.dumps(gone | {"namespace": "pid:[1]"})):
-        (folder / mps_watchdog.RECORD).write_text(record)
-        assert remove_orphans("/bin/true") == []
-    (folder / mps_watchdog.RECORD).write_text(json.dumps(gone))
-    assert remove_orphans("/bin/true") == [folder]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(owner.pid, signal.SIGKILL)
 
 
 def test_a_daemon_that_does_not_start_says_why(log: Path, tmp_path: Path) -> None:
@@ -182,7 +127,7 @@ def test_a_users_own_daemon_comes_first(log: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_running_daemon_is_found_by_its_name(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = MpsDaemon()
-    assert comes(daemon.folder / "pipe" / f"{mps.CONTROL}.pid")
+    assert becomes(daemon.folder / "pipe" / f"{mps.CONTROL}.pid", exists=True)
     monkeypatch.setattr(mps, "DEFAULT_PIPE", daemon.folder / "pipe")
     assert find_mps() is Mps.OF_THE_USER
     daemon.close()
