@@ -310,7 +310,7 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
             str(paths["md"]),
         )
     )
-    assert printed.startswith("Right: 6 of 6 results of dispatch and combine on 2 CPU processes.")
+    assert printed.startswith("Right: 6 of 6 results on 2 CPU processes.")
     assert printed.count("functional check") == 1
     assert printed.count("deepep unavailable (T = 1, 2): needs GPUs") == 1
     header, *rows = [json.loads(line) for line in paths["jsonl"].read_text().splitlines()]

@@ -11,6 +11,7 @@ import torch
 
 from ep_a2a.commands.bench.contenders import LAYERS, SCHEDULES
 from ep_a2a.commands.bench.layer import Gate, LayerWorkload, dense_layer, make_weights, require_rows
+from ep_a2a.commands.bench.report import make_table
 from ep_a2a.commands.bench.runner import Runner, run_contender, run_sweep
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.errors import CheckFailedError
@@ -116,27 +117,29 @@ SMALL = (
 
 def test_layer_from_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    printed = succeeded(run_cli(*SMALL, "--transports", "nccl_agrs", "--output", str(file)))
-    assert "communication_us" in printed
+    assert "Right: 1 of 1 results" in succeeded(run_cli(*SMALL, "--transports", "nccl_agrs", "--output", str(file)))
     header, row = [json.loads(line) for line in file.read_text().splitlines()]
     assert "times say nothing" in header["note"]
-    assert (row["tokens"], row["quant"], row["transport"]) == (2, "none", "nccl_agrs")
+    assert (row["num_tokens"], row["quant_type"], row["contender"]) == (2, "none", "nccl_agrs")
     assert row["communication_us"] == row["layer_us"] - row["compute_us"]
     assert row["communication_share"] == row["communication_us"] / row["layer_us"]
+    headings, cells, _ = make_table([row | {"device": "cuda"}])
+    shown = dict(zip(headings, cells[0], strict=True))
+    assert (shown["T"], shown["contender"], shown["layer µs"]) == ("2", "nccl_agrs", f"{row['layer_us']:.1f}")
 
 
 def test_schedules_from_the_command_line(tmp_path: Path) -> None:
     file, plot = tmp_path / "rows.jsonl", tmp_path / "x.svg"
     more = ("--schedules", "shared_expert", "--traces", str(tmp_path / "traces"), "--plot", str(plot))
-    assert "exposed_us" in succeeded(run_cli(*SMALL, *more, "--output", str(file)))
+    assert "shared_expert/between" in succeeded(run_cli(*SMALL, *more, "--output", str(file)))
     assert {path.name for path in (tmp_path / "traces").iterdir()} == {
         f"shared_expert_{variant}_2.json.gz" for variant in ("in_turn", "between", "beside")
     }
     _, *rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["schedule"], row["variant"], row["comm_sms"]) for row in rows] == [
-        ("shared_expert", variant, 24) for variant in ("in_turn", "between", "beside")
+    assert [(row["contender"], row["comm_sms"]) for row in rows] == [
+        (f"shared_expert/{variant}", 24) for variant in ("in_turn", "between", "beside")
     ]
-    assert all(row["exposed_us"] == row["layer_us"] - row["compute_us"] for row in rows)
+    assert all(row["communication_us"] == row["layer_us"] - row["compute_us"] for row in rows)
     assert plot.exists()
 
 

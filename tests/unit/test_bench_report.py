@@ -143,7 +143,7 @@ def test_on_cpu_it_is_a_functional_check():
     rows = rows_of(workload_of(8))
     records = compare(rows[:3], "cpu")
     text = shown(records)
-    assert text.startswith("Right: 3 of 3 results of dispatch and combine on 2 CPU processes.\nfunctional check")
+    assert text.startswith("Right: 3 of 3 results on 2 CPU processes.\nfunctional check")
     assert make_table(records) == (
         ["T", "contender", "result"],
         [["8", "wire_limit", "right"], ["8", "ep_a2a", "right"], ["8", "gloo_agrs", "right"]],
@@ -156,7 +156,7 @@ def test_on_cpu_it_is_a_functional_check():
     assert {record["device"] for record in records} == {"cpu"}
     assert {record["device"] for record in compare(rows)} == {"cuda"}
     wrong = compare(rows, "cpu")
-    assert shown(wrong).startswith("Wrong: 1 of 4 results of dispatch and combine on 2 CPU processes; see below.")
+    assert shown(wrong).startswith("Wrong: 1 of 4 results on 2 CPU processes; see below.")
     assert make_table(wrong)[1][3] == ["8", "gloo_all_to_all", "FAILED"]
     assert reasons(wrong)[0].startswith("gloo_all_to_all failed")
 

@@ -63,8 +63,7 @@ class LayerWorkload(Workload):
 
     def as_row(self) -> dict[str, Any]:
         """Returns the fields for a report."""
-        row = super().as_row() | {"tokens": self.num_tokens, "quant": self.quant_type}
-        return {name: value for name, value in row.items() if name != "traces"}
+        return {name: value for name, value in super().as_row().items() if name != "traces"}
 
     def check(self) -> None:
         """Raises ConfigError or UnsupportedError where no layer can run this workload, as `Workload.check` does."""

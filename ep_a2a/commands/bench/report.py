@@ -44,10 +44,12 @@ FIELDS = {
     "gpus_per_node": "GPUs per node",
     "seed": "seed",
     "intermediate_dim": "F",
+    "comm_sms": "comm SMs",
 }
 """Fields of a workload and their headings."""
 HOST_TIMES = ("dispatch_host_us", "combine_host_us")
-TIMES: dict[str, Callable[[Record], str]] = {
+Columns = dict[str, "Callable[[Record], str]"]
+ROUND_TRIP: Columns = {
     "dispatch µs": lambda record: f"{record['dispatch_us']:.1f}",
     "combine µs": lambda record: f"{record['combine_us']:.1f}",
     "round trip µs": lambda record: f"{record['round_trip_us']:.1f}{'' if record['in_graph'] else ' eager'}",
@@ -57,10 +59,20 @@ TIMES: dict[str, Callable[[Record], str]] = {
     "of push": lambda record: _if_known("{:.1%}", record.get("round_trip_fraction_of_limit")),
 }
 """Cells of a contender whose round trip was timed, by heading."""
-COLD = {"cold µs": lambda record: _if_known("{:.1f}", record.get("round_trip_cold_us"))}
-"""The same of round trips behind a flush of the L2, where any was timed."""
-LAYER_TIMES = ["layer_us", "least_us", "most_us", "compute_us", "communication_us", "communication_share"]
-SCHEDULE_TIMES = ["comm_sms", "layer_us", "compute_us", "exposed_us"]
+LAYER: Columns = {
+    "layer µs": lambda record: f"{record['layer_us']:.1f}",
+    "least µs": lambda record: f"{record['least_us']:.1f}",
+    "most µs": lambda record: f"{record['most_us']:.1f}",
+    "computation µs": lambda record: f"{record['compute_us']:.1f}",
+    "communication µs": lambda record: f"{record['communication_us']:.1f}",
+    "communication": lambda record: f"{record['communication_share']:.1%}",
+}
+"""The same of a layer."""
+WHERE_ANY: Columns = {
+    "cold µs": lambda record: _if_known("{:.1f}", record.get("round_trip_cold_us")),
+    "rows between nodes": lambda record: _rows_between_nodes(record.get("details", {})),
+}
+"""Cells of columns that are there where a record has one."""
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
     "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of the reference push "
@@ -68,8 +80,8 @@ EXPLANATION = (
 )
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 LAYER_EXPLANATION = (
-    "layer_us: gate to combine, median of the rounds, least and most of them. compute_us: the same gate and experts on "
-    "rows that lie ready. communication_us and exposed_us: the rest of the layer's time."
+    "layer: gate to combine, median of the rounds; least and most of them. computation: the same gate and experts on "
+    "rows that lie ready. communication: the rest of the layer's time, and its share."
 )
 
 
@@ -131,8 +143,8 @@ def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
     dispatch_fraction_of_limit, ...: the reference push's time by this one's.
     baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
-    Of layers `communication_us` and `communication_share`, and the name as `transport`; of schedules `exposed_us`, and
-    the name as `schedule` and `variant`. What was not measured is absent.
+    Of layers `communication_us`, which is what they take beyond their computation, and `communication_share`. What was
+    not measured is absent.
     """
     timed = {each["contender"]: each for each in records if "round_trip_us" in each}
     return [each | _comparisons(each, timed if device != "cpu" else {}) | {"device": device} for each in records]
@@ -141,8 +153,9 @@ def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
 def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
     """Returns what follows from a record's times and those of other contenders that were timed."""
     name = record["contender"]
-    if "intermediate_dim" in record:
-        return _of_layer(record)
+    if "layer_us" in record:
+        beyond_us = record["layer_us"] - record["compute_us"]
+        return {"communication_us": beyond_us, "communication_share": beyond_us / record["layer_us"]}
     if name not in timed:
         return {}
     found: Record = {}
@@ -154,19 +167,6 @@ def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
             found[f"{phase}_fraction_of_limit"] = timed[REFERENCE_PUSH][f"{phase}_us"] / record[f"{phase}_us"]
     others = {other: each["round_trip_us"] for other, each in timed.items() if is_baseline(other) and other != name}
     return found | {"baselines_over_this": {other: us / record["round_trip_us"] for other, us in others.items()}}
-
-
-def _of_layer(record: Record) -> Record:
-    schedule, is_schedule, variant = record["contender"].partition("/")
-    found = {"schedule": schedule, "variant": variant} if is_schedule else {"transport": schedule}
-    if record["status"] == Status.UNAVAILABLE:
-        return found | {"unavailable": record["reason"]}
-    if record["status"] != Status.OK:
-        return found
-    beyond_us = record["layer_us"] - record["compute_us"]
-    if is_schedule:
-        return found | {"exposed_us": beyond_us}
-    return found | {"communication_us": beyond_us, "communication_share": beyond_us / record["layer_us"]}
 
 
 def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
@@ -209,10 +209,9 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], i
     round trips are right. Contenders that were not available are left out; `reasons` has them.
     """
     shown = _without_repeats([record for record in records if record["status"] != Status.UNAVAILABLE])
-    names, times = _columns(records, shown)
-    crossing = "rows between nodes"
-    if any(map(_rows_between_nodes, shown)):
-        times = times | {crossing: _rows_between_nodes}
+    names: Columns = {FIELDS[field]: _field_of(field) for field in varying_fields(records)}
+    names |= {"contender": lambda record: shown_name(record["contender"], record["device"])}
+    times = _times(shown)
     rows = []
     for record in shown:
         failed = [record["status"].upper(), *[""] * (len(times) - 1)]
@@ -221,36 +220,15 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], i
     return [*names, *times], rows, len(names)
 
 
-Columns = dict[str, "Callable[[Record], str]"]
-
-
-def _columns(records: Sequence[Record], shown: Sequence[Record]) -> tuple[Columns, Columns]:
-    """Returns the cells that name a row, and those of one that was timed, by heading."""
-    fields = varying_fields(records)
-    if is_of_layers(records):
-        others = [field for field in fields if field not in ("num_tokens", "quant_type")]
-        is_schedule = any("schedule" in record for record in records)
-        last = ["schedule", "variant"] if is_schedule else ["transport"]
-        named, times = ["tokens", "quant", *others, *last], SCHEDULE_TIMES if is_schedule else LAYER_TIMES
-        return {FIELDS.get(name, name): _text_of(name) for name in named}, {name: _text_of(name) for name in times}
-    names = {FIELDS[field]: _field_of(field) for field in fields}
-    names |= {"contender": lambda record: shown_name(record["contender"], record["device"])}
-    if is_functional_check(records):
-        return names, {"result": lambda record: "right"}
+def _times(shown: Sequence[Record]) -> Columns:
+    """Returns the cells of a record that was timed, by heading."""
+    if is_functional_check(shown):
+        return {"result": lambda record: "right"}
+    if is_of_layers(shown):
+        return LAYER
     timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
-    is_cold = any(record.get("round_trip_cold_us") is not None for record in shown)
     ratios = {f"{name} ÷ this": _ratio_to(name) for name in timed if is_baseline(name)}
-    return names, TIMES | (COLD if is_cold else {}) | ratios
-
-
-def _text_of(name: str) -> Callable[[Record], str]:
-    def text(record: Record) -> str:
-        value = record[name]
-        if not isinstance(value, float):
-            return str(value)
-        return f"{value:.3f}" if abs(value) < 1 else f"{value:.1f}"
-
-    return text
+    return ROUND_TRIP | ratios | {name: cell for name, cell in WHERE_ANY.items() if any(map(cell, shown))}
 
 
 def _field_of(field: str) -> Callable[[Record], str]:
@@ -261,8 +239,7 @@ def _ratio_to(baseline: str) -> Callable[[Record], str]:
     return lambda record: _if_known("{:.2f}", record["baselines_over_this"].get(baseline))
 
 
-def _rows_between_nodes(record: Record) -> str:
-    details = record.get("details", {})
+def _rows_between_nodes(details: Record) -> str:
     padding = details.get("padding_between_nodes", 0)
     return f"{details.get('rows_between_nodes', '')}" + (f" + {padding} empty" if padding else "")
 
@@ -305,9 +282,9 @@ def reasons(records: Iterable[Record]) -> list[str]:
 
 def explanation(records: Iterable[Record]) -> str:
     """Returns what the columns of the table mean."""
-    if is_of_layers(records):
-        return LAYER_EXPLANATION
-    return CPU_EXPLANATION if is_functional_check(records) else EXPLANATION
+    if is_functional_check(records):
+        return CPU_EXPLANATION
+    return LAYER_EXPLANATION if is_of_layers(records) else EXPLANATION
 
 
 def show(console: Console, header: Record, records: Sequence[Record]) -> None:
@@ -316,7 +293,7 @@ def show(console: Console, header: Record, records: Sequence[Record]) -> None:
         console.print(_verdict(records), header["note"], sep="\n", highlight=False)
     console.print(constant_fields(records), markup=False, highlight=False)
     headings, rows, num_names = make_table(records)
-    right = set(headings) - {"contender", "transport", "schedule", "variant"}
+    right = set(headings) - {"contender"}
     console.print(*fitting_tables("", headings, rows, num_names=num_names, width=console.width, right=right))
     for text in [*reasons(records), explanation(records)]:
         console.print(text, markup=False, highlight=False)
@@ -329,8 +306,8 @@ def _verdict(records: Sequence[Record]) -> Text:
     worlds = {record["world_size"] for record in records}
     where = f"on {worlds.pop()} CPU processes" if len(worlds) == 1 else "on CPU"
     if right == len(checked):
-        return Text(f"Right: {right} of {right} results of dispatch and combine {where}.", style="bold green")
-    wrong = f"Wrong: {len(checked) - right} of {len(checked)} results of dispatch and combine {where}; see below."
+        return Text(f"Right: {right} of {right} results {where}.", style="bold green")
+    wrong = f"Wrong: {len(checked) - right} of {len(checked)} results {where}; see below."
     return Text(wrong, style="bold red")
 
 
