@@ -9,7 +9,7 @@ from typing import Any
 from ep_a2a.errors import ConfigError, UnknownNameError
 
 TransportMaker = Callable[..., Any]
-"""Called as maker(group, grid, timeout_secs, reason); returns an ep_a2a.memory.node_transport.NodeTransport."""
+"""Called as maker(group, grid, timeout_secs); returns an ep_a2a.memory.node_transport.NodeTransport."""
 
 INTERNODE_TRANSPORTS: dict[str, str | TransportMaker | None] = {
     "auto": None,

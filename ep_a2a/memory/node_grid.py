@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ep_a2a.topology import Topology
@@ -19,17 +19,33 @@ class NodeGrid:
 
     Attributes:
         num_nodes, gpus_per_node: size of the grid; the group has num_nodes * gpus_per_node ranks.
-        node, local_rank: place of this rank, which is node * gpus_per_node + local_rank.
-        node_ranks: ranks of the group on this node, by local rank.
-        partners: ranks of the group with this local rank, by node: with these it exchanges across nodes.
+        rank: this rank of the group.
     """
 
     num_nodes: int
     gpus_per_node: int
-    node: int
-    local_rank: int
-    node_ranks: tuple[int, ...]
-    partners: tuple[int, ...]
+    rank: int
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+        return self.rank // self.gpus_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return self.rank % self.gpus_per_node
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """Ranks of the group on this node, by local rank."""
+        first = self.node * self.gpus_per_node
+        return tuple(range(first, first + self.gpus_per_node))
+
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """Ranks of the group with this local rank, by node: with these it exchanges across nodes."""
+        return tuple(range(self.local_rank, self.num_nodes * self.gpus_per_node, self.gpus_per_node))
 
     @classmethod
     def of(cls, topology: Topology, rank: int) -> NodeGrid:
@@ -37,10 +53,7 @@ class NodeGrid:
 
         Raises:
             UnsupportedError: nodes differ in their number of ranks, or their ranks are not contiguous.
-            ConfigError: `rank` is not a rank of the group.
         """
-        if not 0 <= rank < topology.world_size:
-            raise ConfigError(f"a rank from 0 to {topology.world_size - 1}", str(rank), "Pass the rank in the group.")
         if topology.uneven:
             raise UnsupportedError(
                 "nodes of equally many ranks", topology.reason, f"Start as many ranks on each node, {_REMEDY}"
@@ -49,17 +62,4 @@ class NodeGrid:
             raise UnsupportedError(
                 "ranks numbered node by node", topology.reason, f"Number the ranks node by node, {_REMEDY}"
             )
-        return cls.even(topology.num_nodes, topology.gpu_per_node, rank)
-
-    @classmethod
-    def even(cls, num_nodes: int, gpus_per_node: int, rank: int) -> NodeGrid:
-        """The grid of nodes of this size as `rank` of the group sees it."""
-        node, local_rank = divmod(rank, gpus_per_node)
-        return cls(
-            num_nodes,
-            gpus_per_node,
-            node,
-            local_rank,
-            node_ranks=tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node)),
-            partners=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
-        )
+        return cls(topology.num_nodes, topology.gpu_per_node, rank)

@@ -49,18 +49,16 @@ class NodeTransport(abc.ABC):
     Args:
         group: the group that `grid` is of.
         grid: where this rank stands; ranks in errors are those of `group`.
-        timeout_secs: bound of an exchange that is given none; it can be changed later.
-        reason: why there is one.
+        timeout_secs: bound of `exchange`; it can be changed later.
 
     Raises:
         RankTimeoutError: a partner did not come to make the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, grid: NodeGrid, timeout_secs: float, reason: str = "") -> None:
+    def __init__(self, group: dist.ProcessGroup, grid: NodeGrid, timeout_secs: float) -> None:
         self.group = group
         self.grid = grid
         self.timeout_secs = timeout_secs
-        self.reason = reason
         self._open()
 
     def _open(self) -> None:
@@ -97,7 +95,7 @@ class NodeTransport(abc.ABC):
                 "Call reset() of the op on all ranks.",
             )
 
-    def begin(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> Exchange:
+    def begin(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> Exchange:
         """Begin to send block n of `sent` to the partner on node n, and to receive that partner's block in `received`.
 
         This node's own block is copied. The host does not wait. On CUDA the exchange follows the work on the current
@@ -107,7 +105,7 @@ class NodeTransport(abc.ABC):
         Args:
             received, sent: contiguous, [num_nodes, ...], on one device, of equally many bytes, not overlapping. Leave
                 them alone until the exchange has ended.
-            timeout_secs: bound of this exchange on CPU; None for the transport's.
+            timeout_secs: bound of this exchange on CPU.
 
         Raises:
             ShapeError, ContiguityError: the tensors do not fit; nothing was sent.
@@ -119,10 +117,10 @@ class NodeTransport(abc.ABC):
         if self.grid.num_nodes == 1:
             received.copy_(sent)
             return Exchange(None, (received, sent))
-        return self._start(received, sent, self._bound(timeout_secs))
+        return self._start(received, sent, timeout_secs)
 
-    def end(self, exchange: Exchange, timeout_secs: float | None = None) -> None:
-        """End an exchange: wait for it on CPU; on CUDA make the current stream wait.
+    def end(self, exchange: Exchange, timeout_secs: float) -> None:
+        """End an exchange: wait for it on CPU, for timeout_secs at most; on CUDA make the current stream wait.
 
         Raises:
             RankTimeoutError: on CPU, partners did not come in time; no exchange can be made until `renew`.
@@ -130,18 +128,15 @@ class NodeTransport(abc.ABC):
         if exchange.work is None:
             return
         try:
-            self._finish(exchange, self._bound(timeout_secs))
+            self._finish(exchange, timeout_secs)
         except BaseException:
             # The partners may be one exchange ahead or behind now.
             self._state = "broken by a failed exchange"
             raise
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float | None = None) -> None:
-        """Begin and end an exchange."""
-        self.end(self.begin(received, sent, timeout_secs), timeout_secs)
-
-    def _bound(self, timeout_secs: float | None) -> float:
-        return self.timeout_secs if timeout_secs is None else timeout_secs
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Begin and end an exchange, within the transport's bound."""
+        self.end(self.begin(received, sent, self.timeout_secs), self.timeout_secs)
 
     def renew(self) -> None:
         """Connect anew after a failed exchange. Collective over the partners; no exchange may be running.

@@ -6,18 +6,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.config.transports import check_internode_transport, transport_maker
+from ep_a2a.config.transports import check_internode_transport
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.log_once import log_once
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
-    import torch.distributed as dist
-
-    from ep_a2a.memory.node_grid import NodeGrid
-    from ep_a2a.memory.node_transport import NodeTransport
 
 logger = logging.getLogger(__name__)
 
@@ -54,27 +48,6 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
     if "peer_memory" not in why_not:
         return "peer_memory", "virtual nodes of one host"
     return "torch.distributed", why_not["peer_memory"]
-
-
-def make_transport(
-    name: str, reason: str, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, timeout_secs: float
-) -> NodeTransport:
-    """Make a transport whose blocks the host moves. Collective over the partners.
-
-    Args:
-        name: its name in INTERNODE_TRANSPORTS.
-        reason: why it was chosen, for the log.
-        group, grid, timeout_secs: as in NodeTransport; timeout_secs may differ between ranks.
-        device: where the blocks will lie.
-
-    Raises:
-        RankTimeoutError: a partner did not come.
-    """
-    if device.type == "cuda":
-        name_network_devices()
-    transport: NodeTransport = transport_maker(name)(group, grid, timeout_secs, f"{name} on {device.type}: {reason}")
-    logger.info("transport of ranks %s: %s", ", ".join(map(str, grid.partners)), transport.reason)
-    return transport
 
 
 def name_network_devices() -> None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ep_a2a.config import EpDispatchCombineKernelType
+from ep_a2a.config.transports import transport_maker
 from ep_a2a.errors import EpA2AError
 from ep_a2a.kernels.ring_shape import BY_PUTS
 from ep_a2a.memory import nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
-from ep_a2a.memory.transport_choice import choose_transport, make_transport, name_network_devices
+from ep_a2a.memory.transport_choice import choose_transport, name_network_devices
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.inputs import construction_error
 
@@ -59,7 +60,7 @@ class OpFactory:
         logger.info("%s through %s: %s", config.kernel_type.name, config.internode_transport, reason)
         arena = self._arena_of(config, grid)
         if arena is None:
-            arena = self._make_arena(config, grid, reason)
+            arena = self._make_arena(config, grid)
         return EpDispatchCombineOp(config, arena=arena, index=index, _is_agreed=True)
 
     def _agree(
@@ -100,14 +101,15 @@ class OpFactory:
             return self._own.get((BY_PUTS, 0))
         return self.arena
 
-    def _make_arena(self, config: EpDispatchCombineConfig, grid: NodeGrid, reason: str) -> Arena:
+    def _make_arena(self, config: EpDispatchCombineConfig, grid: NodeGrid) -> Arena:
         """Make an arena on NVSHMEM's heap for puts; else an arena of this node, with a transport between nodes."""
         group, device, transport = self.arena.group, self.arena.device, config.internode_transport
-        if transport == BY_PUTS:
+        if device.type == "cuda":
             name_network_devices()
+        if transport == BY_PUTS:
             made = self._own[BY_PUTS, 0] = Arena(group, device, nvshmem.allocate_symmetric)
             return made
-        between = make_transport(transport, reason, group, grid, device, config.timeout)
+        between = transport_maker(transport)(group, grid, config.timeout)
         made = self._own[transport, grid.num_nodes] = NodeArena(group, grid, device, between)
         return made
 

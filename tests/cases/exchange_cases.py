@@ -6,27 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.memory.node_grid import NodeGrid
-
 if TYPE_CHECKING:
     from ep_a2a.memory.node_transport import NodeAllToAll
 
 GUARD_BYTES = 64
 POISON = 0xA5
-
-
-def grid_of(num_nodes: int, gpus_per_node: int, rank: int) -> NodeGrid:
-    """The grid that a topology of this shape gives."""
-    node, local_rank = divmod(rank, gpus_per_node)
-    first = node * gpus_per_node
-    return NodeGrid(
-        num_nodes,
-        gpus_per_node,
-        node,
-        local_rank,
-        node_ranks=tuple(range(first, first + gpus_per_node)),
-        partners=tuple(range(local_rank, num_nodes * gpus_per_node, gpus_per_node)),
-    )
 
 
 def block(source: int, target: int, step: int, num_bytes: int) -> torch.Tensor:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import NodeAllToAll
 from tests.cases import op_cases, op_special, op_steps
-from tests.cases.exchange_cases import grid_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ def over_torch_distributed(case: Case) -> Case:
 
 def node_arena(context: RankContext, num_nodes: int) -> NodeArena:
     """Memory of virtual nodes into which the context's ranks are cut."""
-    grid = grid_of(num_nodes, context.world_size // num_nodes, context.rank)
+    grid = NodeGrid(num_nodes, context.world_size // num_nodes, context.rank)
     return NodeArena(context.group, grid, context.device, NodeAllToAll(context.group, grid, TIMEOUT_SECS))
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.memory.arena import allocate_symmetric
+from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from tests.cases.exchange_cases import GUARD_BYTES, POISON, block, check, exchange_and_check, grid_of
+from tests.cases.exchange_cases import GUARD_BYTES, POISON, block, check, exchange_and_check
 from tests.markers import needs_gpus, needs_own_gpus
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ NUM_REPLAYS = 5
 
 def exchange_and_replay(context: RankContext, num_nodes: int, gpus_per_node: int) -> int:
     """Exchanges of several sizes, then one that a graph replays with new data each time."""
-    grid, device = grid_of(num_nodes, gpus_per_node, context.rank), context.device
+    grid, device = NodeGrid(num_nodes, gpus_per_node, context.rank), context.device
     transport = NodeAllToAll(context.group, grid, 30.0)
     for step, num_bytes in enumerate((1, 4096, NUM_BYTES, 16)):
         exchange_and_check(transport, context.rank, step, num_bytes, device)

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ep_a2a.config.transports import transport_maker
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.memory import transport_choice
+from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, NodeAllToAll
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.memory.transport_choice import choose_transport, make_transport
+from ep_a2a.memory.transport_choice import choose_transport
 from ep_a2a.testing import RankFailure, RankPool
-from tests.cases.exchange_cases import exchange_and_check, grid_of
+from tests.cases.exchange_cases import exchange_and_check
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -31,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def transport_of(context: RankContext, num_nodes: int, gpus_per_node: int) -> NodeAllToAll:
-    return NodeAllToAll(context.group, grid_of(num_nodes, gpus_per_node, context.rank), TIMEOUT_SECS)
+    return NodeAllToAll(context.group, NodeGrid(num_nodes, gpus_per_node, context.rank), TIMEOUT_SECS)
 
 
 # --- every byte ---
@@ -75,7 +77,7 @@ def test_any_dtype_and_shape(ranks):
 def exchange_beside_another_generation(context: RankContext) -> None:
     """Two transports at once, then a third after one is closed: no block of one may come to another."""
     first, second = transport_of(context, 2, 2), transport_of(context, 2, 2)
-    node = make_subgroup(context.group, grid_of(2, 2, context.rank).node_ranks)
+    node = make_subgroup(context.group, NodeGrid(2, 2, context.rank).node_ranks)
     for step in range(3):
         for number, transport in enumerate((first, second)):
             exchange_and_check(transport, context.rank, 10 * step + number, 512, CPU)
@@ -218,27 +220,21 @@ def test_a_late_peer_is_waited_for_and_the_bound_can_be_changed():
 # --- by name ---
 
 
-def choose(context: RankContext) -> list[str]:
-    chosen = []
-    for name in ("auto", "torch.distributed"):
-        chosen_name, reason = choose_transport(name, {"peer_memory": "these are nodes of several hosts"})
-        assert chosen_name == "torch.distributed"
-        transport = make_transport(chosen_name, reason, context.group, grid_of(2, 1, context.rank), CPU, TIMEOUT_SECS)
-        exchange_and_check(transport, context.rank, 0, 64, CPU)
-        chosen.append(transport.reason)
-        transport.close()
-    return chosen
+def exchange_by_name(context: RankContext) -> None:
+    transport = transport_maker("torch.distributed")(context.group, NodeGrid(2, 1, context.rank), TIMEOUT_SECS)
+    exchange_and_check(transport, context.rank, 0, 64, CPU)
+    transport.close()
 
 
-def test_transports_by_name(ranks):
-    for chosen in ranks(choose, 2):
-        assert "nodes of several hosts" in chosen[0]
-        assert "asked for by name" in chosen[1]
+def test_a_transport_by_name(ranks):
+    ranks(exchange_by_name, 2)
 
 
 def test_choice_of_a_transport(monkeypatch):
     assert choose_transport("auto", {}) == ("peer_memory", "virtual nodes of one host")
-    assert choose_transport("torch.distributed", {})[0] == "torch.distributed"
+    several_hosts = "these are nodes of several hosts"
+    assert choose_transport("auto", {"peer_memory": several_hosts}) == ("torch.distributed", several_hosts)
+    assert choose_transport("torch.distributed", {}) == ("torch.distributed", "asked for by name")
     known = r"'auto', 'torch\.distributed', 'peer_memory', 'nvshmem'; got 'rdma'"
     with pytest.raises(UnknownNameError, match=known):
         choose_transport("rdma", {})

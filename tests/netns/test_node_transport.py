@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import make_subgroup
-from tests.cases.exchange_cases import exchange_and_check, grid_of
+from tests.cases.exchange_cases import exchange_and_check
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
 from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network, why_impossible
@@ -38,7 +39,7 @@ def _hosts_are_possible():
 def exchange_blocks(context: RankContext, _directory: Path, num_hosts: int, num_steps: int) -> float:
     """Seconds of the exchanges alone."""
     transport = NodeAllToAll(
-        context.group, grid_of(num_hosts, context.world_size // num_hosts, context.rank), TIMEOUT_SECS
+        context.group, NodeGrid(num_hosts, context.world_size // num_hosts, context.rank), TIMEOUT_SECS
     )
     node = make_subgroup(context.group, transport.grid.node_ranks)
     torch.distributed.barrier(node)
@@ -72,7 +73,7 @@ def exchange_across_a_cut(
 
     Without an error they count from the cut, of which this rank may hear late.
     """
-    transport = NodeAllToAll(context.group, grid_of(context.world_size, 1, context.rank), timeout_secs)
+    transport = NodeAllToAll(context.group, NodeGrid(context.world_size, 1, context.rank), timeout_secs)
     Rendezvous(context.group).barrier("before the exchanges")
     exchange_and_check(transport, context.rank, 0, NUM_BYTES, CPU)
     cut_at = wait_for_cut(directory, context.rank)
