@@ -6,9 +6,9 @@ matplotlib is optional; check_can_plot says whether it is there.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import math
+import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +29,18 @@ BINARY_UNITS = ((1.0, "B"), (1024.0, "KiB"), (1024.0**2, "MiB"), (1024.0**3, "Gi
 BYTE_UNITS = ((1.0, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"))
 
 INCH_POINTS = 72
-TITLE_POINTS, SUBTITLE_POINTS, TEXT_POINTS, LABEL_POINTS, FOOTER_POINTS = 16, 11.5, 11, 10.5, 9
+TITLE_POINTS, TEXT_POINTS, LABEL_POINTS, FOOTER_POINTS = 16, 11, 10.5, 9.5
 """Of fonts; labels are names of lines and rows."""
-LINE_SPACING = 1.4
-MARGIN_INCHES = 0.2
+WIDEST_EM = 0.7
+"""No text is wider, on average over its letters, than this share of its font's size."""
+LINE_INCHES = 0.2
+"""Height of a line of the footer, and of a line's name beside the axes."""
 PANEL_INCHES, ONE_PANEL_INCHES = (5.2, 4.4), (9.5, 5.0)
-LABEL_INCHES = 3.0
-"""Greatest width of a line's name beside the axes."""
+LABEL_LETTERS = 36
+"""Most letters in a line of a line's name beside the axes."""
 MIN_TICK_DISTANCE = 0.035
 """Between texts of the x axis, as a share of its length."""
-CELLS_INCHES, CELL_INCHES, SMALL_CELL_INCHES, COLOUR_BAR_INCHES = 7.0, (0.62, 0.5), (0.15, 0.15), 0.2
+CELLS_INCHES, CELL_INCHES, SMALL_CELL_INCHES = 7.0, (0.62, 0.5), (0.15, 0.15)
 MAX_CELLS_WITH_TEXT = 16
 """Cells of grids with more columns are small, without text."""
 BRIGHT = 0.5
@@ -143,13 +145,11 @@ def check_can_plot(path: Path) -> None:
         MissingPackageError: matplotlib is not installed, or cannot be imported.
         ConfigError: path ends in neither .png nor .svg, or cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackageError("matplotlib, which draws pictures", "none", "pip install matplotlib")
     try:
         importlib.import_module("matplotlib.figure")
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        raise MissingPackageError("a matplotlib that can be imported", found, "Install matplotlib anew.") from error
+        raise MissingPackageError("matplotlib, which draws pictures", found, "pip install matplotlib") from error
     if path.suffix not in SUFFIXES:
         remedy = f"Name a file that ends in {' or '.join(SUFFIXES)}."
         raise ConfigError(f"a picture named *{' or *'.join(SUFFIXES)}", str(path), remedy)
@@ -194,16 +194,11 @@ def style_of(theme: Theme) -> dict[str, Any]:
     return {
         "figure.facecolor": theme.page,
         "figure.dpi": 150,
-        "savefig.facecolor": theme.page,
-        "savefig.dpi": 150,
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"],
         "font.size": TEXT_POINTS,
         "text.color": theme.text,
         "axes.facecolor": theme.page,
         "axes.edgecolor": theme.faint,
         "axes.labelcolor": theme.text,
-        "axes.labelsize": TEXT_POINTS,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
@@ -236,8 +231,8 @@ def lines(
     from matplotlib.lines import Line2D
 
     width, height = PANEL_INCHES if len(panels) > 1 else ONE_PANEL_INCHES
-    names = ["\n".join(wrap(name, LABEL_INCHES, LABEL_POINTS)) for name, _, _ in panels[-1].lines]
-    names_inches = sum(LINE_SPACING * LABEL_POINTS / INCH_POINTS * (name.count("\n") + 1.4) for name in names)
+    names = [textwrap.fill(name, LABEL_LETTERS) for name, _, _ in panels[-1].lines]
+    names_inches = sum(LINE_INCHES * (name.count("\n") + 1.4) for name in names)
     figure = framed_figure(caption, theme, width * len(panels), height if key else max(height, names_inches))
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, axes in zip(panels, all_axes):
@@ -318,7 +313,7 @@ def cells(
 
     has_text = len(columns) <= MAX_CELLS_WITH_TEXT
     wide, high = CELL_INCHES if has_text else SMALL_CELL_INCHES
-    names_inches = max((text_inches(name, LABEL_POINTS) for name in rows), default=0.0)
+    names_inches = max(map(len, rows), default=0) * LABEL_POINTS * WIDEST_EM / INCH_POINTS
     width, height = max(CELLS_INCHES, names_inches + len(columns) * wide + 2.6), max(len(rows), 1) * high + 0.8
     figure = framed_figure(caption, theme, width, height)
     axes = figure.add_subplot(xlabel=labels[0], ylabel=labels[1])
@@ -394,53 +389,17 @@ def bars(
 
 
 def framed_figure(caption: Caption, theme: Theme, width_inches: float, body_inches: float) -> Figure:
-    """Returns a figure with a caption. Its axes share an area `body_inches` high between title and footer."""
+    """Returns a figure with its title above, and how to read it and its parameters below, whose axes share the rest."""
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    text_width = width_inches - 2 * MARGIN_INCHES
+    def wrapped(text: str, points: float) -> str:
+        num_letters = int(width_inches * INCH_POINTS / (points * WIDEST_EM))
+        return "\n".join(textwrap.fill(part, num_letters) for part in text.splitlines())
 
-    def styled(text: str, points: float, weight: str, colour: str) -> list[tuple[str, float, str, str]]:
-        return [(line, points, weight, colour) for line in wrap(text, text_width, points, weight)]
-
-    head = styled(caption.title, TITLE_POINTS, "bold", theme.text)
-    head += styled(caption.subtitle, SUBTITLE_POINTS, "normal", theme.faint)
-    foot = styled(caption.footer, FOOTER_POINTS, "normal", theme.faint)
-    head_inches, foot_inches = (
-        sum(LINE_SPACING * points / INCH_POINTS for _, points, _, _ in texts) + MARGIN_INCHES for texts in (head, foot)
-    )
-    height = head_inches + MARGIN_INCHES + body_inches + foot_inches
-    left, bottom, right = MARGIN_INCHES / width_inches, foot_inches / height, MARGIN_INCHES / 2 / width_inches
-    rect = left, bottom, 1 - left - right, (body_inches + MARGIN_INCHES / 2) / height
-    engine = ConstrainedLayoutEngine(rect=rect, w_pad=MARGIN_INCHES / 2)
-    figure = Figure(figsize=(width_inches, height), layout=engine)
-    for texts, top in ((head, height - MARGIN_INCHES), (foot, foot_inches - MARGIN_INCHES / 2)):
-        y = top
-        for line, points, weight, colour in texts:
-            figure.text(left, y / height, line, size=points, weight=weight, color=colour, va="top", in_layout=False)
-            y -= LINE_SPACING * points / INCH_POINTS
+    title = wrapped(caption.title, TITLE_POINTS)
+    foot = wrapped(f"{caption.subtitle}\n{caption.footer}".strip(), FOOTER_POINTS)
+    height = body_inches + 2 * LINE_INCHES * (title.count("\n") + 1) + LINE_INCHES * (foot.count("\n") + 1)
+    figure = Figure(figsize=(width_inches, height), layout="constrained")
+    figure.suptitle(title, x=0.02, ha="left", size=TITLE_POINTS, weight="bold")
+    figure.supxlabel(foot, x=0.02, ha="left", size=FOOTER_POINTS, color=theme.faint)
     return figure
-
-
-def text_inches(text: str, points: float, weight: str = "normal") -> float:
-    """Returns the width of a line of text."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    properties = FontProperties(family="DejaVu Sans", size=points, weight=weight)
-    return text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0] / INCH_POINTS
-
-
-def wrap(text: str, width_inches: float, points: float, weight: str = "normal") -> list[str]:
-    """Returns the lines of a text of this size that fit into a width; a word that does not is not broken."""
-    wrapped: list[str] = []
-    for part in text.splitlines():
-        line = ""
-        for word in part.split():
-            longer = f"{line} {word}" if line else word
-            if line and text_inches(longer, points, weight) > width_inches:
-                wrapped.append(line)
-                longer = word
-            line = longer
-        wrapped.append(line)
-    return wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -141,7 +142,7 @@ def test_handle_kwargs_of_uneven_experts() -> None:
 def test_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError):
         plot.check_can_plot(tmp_path / "no folder" / "traffic.png")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackageError, match=r"pip install matplotlib"):
         plot.check_can_plot(tmp_path / "traffic.png")
 
