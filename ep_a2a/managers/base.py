@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
@@ -12,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, StateError, UnsupportedError
-from ep_a2a.managers import registry
+from ep_a2a.errors import ClosedError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.libraries import Library
@@ -30,40 +28,30 @@ Tensor = torch.Tensor
 DispatchedTokens = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]
 DispatchedLogits = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]
 
-_HOOKS = {"get_handle": "_make_op", "dispatch": "_dispatch_rows", "dispatch_router_logits": "_dispatch_logits"}
-"""The private method that a backend defines to offer a public one."""
-
-HandleKey = tuple[int, tuple[tuple[str, Hashable], ...]]
-
 
 class Cache:
-    """Handles by the kwargs they were asked for with, kept weakly, under a lock.
+    """Handles by key, kept weakly, under a lock.
 
-    A handle lives as long as a layer holds it; until then the same kwargs find it again. The lock is held while a
-    handle is made, because making one is usually collective: threads that ask for the same key get the same handle.
-    Threads that ask for *different* new handles must do so in the same order on every rank.
+    A handle lives as long as a layer holds it; until then the same key finds it again. The lock is held while a handle
+    is made, because making one is usually collective: threads that ask for the same key get the same handle. Threads
+    that ask for *different* new handles must do so in the same order on every rank.
     """
 
     def __init__(self) -> None:
-        self._handles: WeakValueDictionary[HandleKey, Any] = WeakValueDictionary()
+        self._handles: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
         self._lock = threading.RLock()
 
-    def get_or_create(self, kwargs: Mapping[str, Any], func: Callable[..., Any], index: int = 0) -> Any:
-        """The handle made for these kwargs and index, or `func(**kwargs)` where there is none.
+    def get_or_create(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The open handle made for this key, or `make()` where there is none.
 
         Args:
-            kwargs: handle kwargs with hashable values; their order does not matter.
-            func: makes a handle, which must allow weak references and not be None.
-            index: separates handles of equal kwargs, one per micro-batch whose steps overlap.
-
-        Raises:
-            ConfigError: a value cannot be hashed; the error names the kwarg and its type.
+            key: for ops of a manager the config and the index, which separates micro-batches whose steps overlap.
+            make: makes a handle, which must allow weak references and not be None.
         """
-        key = _key(kwargs, index)
         with self._lock:
             handle = self._handles.pop(key, None)
             if getattr(handle, "closed", handle is None):
-                handle = func(**kwargs)
+                handle = make()
             self._handles[key] = handle
             return handle
 
@@ -232,7 +220,7 @@ class All2AllManagerBase:
             ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
         """
         self._require_open()
-        if not self.offers("get_handle"):
+        if not self.capabilities.has_handles:
             raise self._unsupported("get_handle")
         topology = self.topology(kwargs.get("gpu_per_node"))
         self._check_nodes(topology)
@@ -245,8 +233,8 @@ class All2AllManagerBase:
             agree_on_config(None, self._rendezvous, index, error)
             raise
         self._device_in_use = True
-        make = functools.partial(self._make_op, topology=topology, index=index)
-        return self.handle_cache.get_or_create({"config": config}, make, index)
+        make = functools.partial(self._make_op, config, topology, index)
+        return self.handle_cache.get_or_create((config, index), make)
 
     def _check_nodes(self, topology: Topology) -> None:
         """Raises, alike on all ranks, where no op of the backend serves these nodes."""
@@ -287,7 +275,7 @@ class All2AllManagerBase:
 
     def _dispatch_logits(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the rows that come for each of `tensors`: hidden states, router logits, further ones."""
-        raise self._unsupported("dispatch_router_logits")
+        raise self._unsupported("dispatch_router_logits", "naive or allgather_reducescatter")
 
     def dispatch(
         self,
@@ -361,7 +349,7 @@ class All2AllManagerBase:
 
     def set_num_sms(self, num_sms: int) -> None:
         """Bounds the multiprocessors that communication occupies; 0 removes the bound."""
-        raise self._unsupported("set_num_sms")
+        raise self._unsupported("set_num_sms", "ep_a2a")
 
     def max_sms_used(self) -> int | None:
         """Returns the most multiprocessors that communication occupies; None without a bound."""
@@ -401,41 +389,12 @@ class All2AllManagerBase:
         if self._closed:
             raise ClosedError("an open manager", "a destroyed one", "Create a new one: create_manager(name, group).")
 
-    @classmethod
-    def offers(cls, method: str) -> bool:
-        """Whether this backend has `method`, and does not only inherit the refusal."""
-        names = (method, _HOOKS.get(method, method))
-        return any(getattr(cls, name) is not getattr(All2AllManagerBase, name) for name in names)
-
-    def _unsupported(self, method: str) -> UnsupportedError:
-        remedy = f"Use {' or '.join(offered_by(method))}."
-        return UnsupportedError(f"a backend that has {method}", f"{self.backend!r}, which has not", remedy)
-
-
-def offered_by(method: str) -> tuple[str, ...]:
-    """Names of the registered backends that offer a method and need no other library."""
-    managers = {name: registry.manager_type(name) for name in registry.available_backends()}
-    return tuple(
-        name
-        for name, kind in managers.items()
-        if kind is not None and issubclass(kind, All2AllManagerBase) and kind.library is None and kind.offers(method)
-    )
+    def _unsupported(self, method: str, others: str = "ep_a2a, naive or allgather_reducescatter") -> UnsupportedError:
+        """Returns the refusal of a method; `others` are the backends that have it and need no other library."""
+        return UnsupportedError(f"a backend that has {method}", f"{self.backend!r}, which has not", f"Use {others}.")
 
 
 def _with_index(device: torch.device) -> torch.device:
     # Tensors always name their device's index, and devices are compared with theirs.
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
-
-
-def _key(kwargs: Mapping[str, Any], index: int) -> HandleKey:
-    for name, value in kwargs.items():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise ConfigError(
-                "handle kwargs with hashable values",
-                f"{name} of type {type(value).__name__}",
-                f"Pass {name} as a plain value, for example a number, a string, a dtype or a tuple of such.",
-            ) from error
-    return index, tuple(sorted(kwargs.items(), key=lambda item: item[0]))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.row_exchange import RowExchange
 
 
@@ -53,10 +52,10 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         config = config_from_handle_kwargs(kwargs, topology_internode=False)
         self._device_in_use = True
 
-        def make(config: EpDispatchCombineConfig) -> CollectiveDispatchCombineOp:
+        def make() -> CollectiveDispatchCombineOp:
             return CollectiveDispatchCombineOp(config, self._exchange(config.timeout), self.device)
 
-        op: CollectiveDispatchCombineOp = self.handle_cache.get_or_create({"config": config}, make, index)
+        op: CollectiveDispatchCombineOp = self.handle_cache.get_or_create((config, index), make)
         return op
 
     def _exchange(self, timeout_secs: float) -> RowExchange:

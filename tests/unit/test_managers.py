@@ -7,7 +7,6 @@ import inspect
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ClosedError, ConfigError, StateError, UnknownNameError, UnsupportedError
-from ep_a2a.managers import base, registry
+from ep_a2a.managers import registry
 from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager
 from ep_a2a.managers.base import All2AllManagerBase, Cache
 from ep_a2a.managers.naive import NaiveAll2AllManager
@@ -33,78 +32,44 @@ MANAGERS = {
 
 
 class Handle:
-    def __init__(self, **kwargs: Any) -> None:
-        self.kwargs = kwargs
+    """Anything that can be referred to weakly."""
 
 
 # --- cache ---
 
 
-def test_the_same_kwargs_in_any_order_find_the_same_handle():
+def test_a_key_finds_its_handle_while_somebody_holds_it():
     cache = Cache()
-    first = cache.get_or_create({"hidden": 16, "dtype": torch.bfloat16}, Handle)
-    assert first.kwargs == {"hidden": 16, "dtype": torch.bfloat16}
-    assert cache.get_or_create({"dtype": torch.bfloat16, "hidden": 16}, Handle) is first
-    assert len(cache) == 1
-
-
-def test_other_kwargs_or_another_index_make_another_handle():
-    cache = Cache()
-    handles = [
-        cache.get_or_create({"hidden": 16}, Handle),
-        cache.get_or_create({"hidden": 32}, Handle),
-        cache.get_or_create({"hidden": 16}, Handle, 1),
-        cache.get_or_create({"hidden": 16}, Handle, index=2),
-    ]
-    assert len({id(handle) for handle in handles}) == len(cache) == 4
-    assert cache.handles() == handles
-
-
-def test_handles_come_in_the_order_they_were_last_asked_for():
-    cache = Cache()
-    first, second = (cache.get_or_create({"hidden": hidden}, Handle) for hidden in (16, 32))
-    assert cache.handles() == [first, second]
-    assert cache.get_or_create({"hidden": 16}, Handle) is first
-    assert cache.handles() == [second, first]
-
-
-def test_a_handle_that_nobody_holds_is_made_anew():
-    cache = Cache()
-    cache.get_or_create({"hidden": 16}, Handle)
+    first = cache.get_or_create((16, 0), Handle)
+    assert cache.get_or_create((16, 0), Handle) is first
+    other = cache.get_or_create((16, 1), Handle)
+    assert other is not first
+    assert len(cache) == 2
+    assert cache.handles() == [first, other]
+    assert cache.get_or_create((16, 0), Handle) is first
+    assert cache.handles() == [other, first]  # the last one is the one that was asked for last
+    del other
     gc.collect()
-    assert len(cache) == 0
-    handle = cache.get_or_create({"hidden": 16}, Handle)
     assert len(cache) == 1
     cache.clear()
     assert len(cache) == 0
-    assert cache.get_or_create({"hidden": 16}, Handle) is not handle
-
-
-def test_an_unhashable_value_is_named():
-    with pytest.raises(ConfigError, match="scales of type list") as caught:
-        Cache().get_or_create({"hidden": 16, "scales": [1]}, Handle)
-    assert "tuple" in caught.value.remedy
-
-
-def test_values_need_not_be_comparable():
-    assert Cache().get_or_create({"b": None, "a": 1, "c": torch.float32}, Handle).kwargs["a"] == 1
+    assert cache.get_or_create((16, 0), Handle) is not first
 
 
 def test_threads_that_ask_at_once_get_one_handle_made_once():
     cache, made, running = Cache(), [], []
     start = threading.Barrier(8)
 
-    def make(**kwargs: Any) -> Handle:
-        running.append(1)
-        assert len(running) == 1
-        time.sleep(0.02)
-        made.append(kwargs["hidden"])
-        running.pop()
-        return Handle(**kwargs)
-
     def ask(number: int) -> None:
+        def make() -> Handle:
+            running.append(1)
+            assert len(running) == 1
+            made.append(number % 2)
+            running.pop()
+            return Handle()
+
         start.wait()
-        handles.append(cache.get_or_create({"hidden": number % 2}, make))
+        handles.append(cache.get_or_create(number % 2, make))
 
     handles: list[Handle] = []
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
@@ -117,24 +82,23 @@ def test_threads_that_ask_at_once_get_one_handle_made_once():
     assert len({id(handle) for handle in handles}) == 2
 
 
-def test_a_constructor_may_ask_for_another_handle():
+def test_a_constructor_that_asks_for_another_handle_or_fails():
     cache = Cache()
+    inner: list[Handle] = []
 
-    def make(**kwargs: Any) -> Handle:
-        return Handle(inner=cache.get_or_create({"inner": 1}, Handle), **kwargs)
+    def make() -> Handle:
+        inner.append(cache.get_or_create("inner", Handle))
+        return Handle()
 
-    assert isinstance(cache.get_or_create({"outer": 1}, make).kwargs["inner"], Handle)
+    outer = cache.get_or_create("outer", make)
+    assert cache.handles() == [inner[0], outer]
 
-
-def test_a_constructor_that_fails_leaves_nothing():
-    cache = Cache()
-
-    def fail(**_: Any) -> Handle:
+    def fail() -> Handle:
         raise ConfigError("this", "that")
 
     with pytest.raises(ConfigError):
-        cache.get_or_create({"hidden": 16}, fail)
-    assert cache.get_or_create({"hidden": 16}, Handle)
+        cache.get_or_create("failed", fail)
+    assert cache.get_or_create("failed", Handle)
 
 
 # --- registry ---
@@ -347,40 +311,39 @@ def small_kwargs(**changes: Any) -> dict[str, Any]:
     )
 
 
-def test_what_a_backend_lacks_names_one_that_has_it(manager):
+def offered_by(method: str) -> list[str]:
+    hooks = {"get_handle": "_make_op", "dispatch": "_dispatch_rows", "dispatch_router_logits": "_dispatch_logits"}
+    names = (method, hooks.get(method, method))
+    return [
+        backend
+        for backend, kind in MANAGERS.items()
+        if any(getattr(kind, name) is not getattr(All2AllManagerBase, name) for name in names)
+    ]
+
+
+@pytest.mark.parametrize(
+    "method", ["get_handle", "dispatch_router_logits", "dispatch", "combine", "reset", "set_num_sms"]
+)
+def test_what_a_backend_lacks_names_those_that_have_it(group, method):
     tokens = torch.zeros(1, 16)
-    calls = {
-        "dispatch_router_logits": lambda: manager.dispatch_router_logits(tokens, tokens),
-        "set_num_sms": lambda: manager.set_num_sms(8),
+    arguments = {
+        "get_handle": ({},),
+        "dispatch_router_logits": (tokens, tokens),
+        "dispatch": (tokens, tokens, tokens),
+        "combine": (tokens,),
+        "set_num_sms": (8,),
     }
-    for method, call in calls.items():
-        backends = base.offered_by(method)
-        if manager.backend not in backends:
-            with pytest.raises(UnsupportedError, match=f"{method}.*{manager.backend!r}.*{backends[0]}"):
-                call()
+    backends = offered_by(method)
+    for kind in (All2AllManagerBase, *MANAGERS.values()):
+        if kind.backend not in backends:
+            with pytest.raises(UnsupportedError, match=f"{method}.*{kind.backend!r}") as caught:
+                getattr(kind(group), method)(*arguments.get(method, ()))
+            assert caught.value.remedy.rstrip(".").removeprefix("Use ").replace(" or ", ", ").split(", ") == backends
 
 
 def test_what_no_backend_offers_is_no_method(manager):
     for method in ("query_active_mask", "clean_buffers", "checkpoint_prepare", "stage_ep_size", "mask_remote_ranks"):
         assert not hasattr(manager, method)
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_who_offers_a_method_follows_from_the_classes():
-    everybody = tuple(MANAGERS)
-    assert base.offered_by("get_handle") == base.offered_by("dispatch") == everybody
-    assert base.offered_by("combine") == base.offered_by("reset") == everybody
-    assert base.offered_by("dispatch_router_logits") == everybody[1:]
-    assert base.offered_by("set_num_sms") == everybody[:1]
-
-    class Mine(All2AllManagerBase):
-        def set_num_sms(self, num_sms: int) -> None:
-            """Does it."""
-
-    registry.register_manager("mine", Mine)
-    registry.register_manager("no_class", lambda cpu_group, tcp_store_group=None: None)
-    assert base.offered_by("set_num_sms") == ("ep_a2a", "mine")
-    assert base.offered_by("dispatch") == everybody
 
 
 def test_the_signatures_of_vllm_and_aiter():

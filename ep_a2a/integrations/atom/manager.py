@@ -46,11 +46,12 @@ class AiterAll2AllManager:
             index: ops whose steps overlap need different indices.
         """
 
-        def make(**kwargs: Any) -> EpDispatchCombineOp:
-            return EpDispatchCombineOp.around(self.manager.get_handle(kwargs, index))
-
         wanted = {name: value for name, value in kwargs.items() if name != "gpu_per_node"}
-        op: EpDispatchCombineOp = self.handle_cache.get_or_create(wanted, make, index)
+        native = self.manager.get_handle(wanted, index)
+        # a handle holds its op, so no other op has this id while the handle lives
+        op: EpDispatchCombineOp = self.handle_cache.get_or_create(
+            id(native), lambda: EpDispatchCombineOp.around(native)
+        )
         return op
 
     def destroy(self) -> None:
