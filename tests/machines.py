@@ -6,7 +6,6 @@ from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.doctor.checks import run_checks
-from ep_a2a.commands.doctor.choice import choose
 from ep_a2a.commands.doctor.machine import (
     Driver,
     Folder,
@@ -16,11 +15,11 @@ from ep_a2a.commands.doctor.machine import (
     Machine,
     RdmaPort,
     Request,
-    Sharing,
     Torch,
     Triton,
     Vllm,
 )
+from ep_a2a.commands.doctor.probe import choose
 
 if TYPE_CHECKING:
     from ep_a2a.commands.doctor.finding import Finding
@@ -40,38 +39,17 @@ H200_HOST = Machine(
         packages=PACKAGES | {"cuda-bindings": "13.0", "nvidia-nccl-cu13": "2.28.9"},
         tuned_tables=("sm_90_intra_node_ep2_combine.json",),
     ),
-    torch=Torch(
-        version="2.11.0+cu130",
-        cuda_build="13.0",
-        num_gpus=NUM_GPUS,
-        architectures=("sm_90",),
-        nccl="2.28.9",
-        nccl_built="2.28.9",
-        has_gloo=True,
-        has_symmetric_memory=True,
-        has_nvshmem=True,
-    ),
+    torch=Torch("2.11.0+cu130", cuda_build="13.0", num_gpus=NUM_GPUS, nccl="2.28.9", nccl_built="2.28.9"),
     triton=Triton(version="3.6.0", cache_directory="/home/user/.triton/cache"),
-    driver=Driver(
-        version="580.95",
-        cuda=(13, 0),
-        gpus=(H200,) * NUM_GPUS,
-        access=ALL,
-        atomics=ALL,
-        num_gpus_of_host=NUM_GPUS,
-        links=(("X", "NV18"), ("NV18", "X")),
-    ),
-    sharing=Sharing("through a private MPS daemon", at_once=True),
+    driver=Driver("", "580.95", (13, 0), (H200,) * NUM_GPUS, access=ALL, atomics=ALL, num_gpus_of_host=NUM_GPUS),
     host=Host(
-        python=(3, 12, 3),
-        locked_memory_bytes=None,
-        shared_memory=Folder("/dev/shm", mode=0o1777, size_bytes=64 * GIB, free_bytes=60 * GIB),
+        python="3.12.3",
+        shared_memory=Folder("/dev/shm", size_bytes=64 * GIB, free_bytes=60 * GIB),
         triton_cache=Folder("/home/user/.triton/cache", size_bytes=900 * GIB, free_bytes=100 * GIB),
         compiler="/usr/bin/gcc",
         python_header=True,
         name="gpu-1",
         addresses=("10.0.0.7",),
-        gpu_direct="nvidia_peermem",
     ),
     rdma=(RdmaPort("mlx5_0", "1", rate="400 Gb/sec (4X NDR)"),),
     vllm=Vllm(version="0.33.0"),
@@ -80,25 +58,26 @@ H200_HOST = Machine(
 
 CPU_HOST = Machine(
     installation=replace(H200_HOST.installation, packages=PACKAGES),
-    torch=Torch(version="2.13.0+cpu", has_gloo=True, has_symmetric_memory=True),
+    torch=Torch(version="2.13.0+cpu"),
     triton=Triton(version="3.9.0"),
     driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
-    host=replace(H200_HOST.host, gpu_direct=""),
+    host=H200_HOST.host,
 )
 """A laptop: ranks are processes."""
 
 
-def asked(machine: Machine, request: Request | None = None, needed_bytes: int | None = None) -> Machine:
-    """The machine with what is asked of it, and what that gets."""
+def findings_of(machine: Machine, request: Request | None = None, section: str = "", **backend: Any) -> list[Finding]:
+    """What all checks find on a machine of which something is asked, or those of one section.
+
+    Args:
+        machine: with the backend's description, or with none.
+        request: what is asked. section: of the report.
+        backend: facts of the backend that differ.
+    """
     request = request or Request()
-    return replace(machine, request=request, choice=choose(machine, request), needed_bytes=needed_bytes)
-
-
-def findings_of(
-    machine: Machine, request: Request | None = None, needed_bytes: int | None = None, section: str = ""
-) -> list[Finding]:
-    """What all checks find on a machine of which something is asked, or those of one section."""
-    found = run_checks(asked(machine, request, needed_bytes))
+    choice = choose(request, machine.torch.num_gpus)
+    described = replace(machine.backend, name=machine.backend.name or choice.backend, **backend)
+    found = run_checks(replace(machine, request=request, choice=choice, backend=described))
     return [each for name, findings in found.items() if section in ("", name) for each in findings]
 
 

@@ -113,7 +113,7 @@ def test_each_pair_stands_for_itself():
     assert min(rates[1][2], rates[2][1]) > 0
     assert result.together.error == ""
     assert result.together.step_us > 0
-    (finding,) = [each for each in judge(result) if each.prevents_use]
+    (finding,) = [each for each in judge(result) if each.level is Level.ERROR]
     assert finding.subject == "ranks 0, 1"
     assert finding.remedy
     assert "failed" in result.table
@@ -135,7 +135,7 @@ def test_a_slow_link_is_a_warning_on_gpus_only():
 
 def test_ranks_that_fail_together_are_an_error():
     (finding,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, PairResult(error="RankTimeoutError: no flag")))
-    assert finding.prevents_use
+    assert finding.level is Level.ERROR
     assert "nvidia-smi topo" in finding.remedy
 
 

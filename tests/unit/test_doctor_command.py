@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ep_a2a.cli.app import make_app
 from ep_a2a.commands.doctor import report as doctor_report
-from ep_a2a.commands.doctor.machine import Request
+from ep_a2a.commands.doctor.finding import Finding, error, note, ok, warning
+from ep_a2a.commands.doctor.machine import Backend
 from ep_a2a.errors import ConfigError
 from tests.machines import CPU_HOST, changed
 
 
 @pytest.fixture
 def doctor(monkeypatch, capsys):
-    """`doctor(*arguments, machine=...)`: the exit code and what was printed."""
+    """`doctor(*arguments, machine=..., backend=...)`: the exit code and what was printed.
+
+    A backend is one of that kernel and bytes, whatever is asked of it.
+    """
     for name in ("EP_A2A_BACKEND", "EP_A2A_CONFIG"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*arguments: str, machine: Any = CPU_HOST) -> tuple[int, str]:
-        monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs, backend: machine)
+    def run(*arguments: str, machine: Any = CPU_HOST, **backend: Any) -> tuple[int, str]:
+        monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs: machine)
+        found = lambda choice, request, ask_secs: Backend(choice.backend, **backend)  # noqa: E731
+        monkeypatch.setattr(doctor_report, "find_backend", found)
         with pytest.raises(SystemExit) as ended:
             make_app()(["doctor", *arguments])
         return ended.value.code, capsys.readouterr().out
@@ -39,44 +47,42 @@ def test_the_exit_code_says_whether_it_can_be_used(doctor):
     assert doctor("--ranks-per-node", "2,1")[0] == 1
     assert doctor("--ranks-per-node", "2,1", "--backend", "naive")[0] == 0
     assert doctor("--backend", "mroi")[0] == 1
+    assert doctor("--max-tokens", "64", needed_bytes=1 << 60)[0] == 1
+    assert doctor("--max-tokens", "64", needed_bytes=1 << 10)[0] == 0
 
 
 def test_all_is_in_the_json(doctor):
-    code, printed = doctor("--json", "--ranks-per-node", "2,2")
+    code, printed = doctor("--json", "--ranks-per-node", "2,2", kernel="InterNodeV1LL")
     report = json.loads(printed)
     assert code == 0
     assert report["usable"] is True
     assert report["selftest"] is None
-    assert report["choice"]["kernel"] == "InterNodeV1LL or InterNodeV1"
+    assert report["choice"]["kernel"] == "InterNodeV1LL"
     assert report["choice"]["ranks_per_node"] == [2, 2]
     assert report["machine"]["host"]["shared_memory"]["path"] == "/dev/shm"
     assert {"section", "subject", "level", "found", "remedy"} == set(report["findings"][0])
 
 
-def test_the_backend_that_is_asked_for_is_probed(doctor, monkeypatch, capsys):
-    asked: list[str] = []
-    monkeypatch.setattr(doctor_report, "plan_bytes", lambda *sizes: 1 << 20)
-    for arguments in ((), ("--backend", "mori_high_throughput", "--max-tokens", "64"), ("--backend", "mroi")):
-        monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs, backend: asked.append(backend) or CPU_HOST)
-        with pytest.raises(SystemExit):
-            make_app()(["doctor", *arguments])
-    assert asked == ["ep_a2a", "mori_high_throughput", ""]
-    assert "not known for mori_high_throughput" in capsys.readouterr().out
+def test_the_report_says_what_to_do_and_counts():
+    sections = {
+        "software": [ok("2.13.0", subject="torch"), error("not installed", "pip install triton", "triton")],
+        "nothing": [],
+        "memory": [warning("60 of 64 MiB free", "--shm-size", "/dev/shm"), note("no devices " * 30, subject="RDMA")],
+    }
 
+    def shown(width: int, **chosen: list[Finding]) -> list[str]:
+        console = Console(file=io.StringIO(), width=width)
+        doctor_report.show_findings(console, chosen or sections)
+        return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
-def test_bytes_are_asked_for_only_where_tokens_are_named(doctor, monkeypatch):
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(doctor_report, "plan_bytes", lambda *sizes: asked.append(sizes) or 1 << 60)
-    assert doctor("--hidden", "256")[0] == 0
-    assert asked == []
-    code, printed = doctor("--hidden", "256", "--max-tokens", "64", "--ranks-per-node", "3")
-    assert code == 1
-    assert asked == [(Request(ranks_per_node=(3,), hidden_dim=256, max_tokens=64), 3)]
-    assert "bytes needed on this host" in printed
-    monkeypatch.setattr(doctor_report, "plan_bytes", lambda *sizes: None)
-    code, printed = doctor("--max-tokens", "64")
-    assert code == 0
-    assert "gives no answer" in printed
+    lines = shown(80)
+    assert "ERROR    triton    not installed" in "\n".join(lines)
+    assert "> pip install triton" in "\n".join(lines)
+    assert "nothing" not in lines
+    for width in (40, 80):
+        assert max(map(len, shown(width))) <= width
+    assert lines[-1] == "Errors: 1; they prevent use. Warnings: 1."
+    assert shown(80, software=sections["software"][:1])[-1] == doctor_report.NO_TROUBLE
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

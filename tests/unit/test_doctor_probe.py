@@ -1,4 +1,4 @@
-"""How the doctor finds facts: programs that fail, folders, RDMA devices, nvidia-smi's words; and its report."""
+"""How the doctor finds facts: programs that fail, backends, folders, RDMA devices, nvidia-smi's words."""
 
 from __future__ import annotations
 
@@ -6,41 +6,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ep_a2a.commands.doctor import ask, probe, report
-from ep_a2a.commands.doctor.choice import stands_on_library
-from ep_a2a.commands.doctor.finding import error, note, ok, warning
-from ep_a2a.commands.doctor.machine import Atom, Backend, Request, Sharing
+from ep_a2a.commands.doctor.ask import request_facts
+from ep_a2a.commands.doctor.machine import Atom, Backend, Choice, Request, Vllm
 from ep_a2a.commands.doctor.probe import (
     ask_library,
+    choose,
     find_atom,
     find_backend,
     find_folder,
     find_rdma_ports,
     find_variable_problems,
     find_vllm,
-    plan_bytes,
-    read_links,
     read_query,
 )
+from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.programs import command_output
 from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.path_security import why_unsafe
-from ep_a2a.testing import mps
 from tests.cases.atom_cases import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "ep_a2a" / "commands" / "doctor"
-
-TOPOLOGY = (
-    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tPIX\t0-47\t0\t\tN/A\n"
-    "GPU1\tNV18\t X \tSYS\t0-47\t0\t\tN/A\n"
-    "NIC0\tPIX\tSYS\t X \t\t\t\t\n\nLegend:\n\n  X    = Self\n"
-)
-
 
 # --- programs that ask libraries ---
 
@@ -91,7 +81,7 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
 def test_this_torch_is_described():
     found = ask_library("torch", 120.0)
     assert found["problem"] == ""
-    assert found["has_gloo"]
+    assert found["version"]
 
 
 @pytest.fixture
@@ -114,49 +104,85 @@ def library(tmp_path, monkeypatch):
 )
 def test_a_broken_library_is_described_and_what_its_backend_needs_is_known(library, source, problem):
     library("deep_ep", source)
-    found = find_backend("deepep_low_latency")
+    found = find_backend(choose(Request("deepep_low_latency", ranks_per_node=(2,)), 0), Request())
     assert problem in found.problem
     assert bool(found.problem) == bool(problem)
-    assert (found.declaration_problem, found.library) == ("", "deep_ep")
+    assert (found.name, found.declaration_problem, found.library) == ("deepep_low_latency", "", "deep_ep")
     assert "github.com/deepseek-ai/DeepEP" in found.install
-    manager = manager_type("deepep_low_latency")
-    assert manager is not None
-    assert found.capabilities == manager.capabilities
-    assert found.kernel == manager.kernel_for(1)[0]
+    assert (found.gpus, found.runs_on_cpu, found.rdma) == (("NVIDIA",), False, "across nodes")
+    assert (found.kernel, found.refusal) == ("deep_ep", "")
 
 
 def test_without_torch_nothing_is_known_of_a_backend(broken_torch):
     broken_torch("raise ImportError('libtorch.so')")
-    found = find_backend("pplx")
-    assert found.capabilities is None
+    found = find_backend(Choice("pplx"), Request())
     assert "libtorch.so" in found.declaration_problem
+    assert found.kernel == "not known"
 
 
-def test_backends_without_a_library_need_no_asking():
-    libraries = {name for name in available_backends() if getattr(manager_type(name), "library", None) is not None}
-    assert libraries == {name for name in available_backends() if stands_on_library(name)}
-    assert find_backend("naive", 0.0) == Backend("naive")
-    assert find_backend("") == Backend("")
+def test_a_backend_that_is_not_there_is_not_asked():
+    assert find_backend(choose(Request("mroi"), 0), Request(), 0.0) == Backend()
 
 
-def test_sharing_is_described_as_a_pool_would_do_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    monkeypatch.setattr(ask, "_import_package", lambda folder: None)
-    pipe = tmp_path_factory.mktemp("pipe")
-    (pipe / "control").touch()
-    monkeypatch.setenv(mps.PIPE_VARIABLE, str(pipe))
-    (found,) = ask.sharing_facts("")
-    assert found == {"way": "through the MPS daemon that runs already", "at_once": True, "problem": ""}
+def test_our_own_backend_says_what_it_takes(tmp_path, monkeypatch):
+    """No file of the current folder runs instead of a library."""
+    (tmp_path / "typer.py").write_text("open('it ran', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    request = Request(hidden_dim=256, max_tokens=16)
+    found = find_backend(choose(request, 0), request)
+    assert (found.declaration_problem, found.problem, found.refusal) == ("", "", "")
+    assert found.needed_bytes
+    assert found.library == ""
+    assert not (tmp_path / "it ran").exists()
 
 
-def test_sharing_is_unknown_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "_import_package", lambda folder: None)
-    monkeypatch.setitem(sys.modules, "ep_a2a.testing.mps", None)
-    (found,) = ask.sharing_facts("")
-    assert "Error" in found["problem"]
-    monkeypatch.setattr(probe, "ask_library", lambda *_: {"version": "?", "problem": "it crashed"})
-    assert probe.find_sharing() == Sharing()
+# --- what a manager says of a request ---
+
+
+def facts_of(name: str, ranks_per_node: tuple[int, ...] = (8,), **sizes: Any) -> dict[str, Any]:
+    return request_facts(manager_type(name), list(ranks_per_node), **sizes)
+
+
+@pytest.mark.parametrize("name", available_backends())
+def test_no_backend_refuses_what_is_not_asked(name):
+    assert "refusal" not in facts_of(name)
+    assert facts_of(name, (8, 8))["kernel"]
+
+
+def test_kernels_between_nodes():
+    assert facts_of("ep_a2a", (2, 2))["kernel"] == "InterNodeV1LL or InterNodeV1"
+    assert facts_of("ep_a2a", (2, 2), max_tokens=512)["kernel"] == "InterNodeV1LL"
+    assert facts_of("ep_a2a", (2, 2), max_tokens=513)["kernel"] == "InterNodeV1"
+    assert facts_of("naive", (2, 1))["kernel"] == "torch.distributed"
+
+
+def test_bytes_are_those_of_the_plan_where_tokens_are_named():
+    sizes = {"hidden": 256, "max_tokens": 64}
+    plan, _ = plan_op(ranks=3, experts=96, **sizes)
+    assert facts_of("ep_a2a", (3,), **sizes)["needed_bytes"] == plan.bytes_by_rank[0]
+    for name, ranks in (("ep_a2a", (3, 3)), ("naive", (3,))):
+        assert "needed_bytes" not in facts_of(name, ranks, **sizes)
+    assert "needed_bytes" not in facts_of("ep_a2a", (3,), hidden=256)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks_per_node", "sizes", "refusal"),
+    [
+        ("ep_a2a", (8,), {"hidden": 7164}, "expected --hidden * 2 bytes (torch.bfloat16) to be a multiple of 16"),
+        ("naive", (8,), {"hidden": 2880, "quant": "fp8_per_1x128"}, "a multiple of 128"),
+        ("deepep_low_latency", (8,), {"hidden": 4224}, "hidden_dim out of"),
+        ("deepep_low_latency", (8,), {"max_tokens": 4096}, "max_num_inp_token_per_rank of at most"),
+        ("deepep_low_latency", (8,), {"quant": "fp8_per_token"}, "a cast of dispatch out of"),
+        ("deepep_high_throughput", (3,), {}, "world_size out of"),
+        ("flashinfer_nvlink_one_sided", (4, 4), {}, "ranks of one node"),
+        ("pplx", (1,), {}, "at least 2 ranks"),
+    ],
+)
+def test_sizes_that_a_backend_does_not_take_are_refused(name, ranks_per_node, sizes, refusal):
+    found = facts_of(name, ranks_per_node, **sizes)
+    assert refusal in found["refusal"]
+    assert found["remedy"]
+    assert "needed_bytes" not in found
 
 
 def test_commands_that_fail_say_nothing():
@@ -174,20 +200,9 @@ def test_the_doctor_runs_without_torch_and_triton():
 # --- nvidia-smi ---
 
 
-def test_links_are_read_from_the_matrix():
-    assert read_links(TOPOLOGY) == (("X", "NV18"), ("NV18", "X"))
-    assert read_links("") == ()
-    assert read_links("Failed to initialize NVML") == ()
-
-
 def test_gpus_are_read_from_a_query():
-    line = "NVIDIA H200, 580.95.05, 143771, 143000, {mig}, Default\n"
-    version, gpus = read_query(line.format(mig="Disabled") + line.format(mig="Enabled"))
-    assert version == "580.95.05"
-    assert [gpu.mig for gpu in gpus] == [False, True]
-    assert gpus[0].free_bytes == 143000 << 20
-    assert read_query("No devices were found\n") == ("", ())
-    assert read_query(line.format(mig="[N/A]").replace("143000", "[N/A]"))[1][0].free_bytes is None
+    assert read_query("580.95.05, 143000\n580.95.05, [N/A]\n") == [("580.95.05", 143000 << 20), ("580.95.05", None)]
+    assert read_query("No devices were found\n") == []
 
 
 # --- the host ---
@@ -213,12 +228,14 @@ def test_rdma_ports_are_found(tmp_path):
 
 
 def test_folders_are_described(tmp_path):
-    tmp_path.chmod(0o700)
+    tmp_path.chmod(0o777)
     found = find_folder(tmp_path)
-    assert (found.exists, found.writable, found.mode, found.owner) == (True, True, 0o700, os.getuid())
-    assert found.free_bytes > 0
-    later = find_folder(tmp_path / "not" / "yet")
-    assert (later.exists, later.writable) == (False, True)
+    assert (found.path, found.problem) == (str(tmp_path), "")
+    assert 0 < found.free_bytes <= found.size_bytes
+    assert find_folder(tmp_path / "not" / "yet").problem == "does not exist"
+    assert find_folder(tmp_path, holds_code=True).problem.startswith("holds code that is not executed: everybody may")
+    tmp_path.chmod(0o700)
+    assert find_folder(tmp_path / "not" / "yet", holds_code=True).problem == ""
 
 
 def test_variables_that_cannot_be_read_are_described(monkeypatch):
@@ -238,9 +255,9 @@ def test_a_vllm_that_lacks_what_the_plugin_stands_on_is_described(tmp_path, monk
     monkeypatch.syspath_prepend(str(tmp_path))
     found = find_vllm()
     assert found.version == "0.99.0"
-    assert any("has no" in text for text in found.differences)
+    assert "has no" in found.problem
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
-    assert "0.9.1 is not vLLM 0.24 to 0.33" in find_vllm().version_problem
+    assert find_vllm() == Vllm("0.9.1", "not vLLM 0.24 to 0.33")
 
 
 def test_an_atom_is_described_and_not_imported(tmp_path, monkeypatch):
@@ -294,33 +311,3 @@ def test_folders_of_others_are_not_trusted(tmp_path):
     os.chown(folder, 0, 0)
     os.chown(folder.parent, 12345, 12345)
     assert "belongs to user 12345" in why_unsafe(folder)
-
-
-# --- the report ---
-
-
-def test_the_report_says_what_to_do_and_counts():
-    sections = {
-        "software": [ok("2.13.0", subject="torch"), error("not installed", "pip install triton", "triton")],
-        "nothing": [],
-        "memory": [
-            warning("60 of 64 MiB free", "--shm-size", "/dev/shm"),
-            note("no devices " * 30, subject="RDMA"),
-        ],
-    }
-    text = report.render("0.1.0", sections)
-    assert "  ERROR    triton" in text
-    assert "> pip install triton" in text
-    assert "nothing" not in text
-    assert max(map(len, text.splitlines())) <= report.MAX_WIDTH
-    for columns in (40, 80):
-        assert max(map(len, report.render("0.1.0", sections, columns).splitlines())) <= columns
-    assert text.endswith("\nErrors: 1; they prevent use. Warnings: 1.\n")
-    assert report.render("0.1.0", {"software": [ok("2", subject="torch")]}).endswith(f"{report.NO_TROUBLE}\n")
-
-
-def test_plan_runs_no_file_of_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "typer.py").write_text("open('it ran', 'w').close()")
-    monkeypatch.chdir(tmp_path)
-    assert plan_bytes(Request(max_tokens=16, hidden_dim=64), 2)
-    assert not (tmp_path / "it ran").exists()

@@ -1,19 +1,20 @@
 """Prints what a library says of itself. Runs as a program of its own, since a library may crash or hang.
 
-    ask.py torch                    fields of machine.Torch
-    ask.py triton                   fields of machine.Triton
-    ask.py driver                   fields of machine.Driver, from libcuda itself
-    ask.py sharing FOLDER           fields of machine.Sharing
-    ask.py backend FOLDER BACKEND   fields of machine.Backend
+    ask.py torch                          fields of machine.Torch
+    ask.py triton                         fields of machine.Triton
+    ask.py driver                         fields of machine.Driver, from libcuda itself
+    ask.py backend FOLDER BACKEND SIZES   fields of machine.Backend
 
 Each line of facts is MARK and a Python dictionary; the last one has `problem`. FOLDER is the one that the package
-ep_a2a lies in. What a backend's manager declares is printed before its library is imported, which may hang.
+ep_a2a lies in, SIZES a dictionary in JSON. What a backend's manager declares is printed before its library is imported,
+which may hang.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 
 MARK = "ep_a2a_facts:"
 # CUdevice_attribute and CUdevice_P2PAttribute of cuda.h.
-CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS, COMPUTE_MODE = 75, 76, 16, 20
+CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS = 75, 76, 16
 P2P_ACCESS, P2P_NATIVE_ATOMICS = 2, 3
-COMPUTE_MODES = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
 NAME_BYTES = 256
+EXPERTS_PER_RANK = 32
+TOKENS = 128
+"""Tokens per rank where the request names none: as many as every backend takes."""
 
 
 def _imported(name: str) -> tuple[Any, Facts]:
@@ -55,8 +58,9 @@ def torch_facts() -> Iterator[Facts]:
         found |= {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip}
         if torch.version.cuda or torch.version.hip:
             found |= _gpus(torch)
-        if torch.distributed.is_available():
-            found |= _distributed(torch)
+        if torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            built = ".".join(map(str, torch.cuda.nccl.version()))
+            found |= {"nccl_built": built, "nccl": _loaded_nccl() or built}
     yield found
 
 
@@ -72,23 +76,7 @@ def _gpus(torch: Any) -> Facts:
         count = 0 if said else torch.cuda.device_count()
     said += [str(each.message) for each in caught]
     problem = "; ".join(text.strip().splitlines()[0] for text in said if text.strip())
-    architectures = tuple(torch.cuda.get_arch_list()) if count else ()
-    return {"num_gpus": count, "gpu_problem": "" if count else problem, "architectures": architectures}
-
-
-def _distributed(torch: Any) -> Facts:
-    dist = torch.distributed
-    found: Facts = {"has_gloo": dist.is_gloo_available()}
-    try:
-        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-        found["has_symmetric_memory"] = True
-        found["has_nvshmem"] = bool(getattr(symmetric, "is_nvshmem_available", bool)())
-    except Exception:  # noqa: BLE001 - a build without them
-        pass
-    if dist.is_nccl_available() and torch.version.cuda:
-        found["nccl_built"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["nccl"] = _loaded_nccl() or found["nccl_built"]
-    return found
+    return {"num_gpus": count, "gpu_problem": "" if count else problem}
 
 
 def _loaded_nccl() -> str:
@@ -133,14 +121,13 @@ def _cuda_facts(library: ctypes.CDLL) -> Facts:
         name, num_bytes = ctypes.create_string_buffer(NAME_BYTES), ctypes.c_size_t(0)
         call("cuDeviceGetName", name, NAME_BYTES, device)
         call("cuDeviceTotalMem_v2", ctypes.byref(num_bytes), device)
-        attributes = (CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS, COMPUTE_MODE)
-        major, minor, num_sms, mode = (integer("cuDeviceGetAttribute", each, device) for each in attributes)
+        attributes = (CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS)
+        *capability, num_sms = (integer("cuDeviceGetAttribute", each, device) for each in attributes)
         return {
             "name": name.value.decode(),
-            "capability": (major, minor),
+            "capability": tuple(capability),
             "num_sms": num_sms,
             "total_bytes": num_bytes.value,
-            "compute_mode": COMPUTE_MODES.get(mode, str(mode)),
         }
 
     def reach(attribute: int, a: int) -> tuple[bool, ...]:
@@ -157,53 +144,71 @@ def _cuda_facts(library: ctypes.CDLL) -> Facts:
     }
 
 
-def sharing_facts(folder: str) -> Iterator[Facts]:
-    """How ranks that share a GPU would get at it; only `problem` where torch, which they need, does not import."""
+def backend_facts(folder: str, name: str, sizes: str) -> Iterator[Facts]:
+    """Yield what a backend's manager says of a request, then its library's version and why it cannot be used.
+
+    Args:
+        folder: where the package ep_a2a lies. name: of the backend.
+        sizes: `ranks_per_node`, and `hidden`, `max_tokens` and `quant` where the request names them.
+    """
     try:
-        _import_package(folder)
-        from ep_a2a.testing.mps import find_mps
-
-        mps = find_mps()
-        yield {"way": mps.value, "at_once": mps.at_once, "problem": ""}
-    except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
-        yield {"problem": _text(error)}
-
-
-def backend_facts(folder: str, name: str) -> Iterator[Facts]:
-    """Yield the declarations of a backend's manager, then its library's version and why it cannot be used."""
-    try:
-        _import_package(folder)
+        # The same package as in the process that asks, whatever the import path has.
+        sys.path.insert(0, folder)
+        importlib.import_module("ep_a2a")
+        sys.path.pop(0)
         from ep_a2a.managers.registry import manager_type
 
         manager = manager_type(name)
-        if manager is None or manager.library is None:
-            raise LookupError("it declares no library")
-        library = manager.library
-        yield {
-            "library": library.distribution,
-            "install": library.install,
-            "kernel": manager.kernel_for(1)[0],
-            "kernel_between_nodes": manager.kernel_for(2)[0],
-            "capabilities": vars(manager.capabilities),
-        }
+        if manager is None:
+            raise LookupError("it has no manager class")
+        library, can = manager.library, manager.capabilities
+        yield {"gpus": can.gpus, "runs_on_cpu": can.runs_on_cpu, "rdma": can.rdma}
+        if library is not None:
+            yield {"library": library.distribution, "install": library.install}
+        yield request_facts(manager, **json.loads(sizes))
     except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
         yield {"declaration_problem": _text(error), "problem": ""}
     else:
-        yield {"version": library.version, "problem": library.problem() or ""}
+        yield {"problem": ""} if library is None else {"version": library.version, "problem": library.problem() or ""}
 
 
-def _import_package(folder: str) -> None:
-    """Makes `import ep_a2a` give the package in `folder`, as in the process that asks, whatever the import path has."""
-    sys.path.insert(0, folder)
-    importlib.import_module("ep_a2a")
-    sys.path.pop(0)
+def request_facts(manager: Any, ranks_per_node: list[int], **sizes: Any) -> Facts:
+    """Returns what a manager says of a request: its kernel, why it refuses sizes, the bytes that ep_a2a takes.
+
+    Args:
+        manager: the backend's class.
+        ranks_per_node: ranks of each node.
+        sizes: as options of `ep-a2a plan`; for those that are not named it gets some that every backend takes.
+    """
+    from ep_a2a.commands.options import OPTIONS_OF_FIELDS
+    from ep_a2a.commands.plan.command import plan_op
+    from ep_a2a.config.file import DEFAULT_BACKEND
+    from ep_a2a.errors import EpA2AError
+
+    num_nodes, num_ranks = len(ranks_per_node), sum(ranks_per_node)
+    kernel, reason = manager.kernel_for(num_nodes, sizes.get("max_tokens"))
+    found: Facts = {"kernel": kernel, "kernel_reason": reason}
+    others = {"experts": EXPERTS_PER_RANK * num_ranks, "layout": manager.capabilities.layouts[0]}
+    try:
+        plan, _ = plan_op(ranks=num_ranks, **{"max_tokens": TOKENS, **others, **sizes})
+        refusal = manager.capabilities.refusal(manager.backend, plan.config, num_nodes)
+    except EpA2AError as error:
+        # The reader knows the field as an option.
+        option = OPTIONS_OF_FIELDS.get(error.field or "", ("",))[0].replace("_", "-")
+        error.field, error.remedy = f"--{option}" if option else error.field, "Correct the option."
+        refusal = error
+    else:
+        if manager.backend == DEFAULT_BACKEND and num_nodes == 1 and "max_tokens" in sizes:
+            found["needed_bytes"] = plan.bytes_by_rank[0]
+    if refusal is not None:
+        found |= {"refusal": f"expected {refusal.expected}; got {refusal.got}", "remedy": refusal.remedy}
+    return found
 
 
 PROBES: dict[str, Callable[..., Iterator[Facts]]] = {
     "torch": torch_facts,
     "triton": triton_facts,
     "driver": driver_facts,
-    "sharing": sharing_facts,
     "backend": backend_facts,
 }
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from ep_a2a.commands.doctor.machine import Machine
-    from ep_a2a.errors import EpA2AError
 
 
 class Level(enum.StrEnum):
@@ -27,7 +26,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        level: OK and NOTE need no action; a WARNING may be slow or fail; an ERROR prevents use.
+        level: OK and NOTE need no action; a WARNING may be slow or fail; an ERROR prevents use of the package
+            until the reader applies the remedy.
         found: the fact.
         remedy: what the reader can do now; "" where nothing needs doing.
         subject: the part of the machine, in a word or two; "" takes the check's name.
@@ -37,11 +37,6 @@ class Finding:
     found: str
     remedy: str = ""
     subject: str = ""
-
-    @property
-    def prevents_use(self) -> bool:
-        """Whether the package cannot be used until the reader applies the remedy."""
-        return self.level is Level.ERROR
 
 
 ok, note, warning, error = (functools.partial(Finding, level) for level in Level)
@@ -69,8 +64,3 @@ class Check:
         found = self.judge(machine) if self.only(machine) else None
         several = [] if found is None else [found] if isinstance(found, Finding) else found
         return [Finding(one.level, one.found, one.remedy, one.subject or self.name) for one in several]
-
-
-def refused(problem: EpA2AError) -> Finding:
-    """Returns the finding of an error of this package."""
-    return error(f"expected {problem.expected}; got {problem.got}", problem.remedy)

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ep_a2a.managers.capabilities import Capabilities
 
 GIB = 1 << 30
-
-
-def version_numbers(version: str | None) -> tuple[int, ...]:
-    """Returns the leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", () of None."""
-    found = re.match(r"\d+(\.\d+)*", version or "")
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def dotted(numbers: tuple[int, ...] | None) -> str:
-    """Returns numbers as a version: "9.0" of (9, 0), "" of None."""
-    return ".".join(map(str, numbers or ()))
 
 
 @dataclass(frozen=True)
@@ -31,7 +15,7 @@ class Request:
         backend: named by the caller; None takes the config file, then EP_A2A_BACKEND, then the default.
         config_file: a TOML file; None takes EP_A2A_CONFIG.
         ranks_per_node: ranks of each node; () is one node with a rank per visible GPU, or four on CPU.
-        hidden_dim: elements of a token's row, of 2 bytes; None does not judge it.
+        hidden_dim: elements of a token's row; None does not judge it.
         quant: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128".
         max_tokens: tokens per rank; None does not judge memory.
     """
@@ -89,22 +73,16 @@ class Torch(Imported):
     Attributes:
         cuda_build, hip_build: CUDA or ROCm version that it was built for, or None.
         num_gpus: GPUs that it sees. gpu_problem: why a build for GPUs sees none.
-        architectures: GPU architectures that it has code for, "sm_90" and the like.
         nccl: version of the NCCL that it uses, None without one.
         nccl_built: version of the NCCL that it was built with, None where that is not known.
-        has_gloo, has_symmetric_memory, has_nvshmem: parts that are optional in a build.
     """
 
     cuda_build: str | None = None
     hip_build: str | None = None
     num_gpus: int = 0
     gpu_problem: str = ""
-    architectures: tuple[str, ...] = ()
     nccl: str | None = None
     nccl_built: str | None = None
-    has_gloo: bool = False
-    has_symmetric_memory: bool = False
-    has_nvshmem: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,21 +98,18 @@ class Triton(Imported):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as the CUDA driver and nvidia-smi describe it; None where neither does.
+    """One GPU, as the CUDA driver describes it.
 
     Attributes:
         name: its model. capability: compute capability. num_sms: multiprocessors.
-        total_bytes, free_bytes: its memory.
-        mig: whether it is divided into instances. compute_mode: "Default", "Exclusive_Process" or "Prohibited".
+        total_bytes, free_bytes: its memory; None where nvidia-smi does not say what is free.
     """
 
     name: str
-    capability: tuple[int, int] | None = None
-    num_sms: int | None = None
-    total_bytes: int | None = None
+    capability: tuple[int, int]
+    num_sms: int
+    total_bytes: int
     free_bytes: int | None = None
-    mig: bool = False
-    compute_mode: str = "Default"
 
 
 @dataclass(frozen=True)
@@ -147,7 +122,6 @@ class Driver:
         gpus: those that this process may use (CUDA_VISIBLE_DEVICES), in its order.
         access, atomics: `[a][b]`: whether GPU a reaches the memory of b; whether with native atomics.
         num_gpus_of_host: GPUs that nvidia-smi lists, visible to this process or not.
-        links: `[a][b]`: how GPUs of the host are connected, in the words of `nvidia-smi topo -m`: NV18, PIX, SYS, ...
     """
 
     problem: str = ""
@@ -157,19 +131,6 @@ class Driver:
     access: tuple[tuple[bool, ...], ...] = ()
     atomics: tuple[tuple[bool, ...], ...] = ()
     num_gpus_of_host: int = 0
-    links: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How ranks that share a GPU get at it.
-
-    Attributes:
-        way: in words; "" where it is not known. at_once: whether kernels of several ranks run at the same time.
-    """
-
-    way: str = ""
-    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,22 +157,14 @@ class Folder:
 
     Attributes:
         path: where it is.
-        exists: whether it does. writable: whether this user can make files there.
-        owner, mode: user id and permission bits, of the nearest folder above it where it does not exist.
+        problem: why it cannot be used; "" where it can.
         size_bytes, free_bytes: of the file system that it is on.
-        no_exec: whether that file system refuses to run code.
-        unsafe: why code that lies there cannot be trusted; "" where it can.
     """
 
     path: str
-    exists: bool = True
-    writable: bool = True
-    owner: int | None = 0
-    mode: int = 0o700
+    problem: str = ""
     size_bytes: int = 0
     free_bytes: int = 0
-    no_exec: bool = False
-    unsafe: str = ""
 
 
 @dataclass(frozen=True)
@@ -224,19 +177,17 @@ class Host:
         shared_memory: /dev/shm. triton_cache: where compiled kernels are kept.
         compiler: a C compiler's path, "" without one. python_header: whether Python.h is there.
         name: of the host. addresses: that its name stands for.
-        gpu_direct: kernel module by which NICs reach GPU memory, "" without one.
     """
 
-    python: tuple[int, int, int] = (3, 11, 0)
+    python: str = ""
     system: str = "Linux"
     locked_memory_bytes: int | None = None
-    shared_memory: Folder = Folder("/dev/shm", exists=False)
-    triton_cache: Folder = Folder("", exists=False)
+    shared_memory: Folder = Folder("/dev/shm", "does not exist")
+    triton_cache: Folder = Folder("")
     compiler: str = ""
     python_header: bool = False
     name: str = ""
     addresses: tuple[str, ...] = ()
-    gpu_direct: str = ""
 
 
 @dataclass(frozen=True)
@@ -257,11 +208,6 @@ class Installation:
     packages: dict[str, str] = field(default_factory=dict)
     tuned_tables: tuple[str, ...] = ()
 
-    @property
-    def has_nvshmem(self) -> bool:
-        """Whether a package brings NVSHMEM's libraries."""
-        return any(name.startswith("nvidia-nvshmem-") for name in self.packages)
-
 
 @dataclass(frozen=True)
 class Vllm:
@@ -269,13 +215,11 @@ class Vllm:
 
     Attributes:
         version: None where there is none.
-        version_problem: why the version cannot be used; "" where it can.
-        differences: symbols that the plugin needs and that this version changes.
+        problem: why the plugin cannot use it; "" where it can.
     """
 
     version: str | None = None
-    version_problem: str = ""
-    differences: tuple[str, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -293,27 +237,34 @@ class Atom:
 
 @dataclass(frozen=True)
 class Backend:
-    """The requested backend; all fields but `name` describe backends that run another project's kernels.
+    """The backend that a request gets, as its manager and its library describe themselves.
 
     Attributes:
-        name: "" where the request names none, or one that does not exist.
+        name: "" where there is no such backend.
         declaration_problem: why its manager cannot be asked; "" where the other fields are known.
-        library, install: the package it needs, and how to get it.
+        kernel, kernel_reason: what moves tokens between the requested ranks, and why.
+        gpus: makers of the GPUs that it runs on. runs_on_cpu: whether it works without. rdma: whether it needs RDMA.
+        library, install: the package it needs and how to get it, "" for none.
         version: of the installed package, None where no metadata says it.
         problem: why the library cannot be used; "" where it can.
-        kernel, kernel_between_nodes: what moves tokens on one node and on several.
-        capabilities: what it can do and needs.
+        refusal, remedy: why it does not take the requested sizes, and what to do; "" where it does.
+        needed_bytes: memory that the request takes on each rank; None where it is not known.
     """
 
     name: str = ""
     declaration_problem: str = ""
+    kernel: str = "not known"
+    kernel_reason: str = "its manager could not be asked"
+    gpus: tuple[str, ...] = ("NVIDIA",)
+    runs_on_cpu: bool = True
+    rdma: str = "no"
     library: str = ""
     install: str = ""
     version: str | None = None
     problem: str = ""
-    kernel: str = ""
-    kernel_between_nodes: str = ""
-    capabilities: Capabilities | None = None
+    refusal: str = ""
+    remedy: str = ""
+    needed_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -321,42 +272,27 @@ class Machine:
     """A machine, and what is asked of it.
 
     Attributes:
-        sharing: of a GPU by several ranks.
-        backend: the requested one, as this machine has it.
         environment: variables of this package and of the libraries that it uses, by name.
         variable_problems: by name, why a variable of this package cannot be used.
         request, choice: the configuration to judge, and the backend, kernel and ranks that it gets.
-        needed_bytes: what `ep-a2a plan` says that the request takes on each rank; None where it says nothing.
+        backend: the chosen backend, as this machine has it.
     """
 
     installation: Installation = field(default_factory=Installation)
     torch: Torch = field(default_factory=Torch)
     triton: Triton = field(default_factory=Triton)
     driver: Driver = field(default_factory=Driver)
-    sharing: Sharing = field(default_factory=Sharing)
     host: Host = field(default_factory=Host)
     rdma: tuple[RdmaPort, ...] = ()
     vllm: Vllm = field(default_factory=Vllm)
     atom: Atom = field(default_factory=Atom)
-    backend: Backend = field(default_factory=Backend)
     environment: dict[str, str] = field(default_factory=dict)
     variable_problems: dict[str, str] = field(default_factory=dict)
     request: Request = field(default_factory=Request)
     choice: Choice = field(default_factory=Choice)
-    needed_bytes: int | None = None
+    backend: Backend = field(default_factory=Backend)
 
     @property
     def has_gpus(self) -> bool:
         """Whether there are GPUs here that torch could use, whether it can or not."""
-        return bool(self.driver.gpus) or self.driver.num_gpus_of_host > 0 or self.torch.num_gpus > 0
-
-    @property
-    def unreached(self) -> dict[str, str]:
-        """By way of access, pairs of GPUs of which one does not reach the other, as text."""
-        ways = {"peer access": self.driver.access, "native atomics": self.driver.atomics}
-        return {
-            way: ", ".join(
-                f"{a} and {b}" for b in range(len(reach)) for a in range(b) if not (reach[a][b] and reach[b][a])
-            )
-            for way, reach in ways.items()
-        }
+        return max(len(self.driver.gpus), self.driver.num_gpus_of_host, self.torch.num_gpus) > 0

@@ -7,11 +7,9 @@ import contextlib
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -25,11 +23,11 @@ from typing import Any
 import ep_a2a
 from ep_a2a import env
 from ep_a2a.commands.doctor import ask
-from ep_a2a.commands.doctor.checks_machine import LIBRARIES, NEEDED_PACKAGES
-from ep_a2a.commands.doctor.choice import stands_on_library
+from ep_a2a.commands.doctor.checks_machine import LIBRARIES
 from ep_a2a.commands.doctor.machine import (
     Atom,
     Backend,
+    Choice,
     Driver,
     Folder,
     Gpu,
@@ -38,44 +36,33 @@ from ep_a2a.commands.doctor.machine import (
     Machine,
     RdmaPort,
     Request,
-    Sharing,
     Torch,
     Triton,
     Vllm,
 )
+from ep_a2a.commands.options import given, named_backend
 from ep_a2a.commands.programs import command_output, package_version
-from ep_a2a.errors import EnvironmentVariableError, UnsupportedError
+from ep_a2a.errors import EnvironmentVariableError, EpA2AError, UnsupportedError
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.signatures import read_signatures
-from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.path_security import why_unsafe
 
 PACKAGE = Path(ep_a2a.__file__).parent
 ASK_SECS = 120.0
 """Seconds that a program may take which imports libraries: the first import of torch from a network drive is slow."""
-OPTIONAL_PACKAGES = (
-    "matplotlib",
-    "cuda-bindings",
-    "nvshmem4py-cu12",
-    "nvshmem4py-cu13",
-    "flashinfer-python",
-    "amd-mori",
-)
+CPU_RANKS = 4
+NAMED_PACKAGES = ("numpy", "typer", "rich", "matplotlib", "cuda-bindings", "flashinfer-python", "amd-mori")
 ATOM_LAYERS = Path("model_ops", "moe.py")
 INFINIBAND = Path("/sys/class/infiniband")
 UNSET_ADDRESS = "0000:0000:0000:0000:0000:0000:0000:0000"
-GPU_QUERY = ("name", "driver_version", "memory.total", "memory.free", "mig.mode.current", "compute_mode")
 
 
-def find_machine(ask_secs: float = ASK_SECS, backend: str = "") -> Machine:
+def find_machine(ask_secs: float = ASK_SECS) -> Machine:
     """Returns the description of the machine that this process runs on.
 
     Args:
         ask_secs: seconds that a library may take to import.
-        backend: name of the requested backend, "" for none.
     """
     with ThreadPoolExecutor() as asking:
-        found_backend = asking.submit(find_backend, backend, ask_secs)
         torch, triton, driver = asking.map(lambda name: ask_library(name, ask_secs), ("torch", "triton", "driver"))
     # A program that crashes leaves "?" for a version; nvidia-smi knows the driver's.
     gpus = tuple(Gpu(**gpu) for gpu in driver.get("gpus", ()))
@@ -84,15 +71,24 @@ def find_machine(ask_secs: float = ASK_SECS, backend: str = "") -> Machine:
         torch=Torch(**torch),
         triton=Triton(**triton),
         driver=add_nvidia_smi(Driver(**{**driver, "version": None, "gpus": gpus})),
-        sharing=find_sharing(ask_secs) if gpus else Sharing(),
         host=find_host(triton.get("cache_directory", "")),
         rdma=find_rdma_ports(),
         vllm=find_vllm(),
         atom=find_atom(),
-        backend=found_backend.result(),
         environment=env.variables_for_doctor(),
         variable_problems=find_variable_problems(),
     )
+
+
+def choose(request: Request, num_gpus: int) -> Choice:
+    """Returns the backend of a request, by the rule of init_dist_env, and its ranks; the kernel is the backend's."""
+    device, ranks = "cuda" if num_gpus else "cpu", request.ranks_per_node or (num_gpus or CPU_RANKS,)
+    choice = Choice(device=device, ranks_per_node=ranks)
+    try:
+        name, reason = named_backend(request.backend, request.config_file)
+    except EpA2AError as error:
+        return replace(choice, problem=f"expected {error.expected}; got {error.got}", remedy=error.remedy)
+    return replace(choice, backend=name, backend_reason=reason)
 
 
 # --- programs of their own ---
@@ -123,74 +119,36 @@ def _end_of(done: subprocess.CompletedProcess[bytes]) -> str:
     return f"the process {how}: {lines[-1] if lines else 'nothing on stderr'}"
 
 
-def find_sharing(timeout_secs: float = ASK_SECS) -> Sharing:
-    """Returns how ranks would share a GPU of this machine; unknown where torch does not import."""
-    found = ask_library("sharing", timeout_secs, str(PACKAGE.parent))
-    return Sharing(found.get("way", ""), found.get("at_once", False))
-
-
-def find_backend(name: str, timeout_secs: float = ASK_SECS) -> Backend:
-    """Describes a backend from what its manager declares and what its library says."""
-    if not stands_on_library(name):
-        return Backend(name)
-    found = ask_library("backend", timeout_secs, str(PACKAGE.parent), name)
-    if "capabilities" not in found:
-        return Backend(name, declaration_problem=found.get("declaration_problem") or found["problem"])
-    return Backend(name, **{**found, "capabilities": Capabilities(**found["capabilities"])})
-
-
-def plan_bytes(request: Request, num_ranks: int) -> int | None:
-    """Returns the bytes of an op on each rank, as `ep-a2a plan` says; None where it fails or refuses the sizes."""
-    options = {
-        "ranks": num_ranks,
-        "max-tokens": request.max_tokens,
-        "hidden": request.hidden_dim,
-        "quant": request.quant,
-    }
-    named = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
-    # -P: `python -m` would put the current folder on the import path, and run what lies there
-    command = [sys.executable, "-P", "-m", "ep_a2a.cli", "plan", "--json", *named]
-    printed = command_output(*command, timeout_secs=ASK_SECS)
-    return int(json.loads(printed)["bytes_per_gpu"]["total"]) if printed else None
+def find_backend(choice: Choice, request: Request, timeout_secs: float = ASK_SECS) -> Backend:
+    """Describes the chosen backend from what its manager says of the request, and its library of itself."""
+    if not choice.backend:
+        return Backend()
+    sizes = given({"hidden": request.hidden_dim, "max_tokens": request.max_tokens})
+    asked = {"ranks_per_node": choice.ranks_per_node, "quant": request.quant, **sizes}
+    found = ask_library("backend", timeout_secs, str(PACKAGE.parent), choice.backend, json.dumps(asked))
+    if "kernel" not in found:
+        return Backend(choice.backend, found.get("declaration_problem") or found["problem"])
+    return Backend(choice.backend, **found)
 
 
 def add_nvidia_smi(driver: Driver) -> Driver:
     """Returns the description with what nvidia-smi adds; unchanged where there is no nvidia-smi."""
-    version, gpus = read_query(
-        command_output("nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits")
-    )
-    if not gpus:
+    query = "--query-gpu=driver_version,memory.free"
+    rows = read_query(command_output("nvidia-smi", query, "--format=csv,noheader,nounits"))
+    if not rows:
         return driver
-    links = read_links(command_output("nvidia-smi", "topo", "-m"))
-    seen = driver.gpus or gpus
+    gpus = driver.gpus
     # nvidia-smi numbers all GPUs of the host, CUDA the visible ones: the numbers match only where the counts do.
-    if len(seen) == len(gpus):
-        seen = tuple(
-            replace(one, free_bytes=other.free_bytes, mig=other.mig, compute_mode=other.compute_mode)
-            for one, other in zip(seen, gpus)
-        )
-    return replace(driver, version=version, gpus=seen, num_gpus_of_host=len(gpus), links=links)
+    if len(gpus) == len(rows):
+        gpus = tuple(replace(gpu, free_bytes=free_bytes) for gpu, (_, free_bytes) in zip(gpus, rows))
+    return replace(driver, version=rows[0][0], gpus=gpus, num_gpus_of_host=len(rows))
 
 
-def read_query(text: str) -> tuple[str, tuple[Gpu, ...]]:
-    """Returns the driver's version and the GPUs in the lines of `nvidia-smi --query-gpu`; "" and () without one."""
+def read_query(text: str) -> list[tuple[str, int | None]]:
+    """Returns the driver's version and the free bytes of each GPU in the lines of `nvidia-smi --query-gpu`."""
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    rows = [line for line in lines if len(line) == len(GPU_QUERY)]
-    gpus = []
-    for name, _, *sizes, mig, compute_mode in rows:
-        total, free = (int(size) << 20 if size.isdecimal() else None for size in sizes)
-        gpus.append(Gpu(name, None, None, total, free, mig == "Enabled", compute_mode))
-    return rows[0][1] if rows else "", tuple(gpus)
-
-
-def read_links(text: str) -> tuple[tuple[str, ...], ...]:
-    """Returns the matrix of `nvidia-smi topo -m` among GPUs; "X" is a GPU itself."""
-    underline = re.compile(r"\x1b\[\d*m")
-    lines = [[cell.strip() for cell in underline.sub("", line).split("\t")] for line in text.splitlines()]
-    header = next((line for line in lines if "GPU0" in line), [])
-    columns = [place for place, name in enumerate(header) if re.fullmatch(r"GPU\d+", name)]
-    rows = [line for line in lines if re.fullmatch(r"GPU\d+", line[0]) and len(line) > max(columns, default=0)]
-    return tuple(tuple(row[place] for place in columns) for row in rows)
+    pairs = [line for line in lines if len(line) == 2]
+    return [(version, int(free) << 20 if free.isdecimal() else None) for version, free in pairs]
 
 
 # --- the operating system ---
@@ -210,36 +168,32 @@ def find_host(triton_cache: str) -> Host:
     addresses = set()
     with contextlib.suppress(OSError):
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)}
-    modules = ("nvidia_peermem", "nv_peer_mem")
     return Host(
-        python=sys.version_info[:3],
+        python=platform.python_version(),
         system=platform.system(),
         locked_memory_bytes=None if limit == resource.RLIM_INFINITY else limit,
         shared_memory=find_folder(Path("/dev/shm")),
-        triton_cache=find_folder(Path(cache)),
+        triton_cache=find_folder(Path(cache), holds_code=True),
         compiler=next(filter(None, map(shutil.which, compilers)), ""),
         python_header=Path(sysconfig.get_path("include"), "Python.h").exists(),
         name=name,
         addresses=tuple(sorted(addresses)),
-        gpu_direct=next((module for module in modules if Path("/sys/module", module).exists()), ""),
     )
 
 
-def find_folder(path: Path) -> Folder:
-    """Describes a folder; for one that does not exist, whether it could be made."""
+def find_folder(path: Path, *, holds_code: bool = False) -> Folder:
+    """Describes a folder; one that holds code need not exist, but code that lies there must be trusted and run."""
     there = next(place for place in (path, *path.parents) if place.exists())
-    space, status = os.statvfs(there), there.stat()
-    return Folder(
-        path=str(path),
-        exists=path.is_dir(),
-        writable=os.access(there, os.W_OK | os.X_OK),
-        owner=status.st_uid,
-        mode=stat.S_IMODE(status.st_mode),
-        size_bytes=space.f_blocks * space.f_frsize,
-        free_bytes=space.f_bavail * space.f_frsize,
-        no_exec=bool(space.f_flag & os.ST_NOEXEC),
-        unsafe=why_unsafe(path),
-    )
+    space, problem = os.statvfs(there), ""
+    if there != path and not holds_code:
+        problem = "does not exist"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = "cannot be written to"
+    elif holds_code and space.f_flag & os.ST_NOEXEC:
+        problem = "is on a disk mounted noexec"
+    elif holds_code and (reason := why_unsafe(path)):
+        problem = f"holds code that is not executed: {reason}"
+    return Folder(str(path), problem, space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
 
 
 def find_rdma_ports(root: Path = INFINIBAND) -> tuple[RdmaPort, ...]:
@@ -267,10 +221,8 @@ def _port(path: Path) -> RdmaPort:
 def find_installation() -> Installation:
     """Describes how this package is installed, and which others are."""
     plugins = {entry.name for entry in metadata.entry_points(group="vllm.general_plugins")}
-    named = {name: package_version(name) for name in (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)}
     # Only a list of all packages shows two builds of one library.
-    everything = ((each.metadata["Name"] or "", each.version) for each in metadata.distributions())
-    named |= {name.lower(): version for name, version in everything if name.lower().startswith(LIBRARIES)}
+    names = {(each.metadata["Name"] or "").lower() for each in metadata.distributions()}
     # Tables lie inside of an installed package, beside that of a checkout.
     tables = sorted(PACKAGE.glob("configs/sm_*.json")) or sorted(PACKAGE.parent.glob("configs/sm_*.json"))
     return Installation(
@@ -278,25 +230,28 @@ def find_installation() -> Installation:
         installed_version=package_version("ep-a2a"),
         vllm_entry_point="ep_a2a" in plugins,
         atom_entry_point="ep_a2a_atom" in plugins,
-        packages={name: version for name, version in named.items() if version},
+        packages={
+            name: package_version(name) or "?"
+            for name in sorted(names)
+            if name in NAMED_PACKAGES or name.startswith(LIBRARIES)
+        },
         tuned_tables=tuple(path.name for path in tables),
     )
 
 
 def find_vllm() -> Vllm:
     """Describes the vLLM of this environment from its source, as the plugin reads it, without importing it."""
-    folder = _folder("vllm")
-    if folder is None:
+    if _folder("vllm") is None:
         return Vllm()
-    version, problem, differences = support.vllm_version(), "", list[str]()
+    version, problem = support.vllm_version(), ""
     try:
         support.check_version()
-        differences = support.differences(read_signatures(folder))
+        problem = "; ".join(support.problems())
     except UnsupportedError as error:
-        problem = f"{error.got} is not {error.expected}"
+        problem = f"not {error.expected}"
     except (OSError, SyntaxError) as error:
         problem = f"its source cannot be read: {error}"
-    return Vllm(version, problem, tuple(differences))
+    return Vllm(version, problem)
 
 
 def find_atom() -> Atom:

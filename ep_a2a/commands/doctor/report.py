@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
-import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
 
 import ep_a2a
 from ep_a2a.commands import messages
 from ep_a2a.commands.doctor.checks import run_checks
-from ep_a2a.commands.doctor.choice import choose, requested_backend
-from ep_a2a.commands.doctor.finding import Finding, Level, error, refused
+from ep_a2a.commands.doctor.finding import Finding, Level, error
 from ep_a2a.commands.doctor.machine import Request
-from ep_a2a.commands.doctor.probe import find_machine, plan_bytes
+from ep_a2a.commands.doctor.probe import choose, find_backend, find_machine
 from ep_a2a.commands.files import give_json
 from ep_a2a.commands.progress import Progress
-from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import EpA2AError
 from ep_a2a.interrupts import interrupts_held
 
@@ -27,13 +25,15 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import SimpleNamespace
 
+    from rich.console import Console
+
     from ep_a2a.commands.doctor.machine import Machine
     from ep_a2a.commands.doctor.selftest import SelfTest
 
 PAIR_SECS = 2.0
 """Seconds to test a pair, unless --pair-secs says otherwise."""
-LEVEL_WIDTH = 7
-MAX_WIDTH = 110
+LOUD = (Level.WARNING, Level.ERROR)
+"""Levels in capitals."""
 NO_TROUBLE = "Nothing found that prevents use."
 
 
@@ -45,16 +45,16 @@ def execute(options: SimpleNamespace) -> int:
     """
     ranks, quant = options.ranks_per_node or (), options.quant.value
     request = Request(options.backend, options.config, ranks, options.hidden, quant, options.max_tokens)
-    machine = find_machine(options.ask_secs, requested_backend(request))
-    choice = choose(machine, request)
-    asks_plan = request.max_tokens is not None and choice.backend == DEFAULT_BACKEND
-    needed = plan_bytes(request, sum(choice.ranks_per_node)) if asks_plan else None
-    machine = replace(machine, request=request, choice=choice, needed_bytes=needed)
+    machine = find_machine(options.ask_secs)
+    choice = choose(request, machine.torch.num_gpus)
+    backend = find_backend(choice, request, options.ask_secs)
+    choice = replace(choice, kernel=backend.kernel, kernel_reason=backend.kernel_reason)
+    machine = replace(machine, request=request, choice=choice, backend=backend)
     sections, test = run_checks(machine), None
     if options.selftest:
         pair_secs = PAIR_SECS if options.pair_secs is None else options.pair_secs
         test, sections["self-test"] = _selftest(machine, pair_secs, options.plot)
-    prevented = any(each.prevents_use for findings in sections.values() for each in findings)
+    prevented = any(each.level is Level.ERROR for findings in sections.values() for each in findings)
     facts = asdict(machine)
     report = {
         "ep_a2a": ep_a2a.__version__,
@@ -66,8 +66,9 @@ def execute(options: SimpleNamespace) -> int:
     }
     give_json(report, options.output, as_json=options.as_json)
     if not options.as_json:
-        columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns
-        sys.stdout.write(render(ep_a2a.__version__, sections, columns) + ("" if test is None else f"\n{test.table}"))
+        show_findings(messages.output(), sections)
+        if test is not None:
+            messages.output().print("", Text(test.table), sep="\n", end="", soft_wrap=True)
     return messages.EXIT_MISMATCH if prevented else messages.EXIT_OK
 
 
@@ -88,7 +89,7 @@ def _selftest(machine: Machine, pair_secs: float, plot: Path | None) -> tuple[Se
     except ImportError as problem:
         return None, [_not_run(str(problem))]
     except EpA2AError as problem:
-        return None, [replace(refused(problem), subject="self-test")]
+        return None, [error(f"expected {problem.expected}; got {problem.got}", problem.remedy, "self-test")]
     return test, judge(test)
 
 
@@ -96,34 +97,28 @@ def _not_run(reason: str) -> Finding:
     return error(f"not run: {reason}", "See above.", "self-test")
 
 
-def render(version: str, sections: Mapping[str, Sequence[Finding]], terminal_width: int = MAX_WIDTH) -> str:
-    """Returns all findings as text, by section; the last line says whether anything prevents use.
+def show_findings(console: Console, sections: Mapping[str, Sequence[Finding]]) -> None:
+    """Prints all findings by section; the last line says whether anything prevents use.
 
     Args:
-        version: of this package.
+        console: where to print.
         sections: findings by heading; an empty section is left out.
-        terminal_width: columns to fold at, if they are fewer than MAX_WIDTH.
     """
-    lines, columns = [f"ep_a2a {version}"], min(MAX_WIDTH, terminal_width)
     everything = [each for findings in sections.values() for each in findings]
     width = max((len(each.subject) for each in everything), default=0)
+    console.print(Text(f"ep_a2a {ep_a2a.__version__}"))
     for heading, findings in sections.items():
-        lines += ["", heading] if findings else []
+        grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=True)
+        grid.add_column(min_width=len(Level.WARNING))
+        grid.add_column(min_width=width)
+        grid.add_column(overflow="fold")
         for each in findings:
-            level = each.level.upper() if each.level in (Level.WARNING, Level.ERROR) else each.level
-            lines += _folded(f"  {level:<{LEVEL_WIDTH}}  {each.subject:<{width}}  ", each, columns)
-    errors = sum(each.prevents_use for each in everything)
-    warnings = sum(each.level is Level.WARNING for each in everything)
+            level = each.level.upper() if each.level in LOUD else each.level
+            grid.add_row(level, Text(each.subject), Text(each.found))
+            if each.remedy:
+                grid.add_row("", "", Text(f"> {each.remedy}"))
+        if findings:
+            console.print("", Text(heading), grid, sep="\n")
+    errors, warnings = ([each.level for each in everything].count(level) for level in (Level.ERROR, Level.WARNING))
     verdict = f"Errors: {errors}; they prevent use." if errors else NO_TROUBLE
-    verdict += f" Warnings: {warnings}." if warnings else ""
-    return "\n".join([*lines, "", *textwrap.wrap(verdict, columns)]) + "\n"
-
-
-def _folded(start: str, finding: Finding, columns: int) -> list[str]:
-    """Returns the lines of a finding; where the terminal is narrow, its texts get lines of their own."""
-    head, indent = [], " " * len(start)
-    if len(start) > columns // 2:
-        head, start, indent = [start.rstrip()], " " * 4, " " * 4
-    found = textwrap.wrap(finding.found, columns, initial_indent=start, subsequent_indent=indent)
-    remedy = textwrap.wrap(finding.remedy, columns, initial_indent=f"{indent}> ", subsequent_indent=f"{indent}  ")
-    return [*head, *(found or [start.rstrip()]), *remedy]
+    console.print("", Text(verdict + (f" Warnings: {warnings}." if warnings else "")), sep="\n")
