@@ -52,8 +52,8 @@ def lose_flag(made: Any) -> Any:
 
 
 DAMAGE = {
-    "byte": ("make_direction", break_bytes, CheckFailedError, "bytes pushed"),
-    "flag": ("make_direction", lose_flag, RankTimeoutError, "did not come"),
+    "byte": ("Push", break_bytes, CheckFailedError, "bytes pushed"),
+    "flag": ("Push", lose_flag, RankTimeoutError, "did not come"),
     # what rank 1 sends is not what the others expect of it
     "row": ("_tokens", lambda tokens: tokens + 1, CheckFailedError, "dispatch of step 0"),
 }

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.commands.bench.contenders import OPS_AT_ONCE, REFERENCE_PUSH, Contender
-from ep_a2a.commands.measure.push import FLAG_BYTES, GAVE_UP, VECTOR_BYTES, make_direction, pattern
+from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, pattern
 from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import Timer, TimingSettings
 from ep_a2a.errors import CheckFailedError, RankTimeoutError, UnsupportedError
-from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.sm_share import share_of
 
@@ -30,7 +29,6 @@ SHARED_GPU_THREADS = (256, 512, 1024)
 """Threads to try where ranks share a GPU: there the budget says how many blocks run."""
 CPU_LAUNCH = (1, 64)
 TUNING = TimingSettings(num_warmups=3, num_runs=15)
-ALIGNMENT_BYTES = 256
 
 
 class ReferencePush(RoundTrip):
@@ -49,21 +47,11 @@ class ReferencePush(RoundTrip):
         rows = workload.traffic()
         if not shares:
             rows.fill_diagonal_(0)
-        matrices = [
-            -(-rows * workload.dispatch_row_bytes // VECTOR_BYTES),
-            -(-rows.T * workload.combine_row_bytes // VECTOR_BYTES),
-        ]
-        # Landing areas of dispatch and combine, then the flags of each.
-        sizes = [int(matrix.sum(0).max()) * VECTOR_BYTES for matrix in matrices] + [context.world_size * FLAG_BYTES] * 2
-        sizes = [max(1, -(-size // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES for size in sizes]
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self._memory = memory = allocate_symmetric(self._rendezvous, context.device, sum(sizes))
         self._dispatch, self._combine = (
-            make_direction(matrices[way], memory, starts[way], sizes[way], starts[2 + way], context, counts_own=shares)
-            for way in range(2)
+            Push(context, self._rendezvous, -(-each * row_bytes // VECTOR_BYTES), counts_own=shares)
+            for each, row_bytes in ((rows, workload.dispatch_row_bytes), (rows.T, workload.combine_row_bytes))
         )
         self._use_launch((launches[0][0], CPU_LAUNCH[1]) if shares else CPU_LAUNCH)
-        self._meet("flags are clear")
         if context.device.type == "cuda":
             timer = Timer(context, TUNING)
             # Medians are the same on all ranks.
@@ -105,9 +93,8 @@ class ReferencePush(RoundTrip):
     def close(self) -> None:
         """Gives the landing areas back when all ranks are done with them."""
         self._meet("the pushes are measured")
-        # Views of symmetric memory must be gone before it is.
-        del self._dispatch, self._combine
-        self._memory.close()
+        self._dispatch.close()
+        self._combine.close()
 
     def _bounded_launches(self, max_sms: int) -> tuple[tuple[int, int], ...]:
         """Returns the launches to try on a GPU that ranks share, each within the budget; notes both in the details.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -9,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a import env
-from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Direction, make_direction, pattern
+from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, pattern
 from ep_a2a.commands.measure.session import make_config
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
-from ep_a2a.memory.arena import Arena, allocate_symmetric
+from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.op import EpDispatchCombineOp
@@ -23,12 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.symmetric import SymmetricMemory
 
 PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 PUSH_LAUNCH = {"cpu": (1, 4096), "cuda": (132, 1024)}
 """(blocks, threads) of a push."""
-FLAG_BYTES = 256
 MAX_ROUNDS = 10_000
 NUM_TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 4, 64, 2, 2
 REMEDY = "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid"
@@ -100,44 +99,40 @@ def check_op(context: RankContext, secs: float) -> PairResult:
 
 def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
     """Returns the rates both ways in 1e9 bytes per second, and the number of pushes."""
-    num_bytes = PUSH_BYTES[context.device.type]
     rendezvous = Rendezvous(context.group)
-    with allocate_symmetric(rendezvous, context.device, 2 * (num_bytes + FLAG_BYTES)) as memory:
-        # A call of its own: views of symmetric memory must be gone before it is.
-        there, back = (_push_one_way(context, rendezvous, memory, way, secs / 2) for way in range(2))
-        rendezvous.barrier("pushed both ways")
+    there, back = (_push_one_way(context, rendezvous, source, secs / 2) for source in range(2))
+    num_bytes = PUSH_BYTES[context.device.type]
     return (num_bytes / there[0] / 1e3, num_bytes / back[0] / 1e3), there[1] + back[1]
 
 
-def _push_one_way(
-    context: RankContext, rendezvous: Rendezvous, memory: SymmetricMemory, source: int, secs: float
-) -> tuple[float, int]:
+def _push_one_way(context: RankContext, rendezvous: Rendezvous, source: int, secs: float) -> tuple[float, int]:
     """Returns the microseconds of a push from rank `source` of the two, and the number of pushes."""
     kind = context.device.type
-    num_bytes = PUSH_BYTES[kind]
+    num_vectors = PUSH_BYTES[kind] // VECTOR_BYTES
     vectors = torch.zeros(2, 2, dtype=torch.int64)
-    vectors[source, 1 - source] = num_bytes // VECTOR_BYTES
-    start, flags = source * num_bytes, 2 * num_bytes + source * FLAG_BYTES
-    direction = make_direction(vectors, memory, start, num_bytes, flags, context)
-    rendezvous.barrier("flags are clear")
+    vectors[source, 1 - source] = num_vectors
+    with contextlib.closing(Push(context, rendezvous, vectors)) as made:
 
-    def push(number: int) -> None:
-        direction.push(*PUSH_LAUNCH[kind])
-        if kind == "cuda":
-            torch.cuda.synchronize(context.device)
-        if number == 0:
-            _check_flag(direction, context)
+        def push(number: int) -> None:
+            made.push(*PUSH_LAUNCH[kind])
+            if kind == "cuda":
+                torch.cuda.synchronize(context.device)
+            if number == 0:
+                _check_flag(made, context)
 
-    us, count = _repeat(push, rendezvous, secs)
-    _check_flag(direction, context)
-    if context.rank != source:
-        want = pattern(source, 0, num_bytes // VECTOR_BYTES, context.device)
-        _require(torch.equal(direction.landing.view(torch.int32), want), f"{num_bytes} bytes pushed", context.rank)
-    return us, count
+        us, count = _repeat(push, rendezvous, secs)
+        _check_flag(made, context)
+        if context.rank != source:
+            want = pattern(source, 0, num_vectors, context.device)
+            # No name for a view of the landing area: it would outlive the memory.
+            is_right = torch.equal(made.landing.view(torch.int32), want)
+            _require(is_right, f"{PUSH_BYTES[kind]} bytes pushed", context.rank)
+        rendezvous.barrier("pushed one way")
+        return us, count
 
 
-def _check_flag(direction: Direction, context: RankContext) -> None:
-    if int(direction.state[GAVE_UP]):
+def _check_flag(made: Push, context: RankContext) -> None:
+    if int(made.state[GAVE_UP]):
         raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(1 - context.rank,))
 
 

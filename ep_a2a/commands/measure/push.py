@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.memory.arena import allocate_symmetric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.memory.symmetric import SymmetricMemory
+    from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.testing.worker import RankContext
 
 VECTOR_BYTES = 16
 FLAG_BYTES = 4
+ALIGNMENT_BYTES = 256
+"""Of the flags behind a landing area."""
 PATTERN_FACTOR, PATTERN_STEP = 2_654_435_761 - (1 << 32), 97_003
 EPOCH, GAVE_UP = 0, 2
-"""Words of a direction's state: the number of its launches, and whether a flag has not come in time."""
+"""Words of a push's state: the number of its launches, and whether a flag has not come in time."""
 CPU_TIMEOUT_SECS = 30.0
 """Seconds that a push on CPU waits for a flag."""
 LOADS_IN_FLIGHT = 8
@@ -60,9 +63,14 @@ class Peer:
     flag_here: int
 
 
-@dataclass
-class Direction:
-    """Pushes of one direction: dispatch or combine.
+class Push:
+    """Pushes of one direction, such as dispatch, between all ranks; `pattern` says what each rank sends. Collective.
+
+    Args:
+        context: this rank.
+        rendezvous: of all ranks.
+        vectors: numbers of vectors that each source sends to each destination, int64 [W, W], equal on all ranks.
+        counts_own: whether a rank is a peer of its own, and pushes the vectors of the diagonal, too.
 
     Attributes:
         landing: uint8, where the peers' bytes arrive.
@@ -71,48 +79,31 @@ class Direction:
         push: queues the launch with (programs, threads).
     """
 
-    landing: torch.Tensor
-    state: torch.Tensor
-    received: dict[int, tuple[int, int, int]]
-    push: Callable[[int, int], None]
+    def __init__(
+        self, context: RankContext, rendezvous: Rendezvous, vectors: torch.Tensor, *, counts_own: bool = False
+    ) -> None:
+        rank, world_size, device = context.rank, context.world_size, context.device
+        flags = max(1, -(-int(vectors.sum(0).max()) * VECTOR_BYTES // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        self._memory = memory = allocate_symmetric(rendezvous, device, flags + world_size * FLAG_BYTES)
+        plans = {source: transfers(vectors, source, counts_own=counts_own) for source in range(world_size)}
+        addresses = memory.peer_addresses
+        peers = []
+        for peer, (first, count, landed) in plans[rank].items():
+            target = addresses[peer] + landed * VECTOR_BYTES
+            flag_there = addresses[peer] + flags + rank * FLAG_BYTES
+            peers.append(Peer(first, count, target, flag_there, addresses[rank] + flags + peer * FLAG_BYTES))
+        self.landing = memory.local[:flags]
+        self.state = torch.zeros(3, dtype=torch.int32, device=device)
+        self.received = {source: plan[rank] for source, plan in plans.items() if rank in plan}
+        source = pattern(rank, 0, int(vectors[rank].sum()), device)
+        self.push = (_cuda_push if device.type == "cuda" else _copied_push)(source, self.state, peers)
+        rendezvous.barrier("flags are clear")
 
-
-def make_direction(
-    vectors: torch.Tensor,
-    memory: SymmetricMemory,
-    start: int,
-    num_bytes: int,
-    flags: int,
-    context: RankContext,
-    *,
-    counts_own: bool = False,
-) -> Direction:
-    """Returns the direction that sends `vectors` [source, destination].
-
-    Args:
-        vectors: numbers of vectors, int64 [W, W], equal on all ranks.
-        memory: symmetric memory of all ranks.
-        start, num_bytes: where the landing area lies in `memory`. flags: where the flags lie, in bytes.
-        context: this rank.
-        counts_own: whether a rank is a peer of its own, and pushes the vectors of the diagonal, too.
-    """
-    rank, world_size, device = context.rank, context.world_size, context.device
-    plans = {source: transfers(vectors, source, counts_own=counts_own) for source in range(world_size)}
-    addresses = memory.peer_addresses
-    peers = []
-    for peer, (first, count, landed) in plans[rank].items():
-        target = addresses[peer] + start + landed * VECTOR_BYTES
-        flag_there = addresses[peer] + flags + rank * FLAG_BYTES
-        peers.append(Peer(first, count, target, flag_there, addresses[rank] + flags + peer * FLAG_BYTES))
-    source = pattern(rank, 0, int(vectors[rank].sum()), device)
-    state = torch.zeros(3, dtype=torch.int32, device=device)
-    make_push = _cuda_push if device.type == "cuda" else _copied_push
-    return Direction(
-        landing=memory.local[start : start + num_bytes],
-        state=state,
-        received={source: plan[rank] for source, plan in plans.items() if rank in plan},
-        push=make_push(source, state, peers),
-    )
+    def close(self) -> None:
+        """Gives the landing area back; no rank may push any more."""
+        # Views of symmetric memory must be gone before it is.
+        del self.landing
+        self._memory.close()
 
 
 def transfers(vectors: torch.Tensor, rank: int, *, counts_own: bool = False) -> dict[int, tuple[int, int, int]]:
