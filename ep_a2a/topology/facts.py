@@ -116,11 +116,27 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
         ConfigMismatchError: ranks have different versions of this package.
         RankTimeoutError: ranks did not come; the error names them.
     """
-    return _gather(group, _rank_facts(dist.get_rank(group), device), offers=True)
+    offer = _make_offer()
+    facts = _rank_facts(dist.get_rank(group), device)
+    if offer.failure:
+        facts = replace(facts, errors=(*facts.errors, offer.failure))
+    offers_known = [offer]
+    try:
+        meeting = Rendezvous(group)
+        answers = meeting.exchange("facts of each rank", {"facts": asdict(facts), "offer": asdict(offer)})
+        offers_known = [_Offer(**answer["offer"]) for answer in answers]
+        failures = meeting.exchange("files that could be opened", [_try_to_open(other) for other in offers_known])
+    finally:
+        # All ranks have tried, or the group is broken: nobody needs the names. Each rank removes all of them, so that a
+        # rank that dies in between leaves nothing.
+        for known in offers_known:
+            _remove(known)
+    found = tuple(RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"])}) for answer in answers)
+    return TopologyReport(found, tuple(map(tuple, failures)))
 
 
 def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[bool]:
-    """Finds the ranks that share memory with `source_rank`, which makes a file in /dev/shm that they open. Collective.
+    """Finds the ranks that share memory with `source_rank`: they open a file that it makes in /dev/shm. Collective.
 
     A warning in the source's log names ranks of its host that cannot open the file: they are not on another node, but
     their containers lack a common /dev/shm.
@@ -139,7 +155,7 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if not 0 <= source_rank < world_size:
         raise ConfigError(f"to be a rank of the group, 0 to {world_size - 1}", str(source_rank), field="source_rank")
-    report = _gather(group, _rank_facts(rank, "cpu"), offers=rank == source_rank)
+    report = gather_report(group, "cpu")
     failures = [report.probe_failures[r][source_rank] for r in range(world_size)]
     apart = [r for r in range(world_size) if failures[r] and report.on_one_host(r, source_rank)]
     if apart and rank == source_rank:
@@ -151,25 +167,6 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
             failures[apart[0]],
         )
     return [not failure for failure in failures]
-
-
-def _gather(group: dist.ProcessGroup, facts: RankFacts, *, offers: bool) -> TopologyReport:
-    offer = _make_offer() if offers else _Offer(failure="no file was offered")
-    if offers and offer.failure:
-        facts = replace(facts, errors=(*facts.errors, offer.failure))
-    offers_known = [offer]
-    try:
-        meeting = Rendezvous(group)
-        answers = meeting.exchange("facts of each rank", {"facts": asdict(facts), "offer": asdict(offer)})
-        offers_known = [_Offer(**answer["offer"]) for answer in answers]
-        failures = meeting.exchange("files that could be opened", [_try_to_open(other) for other in offers_known])
-    finally:
-        # All ranks have tried, or the group is broken: nobody needs the names. Each rank removes all of them, so that a
-        # rank that dies in between leaves nothing.
-        for known in offers_known:
-            _remove(known)
-    found = tuple(RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"])}) for answer in answers)
-    return TopologyReport(found, tuple(map(tuple, failures)))
 
 
 def _make_offer() -> _Offer:

@@ -21,7 +21,11 @@ PATIENCE_SECS = 10.0
 def subgroup(context, members):
     """The group of `members` (global ranks), or None on other ranks. Collective over all ranks."""
     group = dist.new_group(members, backend="gloo")
-    return group if context.rank in members else None
+    if context.rank not in members:
+        return None
+    # a member that leaves before all are connected breaks the handshake of another
+    dist.barrier(group)
+    return group
 
 
 def probe_group(context, members, source_rank):
