@@ -90,13 +90,13 @@ def judge(
     if not is_over and len(given_up) < len(seen):
         return None
     here = {rank for rank, each in given_up.items() if each.failure == failure}
-    lacked = {other for rank in here for other in given_up[rank].lacked}
-    waiting = {rank: each.call for rank, each in given_up.items() if each.began and each.at >= since}
-    late = lacked - waiting.keys() - set(on_host)
-    if not late and lacked & waiting.keys() - here:
+    awaited = {other for rank in here for other in given_up[rank].awaited}
+    waiting = {rank: each.call for rank, each in given_up.items() if each.waited and each.at >= since}
+    late = awaited - waiting.keys() - set(on_host)
+    if not late and awaited & waiting.keys() - here:
         return Verdict(calls=tuple(sorted(waiting.items())))
-    if not late and lacked:
-        # ranks were lacked that wait themselves, for one that nobody has named
+    if not late and awaited:
+        # ranks were awaited that wait themselves, for one that nobody has named
         late = set(host) - given_up.keys() - set(on_host)
     return Verdict(late=tuple(sorted(late)))
 
@@ -131,3 +131,26 @@ def with_verdict(error: RankTimeoutError, verdict: Verdict, rank: int) -> RankTi
     return RankTimeoutError(
         error.expected, got, remedy_of(verdict) or error.remedy, verdict.missing, late_ranks=verdict.late
     )
+
+
+def agreed_error(
+    error: RankTimeoutError,
+    peers: Peers,
+    failure: str,
+    call: str,
+    awaited: tuple[int, ...],
+    bound_secs: float,
+    start: float,
+) -> RankTimeoutError:
+    """Returns the error of a wait on the host with the verdict that the ranks agree on.
+
+    Args:
+        error: of the wait.
+        peers: the group.
+        failure, call, awaited: as in GivenUp.
+        bound_secs: of the wait, which began at `start`; a lost connection may have ended it before.
+    """
+    now = clock.now()
+    given_up = GivenUp(failure, call, awaited, waited=True, at=now)
+    verdict = agree(peers, given_up, bound_secs, left_secs=max(0.0, start + bound_secs - now))
+    return with_verdict(error, verdict, peers.rank)

@@ -12,9 +12,8 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
-from ep_a2a.memory.agreement import agree, with_verdict
+from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.memory.gpu_ranks import require_own_gpus
-from ep_a2a.memory.peers import GivenUp
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -63,12 +62,10 @@ class DeviceGroups:
         try:
             wait_for(work, device, timeout_secs, rank)
         except RankTimeoutError as error:
-            now = clock.now()
-            lacked = tuple(other for other in range(peers.world_size) if other != rank)
-            failure = f"collective {self._num_waits} behind meeting {self.rendezvous.last_meeting}"
-            given_up = GivenUp(failure, f"collective {self._num_waits}", lacked, began=True, at=now)
-            left_secs = max(0.0, timeout_secs - (now - start))
-            raise with_verdict(error, agree(peers, given_up, timeout_secs, left_secs), rank) from error
+            call = f"collective {self._num_waits}"
+            failure = f"{call} behind meeting {self.rendezvous.last_meeting}"
+            others = tuple(other for other in range(peers.world_size) if other != rank)
+            raise agreed_error(error, peers, failure, call, others, timeout_secs, start) from error
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
         """Returns the group that moves tensors of this device. Collective when a CUDA tensor first comes.

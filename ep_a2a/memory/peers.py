@@ -68,15 +68,15 @@ class GivenUp(NamedTuple):
     Attributes:
         failure: the key of the failure; see Peers.verdict.
         call: the call, for a reader.
-        lacked: ranks that had not come to it here.
-        began: whether this rank had sent its part of the call, so that it waited itself.
+        awaited: ranks that had not come to it here.
+        waited: whether this rank had sent its part of the call, so that it waited for others.
         at: when, by the host's clock.
     """
 
     failure: str
     call: str
-    lacked: tuple[int, ...]
-    began: bool
+    awaited: tuple[int, ...]
+    waited: bool
     at: float
 
 
@@ -153,8 +153,8 @@ class Peers:
         if "joined" in line:
             self._joined.add(line["joined"])
         elif "given_up" in line:
-            failure, call, lacked, began, at = line["given_up"]
-            self._given_up[line["rank"]] = GivenUp(failure, call, tuple(lacked), began, at)
+            failure, call, awaited, waited, at = line["given_up"]
+            self._given_up[line["rank"]] = GivenUp(failure, call, tuple(awaited), waited, at)
         else:
             self._verdicts.setdefault(line["failure"], Verdict.from_json(line["verdict"]))
 
@@ -201,13 +201,13 @@ class Peers:
         """Writes down that this rank has given up a call."""
         self._record.append({"rank": self.rank, "given_up": given_up})
 
-    def begin_anew(self) -> None:
-        """Takes back what this rank has given up, since ranks have met after it."""
+    def withdraw(self) -> None:
+        """Takes back that this rank has given up a call, since ranks have met after it."""
         if self._given_up.pop(self.rank, None) is not None:
-            self.give_up(GivenUp("", "", (), began=False, at=0.0))
+            self.give_up(GivenUp("", "", (), waited=False, at=0.0))
 
     def given_up(self) -> dict[int, GivenUp]:
-        """The last call that each rank of this host has given up, without ranks that have begun anew."""
+        """The last call that each rank of this host has given up, without those that were taken back."""
         self.look()
         return {rank: each for rank, each in self._given_up.items() if each.failure}
 

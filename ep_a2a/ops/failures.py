@@ -249,8 +249,7 @@ def error_of(
         own_flags = [epochs[rank] for epochs in (seen or {}).values()]
         # combine weights are awaited before flags are posted: there the kernel counts this rank among those that came
         posted = failure.epoch & UINT32_MASK in own_flags or (bool(failure.absent) and rank not in failure.absent)
-        began = seen is not None and (not seen or posted)
-        lacked = failure.awaited(rank)
-        given_up = GivenUp(memory.failure_key, failure.call(memory), lacked, began, clock.now())
+        waited = seen is not None and (not seen or posted)
+        given_up = GivenUp(memory.failure_key, failure.call(memory), failure.awaited(rank), waited, clock.now())
         verdict = agree(memory.peers, given_up, bound_of(timeouts, failure.epoch))
     return failure.exception(rank, timeouts, seen, verdict)

@@ -18,8 +18,7 @@ from ep_a2a.kernels.staged_kernels import (
     post_failure_kernel,
     sum_nodes_kernel,
 )
-from ep_a2a.memory.agreement import agree, with_verdict
-from ep_a2a.memory.peers import GivenUp
+from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.ops.arguments import NO_WISH, WHOLE
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
@@ -107,13 +106,10 @@ class StagedEngine(Engine):
         try:
             yield
         except RankTimeoutError as error:
-            memory, now = self._memory, clock.now()
+            memory = self._memory
             failure = Failure.from_record(memory.synchronized_record(), self.kernels.config.world_size)
-            bound_secs = bound_of(memory.timeouts, failure.epoch)
-            left_secs = max(0.0, bound_secs - (now - start))
-            given_up = GivenUp(memory.failure_key, failure.call(memory), error.missing_ranks, began=True, at=now)
-            verdict = agree(memory.peers, given_up, bound_secs, left_secs)
-            raise with_verdict(error, verdict, self.kernels.config.rank) from error
+            key, call, bound_secs = memory.failure_key, failure.call(memory), bound_of(memory.timeouts, failure.epoch)
+            raise agreed_error(error, memory.peers, key, call, error.missing_ranks, bound_secs, start) from error
 
     def _begin(self, step_tokens: int, *, back: bool) -> Exchange:
         rings = self._ring.rings

@@ -121,7 +121,7 @@ class Deaths:
             if rank.poison >= 0 and (at_start or rank.sent == others):
                 # behind a failure a launch leaves at once
                 lacked = () if at_start else tuple(sorted(self._lacked(number, rank)))
-                said = GivenUp(FAILURE, "", lacked, began=not at_start, at=0.0)
+                said = GivenUp(FAILURE, "", lacked, waited=not at_start, at=0.0)
                 yield self._with(state, number, said=said), f"rank {number}: leaves, since it is poisoned"
             elif rank.call != DONE and rank.sent != others:
                 for peer in sorted(others - rank.sent):
@@ -140,7 +140,7 @@ class Deaths:
             lacked = tuple(sorted(self._lacked(number, rank)))
             if rank.lives and rank.said is None and rank.poison < 0 and lacked:
                 ranks = (r._replace(poison=lacked[0] if r.poison < 0 else r.poison) for r in state.ranks)
-                said = GivenUp(FAILURE, "", lacked, began=True, at=0.0)
+                said = GivenUp(FAILURE, "", lacked, waited=True, at=0.0)
                 after = self._with(state._replace(ranks=tuple(ranks)), number, said=said)
                 yield after, f"rank {number}: gives up, lacks {list(lacked)}, poisons all"
 

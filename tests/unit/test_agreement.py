@@ -25,11 +25,11 @@ BOUND_SECS = 10.0
 HERE, THERE = "the step", "a step of another op"
 
 
-def gave_up(*lacked: int, failure: str = HERE, began: bool = True, at: float = 100.0) -> GivenUp:
-    return GivenUp(failure, f"dispatch of {failure}", lacked, began, at)
+def gave_up(*awaited: int, failure: str = HERE, waited: bool = True, at: float = 100.0) -> GivenUp:
+    return GivenUp(failure, f"dispatch of {failure}", awaited, waited, at)
 
 
-CAME_LATE = gave_up(began=False)
+CAME_LATE = gave_up(waited=False)
 CALLS = ((0, f"dispatch of {HERE}"), (1, f"dispatch of {THERE}"))
 CASES = {
     "one has ended": ((ALIVE, ALIVE, GONE), {0: gave_up(1, 2)}, Verdict((2,))),
@@ -40,7 +40,7 @@ CASES = {
     "one is late and has come meanwhile": ((ALIVE, ALIVE), {0: gave_up(1), 1: CAME_LATE}, Verdict(late=(1,))),
     "a late one is told to lack itself": (
         (ALIVE, ALIVE),
-        {0: gave_up(1), 1: gave_up(1, began=False)},
+        {0: gave_up(1), 1: gave_up(1, waited=False)},
         Verdict((), (1,)),
     ),
     "a rank that waits is never late": ((ALIVE, ALIVE), {0: gave_up(1), 1: gave_up(0)}, Verdict()),
@@ -179,7 +179,7 @@ def test_a_late_rank_reads_that_it_is_late(view: Any, time: Time) -> None:
     second.give_up(gave_up(2))
     assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
     assert time.now >= 100.0 + agreement.PATIENCE_SECS
-    assert agree(third, gave_up(began=False), BOUND_SECS) == Verdict(late=(2,))
+    assert agree(third, gave_up(waited=False), BOUND_SECS) == Verdict(late=(2,))
 
 
 def test_calls_in_another_order_are_told_to_all(view: Any, time: Time) -> None:
@@ -187,7 +187,7 @@ def test_calls_in_another_order_are_told_to_all(view: Any, time: Time) -> None:
     time.at = {101.0: lambda: second.give_up(gave_up(0, failure=THERE, at=101.0))}
     assert agree(first, gave_up(1), BOUND_SECS) == Verdict(calls=CALLS)
     assert agree(second, gave_up(0, failure=THERE), BOUND_SECS) == Verdict(calls=CALLS)
-    second.begin_anew()
+    second.withdraw()
     assert first.given_up().keys() == {0}
 
 
