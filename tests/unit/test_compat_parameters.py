@@ -25,7 +25,7 @@ from ep_a2a.compat.mori import shmem_context
 from ep_a2a.compat.mori.ops import dispatch_combine
 from ep_a2a.compat.mori.shmem import tensor_utils
 from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
-from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx, phases
+from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError, NotInitializedError, UnknownNameError, UnsupportedError
 from ep_a2a.interface import DispatchResult
@@ -228,7 +228,7 @@ RECEIVED = DispatchResult(
 class NativeOp:
     """Stands for our op: takes any call."""
 
-    config = CONFIG
+    config, device = CONFIG, torch.device("cpu")
     local_expert_count = torch.zeros(2, dtype=torch.int32)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -382,7 +382,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     warn_once.cache_clear()
     monkeypatch.setattr(buffer_base, "Ops", DeepEpOps)
     monkeypatch.setattr(tensor_utils.shmem, "shmem_mype", lambda: 0)
-    monkeypatch.setattr(phases, "agree_on_config", lambda *_: None)
+    monkeypatch.setattr(contexts, "agree_on_config", lambda *_: None)
 
 
 def test_every_row_is_tried():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ def dispatched():
 
 @pytest.fixture
 def given(dispatched):
-    made = CombineInput(None, CONFIG)
-    made.begin(dispatched)
+    made = CombineInput(SimpleNamespace(device=torch.device("cpu")), CONFIG)
+    made.dispatched = dispatched
     return made
 
 

@@ -38,12 +38,16 @@ class CombineInput:
 
     Args:
         native: our op. config: its configuration.
+
+    Attributes:
+        dispatched: the dispatch whose rows have been received and not combined; None without one.
+        lost_rows: whether earlier combines were given too few rows.
     """
 
     def __init__(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
         self._native, self._config = native, config
-        self._dispatched: Dispatched | None = None
-        self._lost_rows: LostRows | None = None
+        self.dispatched: Dispatched | None = None
+        self.lost_rows = LostRows(native.device)
         self._registered: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
@@ -52,14 +56,6 @@ class CombineInput:
         """Returns the op's registered buffer for combine's input."""
         self._registered = self._native.get_registered_combine_input_buffer(dtype, hidden_dim)
         return self._registered
-
-    def begin(self, dispatched: Dispatched) -> None:
-        """Notes a dispatch whose rows have been received."""
-        self._dispatched = dispatched
-
-    def end(self) -> None:
-        """Forgets the dispatch, which has been combined."""
-        self._dispatched = None
 
     def of(
         self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None, use_external_inp_buf: int
@@ -73,7 +69,7 @@ class CombineInput:
         Raises:
             InputError: rows of received tokens are missing.
         """
-        self.check()
+        self.lost_rows.check()
         num_rows = self._config.max_num_expert_rows
         num_given = rows.shape[0] if isinstance(rows, torch.Tensor) and rows.dim() else num_rows
         if self._are_own(weights, num_given):
@@ -87,7 +83,8 @@ class CombineInput:
             return self._registered, weights, indices
         if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or num_given >= num_rows:
             return rows, weights, indices
-        self._expect_all_rows(num_given)
+        if self.dispatched is not None:
+            self.lost_rows.note(self.dispatched.result.total_recv, num_given)
         if isinstance(weights, torch.Tensor) and weights.dim() == 2 and 0 < weights.shape[0] == num_given:
             self._weights = weights = _extended(weights, num_rows, self._weights)
         if rows.shape[1] == self._config.hidden_dim and rows.dtype == self._config.combined_dtype:
@@ -96,7 +93,7 @@ class CombineInput:
 
     def _are_own(self, weights: torch.Tensor | None, num_given: int) -> bool:
         """Whether weights are those of this rank's own tokens, and not in the order of the rows."""
-        step = self._dispatched
+        step = self.dispatched
         if step is None or not isinstance(weights, torch.Tensor) or not weights.numel():
             return False
         if step.weights is not None and weights.data_ptr() == step.weights.data_ptr():
@@ -106,32 +103,13 @@ class CombineInput:
 
     def _are_received(self, indices: torch.Tensor | None, num_given: int) -> bool:
         """Whether ids are in the order of the received rows."""
-        step = self._dispatched
+        step = self.dispatched
         if step is None or not isinstance(indices, torch.Tensor) or indices.dim() != 2:
             return False
         received = step.result[3]
         if indices.numel() and indices.data_ptr() == received.data_ptr():
             return True
         return indices.shape[0] != step.num_tokens and indices.shape[0] in (num_given, received.shape[0])
-
-    def _expect_all_rows(self, num_given: int) -> None:
-        """Raises InputError if there are received rows past the given ones; on a GPU the next `check` does."""
-        if self._dispatched is None:
-            return
-        total_recv = self._dispatched.result[4]
-        if self._lost_rows is None:
-            self._lost_rows = LostRows(total_recv.device)
-        self._lost_rows.note(total_recv, num_given)
-
-    def check(self) -> None:
-        """Raises InputError if an earlier combine on a GPU was given too few rows."""
-        if self._lost_rows is not None:
-            self._lost_rows.check()
-
-    def forget_lost_rows(self) -> None:
-        """Forgets rows that were missing in an earlier combine. Local."""
-        if self._lost_rows is not None:
-            self._lost_rows.clear()
 
 
 class LostRows:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.compat.triton_distributed.phases import NUM_PHASES, PhaseBuffers, make_config, make_phases
-from ep_a2a.errors import InputError
+from ep_a2a.compat.triton_distributed.phases import PhaseBuffers, make_config
+from ep_a2a.errors import EpA2AError, InputError
+from ep_a2a.ops.config_agreement import agree_on_config
+from ep_a2a.shmem import default_arena
 
 if TYPE_CHECKING:
     import torch
 
     from ep_a2a.memory.arena import Arena
+
+
+NUM_PHASES = 2
 
 
 class _PhasedContext:
@@ -151,15 +156,17 @@ def create_ep_ll_a2a_ctx(
         RankTimeoutError: ranks did not come.
     """
     if arena is None:
-        from ep_a2a.shmem import default_arena
-
         arena = default_arena()
-    phases = make_phases(
-        lambda: make_config(
+    indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
+    try:
+        config = make_config(
             max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, local_world_size
-        ),
-        arena,
-    )
+        )
+    except EpA2AError as error:
+        # the other ranks would wait for this one
+        agree_on_config(None, arena.rendezvous, indices[0], error)
+        raise
+    phases = [PhaseBuffers(config, arena, index) for index in indices]
     return (
         LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),
         LowlatencyCombineContext(phases, online_quant_fp8, fp8_gsize),

@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
-from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, UnsupportedError
-from ep_a2a.ops.config_agreement import agree_on_config
+from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
 from ep_a2a.ops.memory import block_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from ep_a2a.memory.arena import Arena
 
-NUM_PHASES = 2
 SCALE_BYTES = 4
 WIDEST_ELEMENT_BYTES = 4
 
@@ -137,22 +133,3 @@ class PhaseBuffers:
         self._users -= 1
         if self._users == 0:
             self.op.close()
-
-
-def make_phases(config_of: Callable[[], EpDispatchCombineConfig], arena: Arena) -> list[PhaseBuffers]:
-    """Makes the buffers of all phases. Collective; a rank without a valid configuration tells the others why.
-
-    Args:
-        config_of: makes this rank's configuration.
-        arena: allocates memory.
-
-    Raises:
-        EpA2AError: raised by `config_of` or by the op's construction.
-    """
-    indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
-    try:
-        config = config_of()
-    except EpA2AError as error:
-        agree_on_config(None, arena.rendezvous, indices[0], error)
-        raise
-    return [PhaseBuffers(config, arena, index) for index in indices]

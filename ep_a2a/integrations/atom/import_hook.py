@@ -27,7 +27,7 @@ def on_import(name: str, *, before: Callable[[], None], after: Callable[[ModuleT
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Meta-path finder that wraps a module's loader with callbacks."""
+    """Meta-path finder that puts callbacks around a module's execution."""
 
     def __init__(self, name: str, before: Callable[[], None], after: Callable[[ModuleType], None]) -> None:
         self.name, self.before, self.after = name, before, after
@@ -35,39 +35,24 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the other finders' spec of the watched module, its loader wrapped; None for any other module."""
+        """Returns the other finders' spec of the watched module, its loader changed; None for any other module."""
         if fullname != self.name:
             return None
-        for finder in sys.meta_path:
-            if isinstance(finder, _Watcher) and finder.name == self.name:
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
-                return spec
-        return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            self._watch(spec.loader)
+        return spec
 
+    def _watch(self, loader: Any) -> None:
+        execute = loader.exec_module
 
-class _Loader(importlib.abc.Loader):
-    """Wraps a module's loader: calls back before and after the module is executed."""
+        def execute_watched(module: ModuleType) -> None:
+            self.before()
+            execute(module)
+            self.after(module)
+            # only now: a program may catch an error, and import again
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
 
-    def __init__(self, loader: Any, watcher: _Watcher) -> None:
-        self._loader, self._watcher = loader, watcher
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Creates the module by the wrapped loader."""
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Executes the module by the wrapped loader, between the two callbacks."""
-        self._watcher.before()
-        self._loader.exec_module(module)
-        self._watcher.after(module)
-        # only now: a program may catch an error, and import again
-        if self._watcher in sys.meta_path:
-            sys.meta_path.remove(self._watcher)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        loader.exec_module = execute_watched

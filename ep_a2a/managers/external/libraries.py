@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -96,12 +97,7 @@ def _problem(library: Library) -> str | None:
     return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _numbers(version: str) -> list[int]:
     """Returns the leading numbers of a version, for comparisons."""
-    numbers = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return [int(number) for number in leading[0].split(".")] if leading else []

@@ -105,11 +105,11 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         if routing is not None or return_routing:
             raise refused(f"{OP}.dispatch", "routing" if routing is not None else "return_routing")
         _warn_of_rdma_blocks("dispatch", rdma_block_num)
-        self._combine_input.check()
+        self._combine_input.lost_rows.check()
         result = self.native.dispatch(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block, call_local_expert_count
         )
-        self._combine_input.begin(Dispatched(weights, indices.shape[0], result))
+        self._combine_input.dispatched = Dispatched(weights, indices.shape[0], result)
         return result
 
     def dispatch_send(
@@ -128,7 +128,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         `dispatch_recv`.
         """
         _warn_of_launch("dispatch_send", block_num, warp_per_block)
-        self._combine_input.check()
+        self._combine_input.lost_rows.check()
         result = self.native.dispatch_send(input, weights, scales, indices)
         self._counts_experts = call_local_expert_count
         self._sent = Dispatched(weights, indices.shape[0], result)
@@ -143,7 +143,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        self._combine_input.begin(sent)
+        self._combine_input.dispatched = sent
         if call_local_expert_count or self._counts_experts:
             counts = self.local_expert_count
             counts.copy_(count_ids(sent.result.indices, self.config.first_expert, counts.shape[0]))
@@ -183,7 +183,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         _warn_of_rdma_blocks("combine", rdma_block_num)
         rows, weights, own_indices = self._combine_input.of(input, weights, indices, use_external_inp_buf)
         result = self.native.combine(rows, weights, own_indices, block_num, rdma_block_num, warp_per_block)
-        self._combine_input.end()
+        self._combine_input.dispatched = None
         return result
 
     def combine_send(
@@ -198,7 +198,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         _warn_of_launch("combine_send", block_num, warp_per_block)
         rows, weights, own_indices = self._combine_input.of(input, weights, indices, -1)
         result = self.native.combine_send(rows, weights, own_indices)
-        self._combine_input.end()
+        self._combine_input.dispatched = None
         return result
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
@@ -218,9 +218,9 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             raise
         except EpA2AError:
             self._sent = None
-            self._combine_input.end()
+            self._combine_input.dispatched = None
             self.native.reset()
-        self._combine_input.forget_lost_rows()
+        self._combine_input.lost_rows.clear()
 
     def close(self) -> None:
         """Ends the use of the op and gives its memory to the next one, in the same order on all ranks. Not MORI's."""
