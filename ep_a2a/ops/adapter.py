@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -15,6 +16,7 @@ from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_once
 from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out, travelling_scales
+from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:
@@ -161,9 +163,23 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
     def _check_weights(self, weights: torch.Tensor | None) -> None:
         """Raise if combine cannot sum weights."""
 
+    @functools.cached_property
+    def _combine_input(self) -> torch.Tensor:
+        lead = leading_dims(self.config, self.config.max_num_inp_token_per_rank).rows
+        shape = (math.prod(lead), self.config.hidden_dim)
+        return torch.empty(shape, dtype=self.config.combined_dtype, device=self.device)
+
     def _is_registered(self, rows: torch.Tensor) -> bool:
         """Whether `rows` is the registered combine buffer; combine then takes its first rows."""
-        return False
+        return "_combine_input" in self.__dict__ and rows.data_ptr() == self._combine_input.data_ptr()
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """Memory for combine's input: [R, H] of combine_dtype, in expert_major [E * R, H], with R for M tokens.
+
+        The first call allocates it. It saves no copy.
+        """
+        self._check_buffer_request(dtype, hidden_dim)
+        return self._combine_input
 
     def set_max_sms(self, max_sms: int) -> None:
         """Without effect, which a warning says once."""

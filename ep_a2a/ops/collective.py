@@ -11,16 +11,16 @@ import torch
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.config.op_config import checked_timeout_secs
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
-from ep_a2a.interface import CombineResult
+from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.failures import describe_wire_word, wire_word
-from ep_a2a.ops.op_buffers import OpBuffers
+from ep_a2a.ops.op_sizes import leading_dims
+from ep_a2a.ops.row_exchange import row_bytes
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.ops.row_exchange import RowExchange
@@ -63,13 +63,25 @@ class CollectiveDispatchCombineOp(AdapterOp):
     adds_biases = True
     takes = frozenset({"timeout_secs"})
 
+    # an engine may build its ops in inference mode, whose tensors nobody may write to outside of it
+    @torch.inference_mode(mode=False)
     def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
         super().__init__(config, device)
         agree_on_config(config, exchange.groups.rendezvous, error=_own_error(config))
         self._exchange = exchange
-        self._buffers = OpBuffers(config, device)
         self._route: _Route | None = None
-        self._positions = torch.empty(0, dtype=torch.int32, device=device)
+        # the tensors that calls return, at fixed addresses: R rows for dispatch, M rows for combine
+        rows, max_tokens = config.max_num_recv_tokens, config.max_num_inp_token_per_rank
+        empty = functools.partial(torch.empty, device=self.device)
+        int32 = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
+        self._tokens = empty(rows, config.hidden_dim, dtype=config.wire_dtype)
+        self._weights = empty(rows, config.topk, dtype=torch.float32)
+        self._scales = empty(rows, config.num_scales * config.scale_bytes, dtype=torch.uint8)
+        self._indices = empty(rows, config.topk, dtype=torch.int32)
+        self._total_recv, self._recv_counts = int32(1), int32(config.world_size)
+        self._local_expert_count, self._positions = int32(config.num_local_experts), int32(0)
+        self._result = empty(max_tokens, config.hidden_dim, dtype=config.combined_dtype)
+        self._result_weights = empty(max_tokens, config.topk, dtype=torch.float32)
 
     def _send(self, step: StepInputs) -> DispatchResult:
         limit, weights, scales = step.step_tokens, step.weights, step.scales
@@ -81,18 +93,27 @@ class CollectiveDispatchCombineOp(AdapterOp):
         self._check_capacity(goes_to, limit)
         received = goes_to[:, self.config.rank].nonzero().flatten()
         slots = self._place(received, counts, limit)
-        buffers = self._buffers
-        buffers.put_indices(all_ids[received], slots, step.pad_id)
-        buffers.put(buffers.tokens, gather(step.tokens), received, slots)
-        if weights is not None:
-            buffers.put(buffers.weights, gather(weights), received, slots)
-        if scales is not None:
-            buffers.put(buffers.scales, gather(scales), received, slots)
+        self._indices.fill_(step.pad_id)
+        self._indices.index_copy_(0, slots, all_ids[received])
+        for target, rows in ((self._tokens, step.tokens), (self._weights, weights), (self._scales, scales)):
+            if rows is not None:
+                # bit for bit in any dtype
+                row_bytes(target).index_copy_(0, slots, row_bytes(gather(rows))[received])
         if step.counts_experts:
             self._count_local_experts(all_ids[received])
         self._route = _Route(counts, received, slots)
-        scale_dtype = None if scales is None else scales.dtype
-        return buffers.dispatched(self.num_rows(limit), limit, weights is not None, scale_dtype)
+        lead = leading_dims(self.config, limit).rows
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[: self.num_rows(limit)].view(*lead, tensor.shape[1])
+
+        return DispatchResult(
+            view(self._tokens),
+            None if weights is None else view(self._weights),
+            None if scales is None else view(self._scales.view(scales.dtype)),
+            view(self._indices),
+            self._total_recv,
+        )
 
     def _agree(self, num_tokens: int, word: int) -> list[int]:
         """Every rank's number of tokens. Raise ConfigMismatchError if the ranks' wire words differ."""
@@ -122,8 +143,8 @@ class CollectiveDispatchCombineOp(AdapterOp):
         source = ranks.repeat_interleave(torch.tensor(counts, device=self.device))[received]
         token = received - starts[source]
         per_source = torch.bincount(source, minlength=self.config.world_size)
-        self._buffers.recv_counts.copy_(per_source)
-        self._buffers.total_recv.fill_(received.numel())
+        self._recv_counts.copy_(per_source)
+        self._total_recv.fill_(received.numel())
         self._positions = (source * self.max_num_tokens_to_send() + token).to(torch.int32)
         row = torch.arange(received.numel(), device=self.device)
         if self.config.layout == Layout.COMPACT:
@@ -133,12 +154,12 @@ class CollectiveDispatchCombineOp(AdapterOp):
     def _count_local_experts(self, ids: torch.Tensor) -> None:
         first, num_experts = self.config.first_expert, self.config.num_local_experts
         local = ids[(ids >= first) & (ids < first + num_experts)] - first
-        self.local_expert_count.copy_(torch.bincount(local, minlength=num_experts))
+        self._local_expert_count.copy_(torch.bincount(local, minlength=num_experts))
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         assert self._route is not None
         num_tokens, weights = given.step.num_tokens, given.weights
-        result = self._buffers.result if given.out is None else given.out
+        result = self._result if given.out is None else given.out
         total = self._sum(given.rows.flatten(0, -2), self._route)
         for bias in given.biases:
             if bias is not None:
@@ -146,11 +167,8 @@ class CollectiveDispatchCombineOp(AdapterOp):
         result[:num_tokens] = total
         if weights is None:
             return CombineResult(result, None)
-        self._buffers.result_weights[:num_tokens] = self._sum(weights.flatten(0, -2), self._route)
-        return CombineResult(result, self._buffers.result_weights)
-
-    def _is_registered(self, rows: torch.Tensor) -> bool:
-        return self._buffers.is_combine_input(rows)
+        self._result_weights[:num_tokens] = self._sum(weights.flatten(0, -2), self._route)
+        return CombineResult(result, self._result_weights)
 
     def _sum(self, rows: torch.Tensor, route: _Route) -> torch.Tensor:
         """[T, width] float32: for each of this rank's tokens, the sum of its rows on all ranks."""
@@ -161,22 +179,17 @@ class CollectiveDispatchCombineOp(AdapterOp):
     @property
     def recv_counts(self) -> torch.Tensor:
         """[W] int32, the rows received from each source in the last dispatch."""
-        return self._buffers.recv_counts
+        return self._recv_counts
+
+    @property
+    def local_expert_count(self) -> torch.Tensor:
+        """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
+        return self._local_expert_count
 
     @property
     def expert_recv_count(self) -> torch.Tensor:
         """Raise UnsupportedError: collectives do not have layout expert_major."""
         raise UnsupportedError("layout expert_major", self.config.layout, "Use the backend 'ep_a2a' with that layout.")
-
-    @property
-    def local_expert_count(self) -> torch.Tensor:
-        """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
-        return self._buffers.local_expert_count
-
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Memory for combine's input: [R, H] of combine_dtype, with R for M tokens. It saves no copy."""
-        self._check_buffer_request(dtype, hidden_dim)
-        return self._buffers.combine_input
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """[total_recv] int32: source rank * (W * M) + source token of each row."""

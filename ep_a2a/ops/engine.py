@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.expert_major import ExpertMajorKernels
+from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.tuning.tables import arch_name, load_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -27,6 +28,9 @@ Launched = tuple["CompiledKernel", tuple[Any, ...], int]
 class Engine(Protocol):
     """Launches the dispatches and combines of one op. Three classes do: IntraNode-, Ring- and StagedEngine.
 
+    An engine lists the launches of a call (`_dispatch_launches`, `_combine_launches`); the other methods follow from
+    these lists, but where an engine has its own.
+
     Attributes:
         kernels: the compiled kernels, and the bounds of their launches.
         recv_reads_inputs: whether the second half of a split dispatch reads the tensors that the first half was given.
@@ -37,18 +41,51 @@ class Engine(Protocol):
 
     def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
+        for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
+            kernel.run(num_programs, values, self.kernels.device)
+        if stages.receive:
+            self._expand(args)
 
     def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
+        if stages.send:
+            self._prepare_rows(args)
+        for kernel, values, num_programs in self._combine_launches(args, stages, wish):
+            kernel.run(num_programs, values, self.kernels.device)
+
+    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+        """The launches of a dispatch, or of one of its halves, but those of layout expert_major."""
+        ...
+
+    def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+        """The launches of a combine, or of one of its halves, but those of layout expert_major."""
+        ...
+
+    def _expand(self, args: DispatchArguments) -> None:
+        """In layout expert_major, launch the copy of the received rows to a block for each expert."""
+        if self.kernels.by_expert is not None:
+            has_scales = args.scales is not None or self.kernels.config.casts_in_dispatch
+            self.kernels.by_expert.expand(args.step_tokens, has_scales)
+
+    def _prepare_rows(self, args: CombineArguments) -> None:
+        """Launch the copies before a combine, and in layout expert_major the weighted sums of the experts' rows."""
+        for target, source in args.copies:
+            target.copy_(source)
+        if self.kernels.by_expert is not None and args.expert_rows is not None:
+            self.kernels.by_expert.reduce(args.expert_rows, args.step_tokens)
 
     def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
 
     def quiet(self) -> None:
-        """Launch a kernel that completes after all outstanding puts; no-op for direct stores. Collective."""
+        """Launch a kernel that completes after all outstanding puts. Collective. Kernels that store need none."""
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Kernels that such calls can launch, with stand-in arguments."""
+        for dispatch in warmup_dispatches(self.kernels.config, self.kernels.device):
+            yield from (launch[:2] for launch in self._dispatch_launches(dispatch, stages, NO_WISH))
+        for combine in warmup_combines(self.kernels.config, self.kernels.device):
+            yield from (launch[:2] for launch in self._combine_launches(combine, stages, NO_WISH))
 
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launch the count of received slots per local expert into `counts`, int32 [E]."""

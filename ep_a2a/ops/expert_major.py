@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton.language as tl
 
 from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES, CompiledKernel
 from ep_a2a.kernels.constants import Expand, constants
 from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kernel, reduce_experts_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded
+from ep_a2a.ops.row_constants import scale_constants
 from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
@@ -61,20 +61,14 @@ class ExpertMajorKernels:
 
     def _expand_constants(self, has_scales: bool) -> Expand:
         config = self.config
-        width = config.num_scales * config.scale_bytes if has_scales else 0
-        in_words = width % WORD_BYTES == 0
-        width = width // WORD_BYTES if in_words else width
         # no block has more rows, and a larger number would overflow the kernel's
         alignment = min(config.expert_alignment, config.world_size * config.max_num_inp_token_per_rank)
         values = {
             "ROW_WORDS": self._row_words,
             "BLOCK_WORDS": min(padded(self._row_words), MAX_EXPAND_WORDS),
-            "SCALE_WIDTH": width,
-            "SCALE_LANES": padded(max(1, width)),
-            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
             "ALIGNMENT": alignment,
         }
-        return constants(Expand, values)
+        return constants(Expand, values | scale_constants(config.num_scales * config.scale_bytes if has_scales else 0))
 
     def expand(self, step_tokens: int, has_scales: bool) -> None:
         """Launch the copy of the received rows to a block for each expert.

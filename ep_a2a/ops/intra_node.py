@@ -16,14 +16,14 @@ from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, CompiledKernel
-from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Row, Scales, constants
+from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Scales, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.inputs import elements_of
 from ep_a2a.ops.op_kernels import OpKernels
-from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants, scale_line
+from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.tuning.policy import (
     DISPATCH_WARPS,
@@ -68,19 +68,20 @@ class IntraNodeEngine(Engine):
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.kernels = OpKernels(config, table, device)
 
+    # as Engine's, here so that a warm call enters fewer files
     def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
         kernels = self.kernels
         for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
             kernel.run(num_programs, values, kernels.device)
-        if kernels.by_expert is not None and stages.receive:
-            kernels.expand(args)
+        if stages.receive and kernels.by_expert is not None:
+            self._expand(args)
 
     def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
         kernels = self.kernels
         if stages.send and (args.copies or kernels.by_expert is not None):
-            kernels.prepare_rows(args)
+            self._prepare_rows(args)
         for kernel, values, num_programs in self._combine_launches(args, stages, wish):
             kernel.run(num_programs, values, kernels.device)
 
@@ -95,40 +96,28 @@ class IntraNodeEngine(Engine):
             plan = make_plan(kernels, phase, launch, stages, kernel_of, dispatch_values(kernels, args, phase, launch))
             found = add_to_cache(kernels.plans, key, (phase, plan))
         phase, plan = found
-        launches = []
-        for kernel, launch, num_programs in plan:
-            launches.append((kernel, dispatch_values(kernels, args, phase, launch), num_programs))
-        return launches
+        return [(kernel, dispatch_values(kernels, args, phase, launch), programs) for kernel, launch, programs in plan]
 
     def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
-        plans = self.kernels.plans
+        kernels = self.kernels
         key = Phase.COMBINE, args.num_tokens, args.step_tokens, combine_form(args), stages, wish
-        plan = plans.get(key)
+        plan = kernels.plans.get(key)
         if plan is None:
             launch = self.launch_of(Phase.COMBINE, args.num_tokens, args.step_tokens, wish)
             kernel_of = functools.partial(self._combine_kernel, args, launch, in_place=stages == WHOLE)
             values = self._combine_values(args, launch)
-            plan = add_to_cache(plans, key, make_plan(self.kernels, Phase.COMBINE, launch, stages, kernel_of, values))
-        launches = []
-        for kernel, launch, num_programs in plan:
-            launches.append((kernel, self._combine_values(args, launch), num_programs))
-        return launches
+            plan = add_to_cache(
+                kernels.plans, key, make_plan(kernels, Phase.COMBINE, launch, stages, kernel_of, values)
+            )
+        return [(kernel, self._combine_values(args, launch), programs) for kernel, launch, programs in plan]
 
     def launch_of(self, phase: Phase, num_tokens: int, step_tokens: int, wish: LaunchWish = NO_WISH) -> Launch:
         """Launch numbers of a call."""
         kernels = self.kernels
-        launch = choose_launch(
-            kernels.config,
-            phase,
-            num_tokens,
-            step_tokens,
-            kernels.num_sms,
-            *wish,
-            kernels.tables,
-            kernels.max_sms,
-        )
-        if kernels.tables is not None:
-            kernels.tables.log_source(kernels.config, phase.value, step_tokens, launch.reason)
+        config, tables, num_sms = kernels.config, kernels.tables, kernels.num_sms
+        launch = choose_launch(config, phase, num_tokens, step_tokens, num_sms, *wish, tables, kernels.max_sms)
+        if tables is not None:
+            tables.log_source(config, phase.value, step_tokens, launch.reason)
         return launch
 
     def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
@@ -148,51 +137,43 @@ class IntraNodeEngine(Engine):
         shapes = launch_shapes(config, kernels.num_sms, kernels.tables, kernels.max_sms)
         dispatches = list(warmup_dispatches(config, kernels.device))
         combines = list(warmup_combines(config, kernels.device))
-        for phase, tokens, launch in shapes:
-            for args in dispatches if phase is not Phase.COMBINE else ():
-                sized = args._replace(step_tokens=tokens)
-                kernel = dispatch_kernel(kernels, sized, phase, launch, stages)
-                yield kernel, dispatch_values(kernels, sized, phase, launch)
-        for phase, tokens, launch in shapes:
-            for combine in combines if phase is Phase.COMBINE else ():
-                back = combine._replace(step_tokens=tokens)
-                kernel = self._combine_kernel(back, launch, stages, in_place=stages == WHOLE)
-                yield kernel, self._combine_values(back, launch)
+        for phase, tokens, launch in (each for each in shapes if each[0] is not Phase.COMBINE):
+            for dispatch in (each._replace(step_tokens=tokens) for each in dispatches):
+                kernel = dispatch_kernel(kernels, dispatch, phase, launch, stages)
+                yield kernel, dispatch_values(kernels, dispatch, phase, launch)
+        for _, tokens, launch in (each for each in shapes if each[0] is Phase.COMBINE):
+            for combine in (each._replace(step_tokens=tokens) for each in combines):
+                kernel = self._combine_kernel(combine, launch, stages, in_place=stages == WHOLE)
+                yield kernel, self._combine_values(combine, launch)
 
     def _combine_kernel(
         self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool
     ) -> CompiledKernel:
+        kernels = self.kernels
         shape = launch.num_warps, launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent
-        key = Phase.COMBINE, combine_form(args), shape, stages, in_place, self.kernels.spans
+        key = Phase.COMBINE, combine_form(args), shape, stages, in_place, kernels.spans
 
         def make() -> CompiledKernel:
-            given = self._combine_constants(args, launch, stages, in_place)
-            return CompiledKernel(combine_kernel, given, launch.num_warps)
+            num_warps, config, results = launch.num_warps, kernels.config, kernels.results
+            # weights [., TOPK] move as blocks of one group
+            lanes = max(padded(config.topk), 32 * num_warps)
+            combine = {
+                "DTYPE": results.dtype,
+                "CHECK_INDICES": args.ids is not None,
+                "OWN_IN_PLACE": in_place and not results.quantized,
+                "READ_AHEAD": launch.read_ahead,
+            }
+            given = {
+                "S": kernels.shape,
+                "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps),
+                "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps),
+                "WEIGHTS": Block(*map(tl.constexpr, (config.topk, 1, lanes, tl.int32, tl.float32, False, False))),
+                "COMBINE": constants(Combine, combine),
+                "FORM": kernels.form(stages, launch, has_weights=args.weights is not None),
+            }
+            return CompiledKernel(combine_kernel, given, num_warps)
 
-        return self.kernels.get(key, make)
-
-    def _combine_constants(
-        self, args: CombineArguments, launch: Launch, stages: Stages, in_place: bool
-    ) -> dict[str, Any]:
-        kernels, num_warps = self.kernels, launch.num_warps
-        config, results = kernels.config, kernels.results
-        # weights [., TOPK] move as blocks of one group
-        weight_block = (config.topk, 1, max(padded(config.topk), 32 * num_warps), tl.int32, tl.float32, False, False)
-        dependent = launch.dependent and kernels.can_depend
-        combine = {
-            "DTYPE": results.dtype,
-            "CHECK_INDICES": args.ids is not None,
-            "OWN_IN_PLACE": in_place and not results.quantized,
-            "READ_AHEAD": launch.read_ahead,
-        }
-        return {
-            "S": kernels.shape,
-            "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps),
-            "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps),
-            "WEIGHTS": Block(*map(tl.constexpr, weight_block)),
-            "COMBINE": constants(Combine, combine),
-            "FORM": kernels.form(stages, has_weights=args.weights is not None, is_dependent=dependent),
-        }
+        return kernels.get(key, make)
 
     def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:
         kernels = self.kernels
@@ -244,7 +225,7 @@ def dispatch_kernel(
         given = {
             "S": kernels.shape,
             "OWNERS": kernels.placement,
-            "FORM": kernels.form(stages, has_weights=args.weights is not None, is_dependent=dependent),
+            "FORM": kernels.form(stages, launch, has_weights=args.weights is not None),
         }
         if phase is Phase.BULK_DISPATCH:
             given |= _bulk_constants(kernels, args, launch)
@@ -258,46 +239,39 @@ def dispatch_kernel(
 
 def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
     config, casts, threads = kernels.config, kernels.casts(args.tokens), 32 * launch.num_warps
-    row = row_constants(config, casts=casts)
-    block_words = max(min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS), threads)
     low_latency = {
         "SLOTS": config.flagged_tokens,
         "TOKEN_LANES": padded(config.flagged_tokens),
         "COUNT_BITS": count_bits(config.flagged_tokens),
         "SCALE_WORDS": config.num_scales,
         "HAS_SCALES": casts or args.scales is not None,
-        "COUNT_LANES": _count_lanes(config.world_size, threads),
+        "COUNT_LANES": kernels.count_lanes(threads),
         "SIDE_LANES": max(padded(side_words(config) + 1), threads),
         "SPARSE_POLLS": launch.sparse_polls,
     }
     return {
-        "ROW": constants(Row, row | {"BLOCK_WORDS": block_words}),
+        "ROW": row_constants(config, casts=casts, least_words=threads),
         "LL": constants(LowLatencyDispatch, low_latency),
     }
 
 
 def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
     config, threads = kernels.config, 32 * launch.num_warps
-    row = row_constants(config, casts=kernels.casts(args.tokens))
     bulk = {
         "BLOCK_TOKENS": BLOCK_TOKENS,
         "MANY_TOKENS": max(MANY_TOKENS, threads),
         "COUNTS_ALONE": args.step_tokens <= MAX_COUNTED_ALONE,
         "FORWARDED": config.uses_rings,
         "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank),
-        "COUNT_LANES": _count_lanes(config.world_size, threads),
+        "COUNT_LANES": kernels.count_lanes(threads),
         "POISON_LANES": threads,
         "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
     }
     return {
-        "ROW": constants(Row, row | {"BLOCK_WORDS": min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS)}),
-        "LINE": constants(Scales, scale_line(kernels.scale_bytes(args.scales))),
+        "ROW": row_constants(config, casts=kernels.casts(args.tokens)),
+        "LINE": constants(Scales, scale_constants(kernels.scale_bytes(args.scales))),
         "BULK": constants(BulkDispatch, bulk),
     }
-
-
-def _count_lanes(world_size: int, threads: int) -> int:
-    return max(padded(world_size * (world_size + 1)), threads)
 
 
 def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:

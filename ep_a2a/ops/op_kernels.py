@@ -11,6 +11,7 @@ from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import LaunchForm
+from ep_a2a.kernels.layout import padded
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.expert_major import ExpertMajorKernels
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, Stages
+    from ep_a2a.ops.arguments import Stages
+    from ep_a2a.tuning.policy import Launch
     from ep_a2a.tuning.tables import TunedTables
 
 FP8_CAPABILITY = (8, 9)
@@ -92,9 +94,15 @@ class OpKernels:
         self.max_sms = min(filter(None, self._most_sms.values()), default=0)
         self.plans.clear()
 
-    def form(self, stages: Stages, *, has_weights: bool, is_dependent: bool) -> LaunchForm:
+    def form(self, stages: Stages, launch: Launch, *, has_weights: bool) -> LaunchForm:
         """The constants of a launch that does these stages."""
+        is_dependent = launch.dependent and self.can_depend
         return LaunchForm(*map(tl.constexpr, (*stages, has_weights, is_dependent, self.spans)))
+
+    def count_lanes(self, threads: int) -> int:
+        """Lanes of a wait for the counts of all ranks, at least the threads of a program."""
+        world_size = self.config.world_size
+        return max(padded(world_size * (world_size + 1)), threads)
 
     def casts(self, tokens: torch.Tensor) -> bool:
         """Whether a dispatch of these tokens casts them."""
@@ -107,19 +115,6 @@ class OpKernels:
     def result_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of results as kernels take them: as integers, unless they cast them."""
         return rows if self.results.quantized else elements_of(rows, self.results.integers)
-
-    def expand(self, args: DispatchArguments) -> None:
-        """Launches the copy of received rows to a block per expert; only for layout expert_major."""
-        if self.by_expert is not None:
-            has_scales = args.scales is not None or self.config.casts_in_dispatch
-            self.by_expert.expand(args.step_tokens, has_scales)
-
-    def prepare_rows(self, args: CombineArguments) -> None:
-        """Launches what comes before a combine: copies, and the weighed sums of experts' rows in expert_major."""
-        for target, source in args.copies:
-            target.copy_(source)
-        if self.by_expert is not None and args.expert_rows is not None:
-            self.by_expert.reduce(args.expert_rows, args.step_tokens)
 
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launches the count of received slots per local expert into `counts`, int32 [E]."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton.language as tl
 
 from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.constants import Line, NodeSums, Numbering, Ring, Row, constants
+from ep_a2a.kernels.constants import Line, NodeSums, Numbering, Ring, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
 from ep_a2a.kernels.ring_dispatch_kernels import number_rows_kernel
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
 from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
 from ep_a2a.ops.ignored_options import warn_of_warps
-from ep_a2a.ops.row_constants import MANY_TOKENS, MAX_BLOCK_WORDS, row_constants
+from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
 from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
@@ -109,23 +108,17 @@ class RingLaunches:
     @property
     def wait_lanes(self) -> dict[str, int]:
         """Lanes of waits for counts and for the poison word, at least the threads of a program."""
-        count_words = self.config.world_size * (self.config.world_size + 1)
-        return {"COUNT_LANES": max(padded(count_words), THREADS), "POISON_LANES": THREADS}
+        return {"COUNT_LANES": self.kernels.count_lanes(THREADS), "POISON_LANES": THREADS}
 
     def line_constants(self, args: DispatchArguments) -> dict[str, Any]:
         """Of kernels that write or read the lines of tokens."""
         config, rings, casts = self.config, self.rings, self.kernels.casts(args.tokens)
-        row = row_constants(config, casts=casts)
         num_bytes = config.num_scales * config.scale_bytes if casts else self.kernels.scale_bytes(args.scales)
-        # scales that are made here are stored one by one
-        in_words = config.scale_bytes == WORD_BYTES if casts else num_bytes % WORD_BYTES == 0
-        width = num_bytes // WORD_BYTES if in_words else num_bytes
+        # scales that the cast computes are stored one by one
+        scales = scale_constants(num_bytes, by_bytes=casts and config.scale_bytes == 1)
         weights_at = rings.ids_at + config.topk
         rows_at = weights_at + config.topk
-        line = {
-            "SCALE_WIDTH": width,
-            "SCALE_LANES": padded(max(1, width)),
-            "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
+        line = scales | {
             "IDS_AT": rings.ids_at,
             "WEIGHTS_AT": weights_at,
             "ROWS_AT": rows_at,
@@ -133,11 +126,10 @@ class RingLaunches:
             "HAS_WEIGHTS": args.weights is not None,
             "OWN_LINE_EACH": self.holds_a_step or rings.by_host,
         }
-        block_words = min(padded(row["ROW_WORDS"]), MAX_BLOCK_WORDS)
         return {
             "S": self.kernels.shape,
             "R": self.to_experts,
-            "ROW": constants(Row, row | {"BLOCK_WORDS": block_words}),
+            "ROW": row_constants(config, casts=casts),
             "LINE": constants(Line, line),
         }
 

@@ -14,15 +14,14 @@ from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel
 from ep_a2a.kernels.ring_shape import Rings
-from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE
+from ep_a2a.ops.arguments import SEND
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, OFFERING_PROGRAMS_PER_SM, RING_WARPS, RingLaunches
-from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
@@ -63,20 +62,6 @@ class RingEngine(Engine):
         """
         return min(self._ring.rings.num_channels, self._ring.most_programs(CHANNEL_PROGRAMS_PER_SM) or 1)
 
-    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
-        """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
-        for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
-            kernel.run(num_programs, values, self.kernels.device)
-        if stages.receive:
-            self.kernels.expand(args)
-
-    def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
-        """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
-        if stages.send:
-            self.kernels.prepare_rows(args)
-        for kernel, values, num_programs in self._combine_launches(args, stages, wish):
-            kernel.run(num_programs, values, self.kernels.device)
-
     def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         ring = self._ring
         if stages.send:
@@ -84,7 +69,7 @@ class RingEngine(Engine):
             yield from self._put_mirrors(counts=True)
         sends, forwards = stages.send, stages.receive
         if not ring.holds_a_step:
-            sends = forwards = stages.receive
+            sends = stages.receive
         if sends or forwards:
             yield self._exchange(args, stages, sends=sends, forwards=forwards)
         if stages.receive:
@@ -168,15 +153,6 @@ class RingEngine(Engine):
         values = (args.result, ids, *args.biases, kernels.table, args.num_tokens, kernels.config.rank)
         key = "return", combine_form(args)
         return kernels.get(key, make), values, self.num_channel_programs
-
-    def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        config, device = self.kernels.config, self.kernels.device
-        for dispatch in warmup_dispatches(config, device):
-            for kernel, values, _ in self._dispatch_launches(dispatch, stages, NO_WISH):
-                yield kernel, values
-        for combine in warmup_combines(config, device):
-            for kernel, values, _ in self._combine_launches(combine, stages, NO_WISH):
-                yield kernel, values
 
 
 def rows_from_other_nodes(op: EpDispatchCombineOp, num_tokens: int) -> int:

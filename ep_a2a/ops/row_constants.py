@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
 from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES
-from ep_a2a.kernels.constants import Block, ExpertPlacement, Shape
+from ep_a2a.kernels.constants import Block, ExpertPlacement, Row, Shape, constants
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 
 if TYPE_CHECKING:
@@ -43,24 +43,30 @@ def shape_of(config: EpDispatchCombineConfig) -> Shape:
     )
 
 
-def row_constants(config: EpDispatchCombineConfig, *, casts: bool) -> dict[str, Any]:
-    """Fields of Row but BLOCK_WORDS: words of a row on the wire, groups of the fp8 cast (GROUP 0: no cast)."""
+def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: int = 1) -> Row:
+    """The constants of a row on the wire, of which a program moves at least `least_words` words at once."""
     group = 0
     if casts:
         group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
-    return {
-        "ROW_WORDS": config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES,
+    row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
+    values = {
+        "ROW_WORDS": row_words,
+        "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), least_words),
         "GROUP": group,
         "GROUP_LANES": padded(max(1, group)),
         "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
         "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32,
         "BYTE_SCALES": config.scale_bytes == 1,
     }
+    return constants(Row, values)
 
 
-def scale_line(num_bytes: int) -> dict[str, Any]:
-    """Fields of Scales for a row with num_bytes bytes of scales, in words if these are a multiple of a word."""
-    in_words = num_bytes % WORD_BYTES == 0
+def scale_constants(num_bytes: int, *, by_bytes: bool = False) -> dict[str, Any]:
+    """SCALE_WIDTH, SCALE_LANES and SCALE_DTYPE of a row with num_bytes bytes of scales.
+
+    Scales move as words where they fill whole words, unless `by_bytes`.
+    """
+    in_words = num_bytes % WORD_BYTES == 0 and not by_bytes
     width = num_bytes // WORD_BYTES if in_words else num_bytes
     return {
         "SCALE_WIDTH": width,

@@ -19,13 +19,12 @@ from ep_a2a.kernels.staged_kernels import (
     sum_nodes_kernel,
 )
 from ep_a2a.memory.agreement import agreed_error
-from ep_a2a.ops.arguments import NO_WISH, WHOLE
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
 from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, RingLaunches
-from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -75,25 +74,36 @@ class StagedEngine(Engine):
         with self._naming_who_is_gone():
             if stages.send:
                 self._between.require_open()
-                self._run(self._packing(args, wish.block_num))
+                super().dispatch(args, SEND, wish)
                 self._running = self._begin(args.step_tokens, back=False)
             if stages.receive:
                 self._end()
-                self._run(self._forwarding(args, wish.block_num))
-                self.kernels.expand(args)
+                super().dispatch(args, RECEIVE, wish)
 
     def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a combine, or one of its halves, on the current stream; the second half makes its exchange."""
         with self._naming_who_is_gone():
             if stages.send:
-                self.kernels.prepare_rows(args)
-                self._run([self._ring.offering(args, wish.block_num)])
+                super().combine(args, SEND, wish)
             if stages.receive:
                 self._between.require_open()
                 self._run(self._packing_sums(args, wish.block_num))
                 self._running = self._begin(args.step_tokens, back=True)
                 self._end(back=True)
                 self._run(self._adding(args, wish.block_num))
+
+    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+        if stages.send:
+            yield from self._packing(args, wish.block_num)
+        if stages.receive:
+            yield from self._forwarding(args, wish.block_num)
+
+    def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+        if stages.send:
+            yield self._ring.offering(args, wish.block_num)
+        if stages.receive:
+            yield from self._packing_sums(args, wish.block_num)
+            yield from self._adding(args, wish.block_num)
 
     def _run(self, launches: Iterable[Launched]) -> None:
         for kernel, values, num_programs in launches:
@@ -235,14 +245,7 @@ class StagedEngine(Engine):
         return kernel, (self.kernels.table, poison, phase, self.kernels.config.rank), 1
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        config, device = self.kernels.config, self.kernels.device
-        for dispatch in warmup_dispatches(config, device):
-            for kernel, values, _ in (*self._packing(dispatch, -1), *self._forwarding(dispatch, -1)):
-                yield kernel, values
-        for combine in warmup_combines(config, device):
-            sums = (*self._packing_sums(combine, -1), *self._adding(combine, -1))
-            for kernel, values, _ in (self._ring.offering(combine, -1), *sums):
-                yield kernel, values
+        yield from super()._reachable(stages)
         yield self._failing(0, DISPATCH_PHASE)[:2]
 
     def _kernel(

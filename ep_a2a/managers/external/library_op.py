@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.ops.adapter import AdapterOp, RowsBack
-from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
@@ -94,15 +92,6 @@ class LibraryDispatchCombineOp(AdapterOp):
         # None where the library does not say which tokens came
         return DispatchResult(got.tokens, weights, got.scales, cast("torch.Tensor", got.ids), self._total_recv)
 
-    @functools.cached_property
-    def _combine_input(self) -> torch.Tensor:
-        lead = leading_dims(self.config, self.config.max_num_inp_token_per_rank).rows
-        shape = (math.prod(lead), self.config.hidden_dim)
-        return torch.empty(shape, dtype=self.config.combined_dtype, device=self.device)
-
-    def _is_registered(self, rows: torch.Tensor) -> bool:
-        return "_combine_input" in self.__dict__ and rows.data_ptr() == self._combine_input.data_ptr()
-
     def _check_weights(self, weights: torch.Tensor | None) -> None:
         if weights is not None and not self.capabilities.weight_sums:
             raise self._unsupported("sums of weights in combine")
@@ -146,11 +135,6 @@ class LibraryDispatchCombineOp(AdapterOp):
         if "expert_major" not in self.capabilities.layouts:
             raise self._unsupported("layout expert_major")
         return self._expert_recv_count
-
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Rows that combine takes, ordinary memory: [R, H], in layout expert_major [E * R, H], R at M tokens."""
-        self._check_buffer_request(dtype, hidden_dim)
-        return self._combine_input
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """The source of each received row: int32 [total_recv], source rank * (W * M) + token. Synchronises.
