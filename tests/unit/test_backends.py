@@ -272,7 +272,7 @@ def test_our_deep_ep_is_not_deep_ep(monkeypatch):
         assert "own stand-in in this process, ep_a2a.compat.deep_ep" in (library.problem() or "")
     # nor is it measured under the name
     reason = deepep.unavailable(Workload(2, 1, 1), torch.device("cuda"))
-    assert reason == BUFFER.problem()
+    assert (reason or "").startswith(BUFFER.problem() or "?")
 
 
 def test_a_manager_on_our_modules_names_them():

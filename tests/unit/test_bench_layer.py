@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from ep_a2a.commands.bench import flashinfer
+from ep_a2a.commands.bench import deepep, flashinfer
 from ep_a2a.commands.bench.layer import (
     Gate,
     LayerWorkload,
@@ -23,6 +24,7 @@ from ep_a2a.commands.measure.session import Received
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.external.flashinfer import row_alignment
+from ep_a2a.managers.external.libraries import Library
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
 from tests.offline_compile import compile_offline
@@ -155,21 +157,40 @@ def workload(**changes: Any) -> Workload:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"topk": 3}, "top-k"),
-        ({"combine_quant": "fp8_blockwise"}, "no scales"),
+        ({"layout": "expert_major"}, None),
+        ({"topk": 3}, "num_experts_per_token out of 1, 2, 4"),
+        ({"combine_quant": "fp8_blockwise"}, "fp8_direct_cast"),
         ({"combine_quant": "fp8_direct_cast", "dtype": torch.float16}, "bfloat16"),
         ({"routing": "some_dropped"}, "dropped"),
-        ({"num_experts": 3, "topk": 2}, "an expert on each"),
+        ({"num_experts": 3, "topk": 2}, "multiple of 4"),
     ],
 )
 def test_what_flashinfer_cannot_do(changes: dict[str, Any], reason: str | None) -> None:
-    said = flashinfer.refusal(workload(**changes))
+    with mock.patch.object(Library, "problem", return_value=None):
+        said = flashinfer.unavailable(workload(**changes), torch.device("cuda"))
     assert (said is None) == (reason is None)
     assert reason is None or reason in str(said)
 
 
-def test_flashinfer_needs_gpus() -> None:
-    assert flashinfer.unavailable(workload(), torch.device("cpu")) == "needs GPUs"
+@pytest.mark.parametrize(
+    ("changes", "low_latency", "reason"),
+    [
+        ({"num_tokens": 511, "max_num_tokens": 511}, True, None),
+        ({"num_tokens": 512, "max_num_tokens": 512}, True, "at most 511"),
+        ({"num_tokens": 512, "max_num_tokens": 512}, False, None),
+        ({"quant_type": "fp8_per_token"}, False, "fp8_per_1x128"),
+    ],
+)
+def test_what_deepep_cannot_do(changes: dict[str, Any], low_latency: bool, reason: str | None) -> None:
+    with mock.patch.object(Library, "problem", return_value=None):
+        said = deepep.unavailable(replace(workload(), **changes), torch.device("cuda"), low_latency=low_latency)
+    assert (said is None) == (reason is None)
+    assert reason is None or reason in str(said)
+
+
+def test_libraries_need_gpus() -> None:
+    for module in (flashinfer, deepep):
+        assert module.unavailable(workload(), torch.device("cpu")) == "needs GPUs"
 
 
 @pytest.mark.parametrize(("width", "expected"), [(1, 4), (6, 8), (56, 16), (7168, 16)])

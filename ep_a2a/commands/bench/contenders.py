@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ep_a2a.errors import UnknownNameError, UnsupportedError
+from ep_a2a.commands.measure.session import make_config
+from ep_a2a.errors import EpA2AError, UnknownNameError, UnsupportedError, without_section
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     import torch
 
     from ep_a2a.commands.measure.session import Session
     from ep_a2a.commands.measure.workload import Workload
+    from ep_a2a.managers.base import All2AllManagerBase
     from ep_a2a.testing.worker import RankContext
 
 REFERENCE_PUSH = "wire_limit"
@@ -116,18 +117,19 @@ def make_contender(name: str) -> Contender:
     return contender
 
 
-def unavailable_on(device: torch.device, packages: Mapping[str, str]) -> str | None:
-    """Returns why a library for GPUs cannot run on this device: it is no GPU, or a package is missing.
+def library_refusal(manager: type[All2AllManagerBase], workload: Workload, device: torch.device) -> str | None:
+    """Returns why a library cannot run a workload here, as its backend says it; None where it can. Local.
 
-    Args:
-        device: of this rank.
-        packages: what to say where a module is missing, by module.
+    The library chooses the layout of its rows.
     """
     if device.type != "cuda":
         return "needs GPUs"
-    return next((text for module, text in packages.items() if importlib.util.find_spec(module) is None), None)
-
-
-def first_true(reasons: Mapping[str, bool]) -> str | None:
-    """Returns the first reason that applies; None where none does."""
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    library, can = manager.library, manager.capabilities
+    if library is not None and (problem := library.problem()):
+        return f"{problem} ({library.install})"
+    try:
+        config = make_config(replace(workload, layout=can.layouts[0]), 0)
+    except EpA2AError as error:
+        return without_section(str(error))
+    refusal = can.refusal(manager.backend, config, workload.num_nodes)
+    return None if refusal is None else without_section(str(refusal))

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import Contender, first_true, unavailable_on
+from ep_a2a.commands.bench.contenders import Contender, library_refusal
 from ep_a2a.commands.measure.session import InputsRoundTrip
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.deepep import (
-    BUFFER,
-    LOW_LATENCY_MAX_TOKENS,
+    ELASTIC_BUFFER,
+    DeepEPLowLatencyAll2AllManager,
+    DeepEPV2All2AllManager,
     elastic_buffer,
     low_latency_buffer,
     rows_and_scales,
@@ -108,21 +109,8 @@ class _ElasticRoundTrip(_DeepEPRoundTrip):
 
 def unavailable(workload: Workload, device: torch.device, *, low_latency: bool = False) -> str | None:
     """Returns why DeepEP cannot run this workload here; None where it can. low_latency: as `_round_trip`."""
-    takes_workload = workload.dtype == torch.bfloat16 and workload.combine_quant == QuantType.NONE
-    reason = (
-        unavailable_on(device, {"deep_ep": f"deep_ep is not installed: {BUFFER.install}"})
-        or BUFFER.stand_in_problem()
-        or first_true(
-            {
-                "takes bfloat16 tokens and combines bfloat16 rows": not takes_workload,
-                "knows scales per 128 elements only": workload.quant_type == QuantType.FP8_PER_TOKEN,
-                "wants the same number of experts on every rank": workload.num_experts % workload.world_size != 0,
-            }
-        )
-    )
-    if reason is None and _takes_v1(low_latency) and workload.max_num_tokens > LOW_LATENCY_MAX_TOKENS:
-        reason = f"V1's low-latency mode takes at most {LOW_LATENCY_MAX_TOKENS} tokens"
-    return reason
+    manager = DeepEPLowLatencyAll2AllManager if _takes_v1(low_latency) else DeepEPV2All2AllManager
+    return library_refusal(manager, workload, device)
 
 
 def _round_trip(workload: Workload, context: RankContext, *, low_latency: bool = False) -> _DeepEPRoundTrip:
@@ -131,7 +119,7 @@ def _round_trip(workload: Workload, context: RankContext, *, low_latency: bool =
 
 
 def _takes_v1(low_latency: bool) -> bool:
-    return low_latency or not hasattr(importlib.import_module("deep_ep"), "ElasticBuffer")
+    return low_latency or ELASTIC_BUFFER.problem() is not None
 
 
 CONTENDERS = (

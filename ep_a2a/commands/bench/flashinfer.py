@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import Contender, first_true, unavailable_on
+from ep_a2a.commands.bench.contenders import Contender, library_refusal
 from ep_a2a.commands.bench.layer import PAD_ID, layer_over
 from ep_a2a.commands.measure.session import InputsRoundTrip, Received
 from ep_a2a.config import QuantType
-from ep_a2a.managers.external.flashinfer import MAX_RANKS, TOPKS, NVLinkOneSided
+from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, NVLinkOneSided
 
 if TYPE_CHECKING:
     from ep_a2a.commands.measure.workload import Inputs, Workload
@@ -90,25 +90,11 @@ class FlashInferRoundTrip(InputsRoundTrip):
 
 def unavailable(workload: Workload, device: torch.device) -> str | None:
     """Returns why FlashInfer cannot run this workload here; None where it can."""
-    install = "is not installed: pip install flashinfer-python"
-    packages = {"flashinfer": f"flashinfer-python {install}", "tvm_ffi": f"apache-tvm-ffi {install}"}
-    return unavailable_on(device, packages) or refusal(workload)
-
-
-def refusal(workload: Workload) -> str | None:
-    """Returns why the library cannot run the workload, or None."""
     ids = torch.cat([workload.ids(rank) for rank in range(workload.world_size)])
-    casts_back = workload.combine_quant != QuantType.NONE
-    has_experts = workload.world_size <= min(MAX_RANKS, workload.num_experts)
-    return first_true(
-        {
-            f"supports top-k {TOPKS}, not {workload.topk}": workload.topk not in TOPKS,
-            f"needs at most {MAX_RANKS} ranks and an expert on each": not has_experts,
-            "its fp8 combine wire has no scales: fp8_direct_cast": workload.combine_quant == QuantType.FP8_BLOCKWISE,
-            "its fp8 combine wire is for bfloat16 rows": casts_back and workload.dtype != torch.bfloat16,
-            "sends dropped slots to rank 0": bool(((ids < 0) | (ids >= workload.num_experts)).any()),
-        }
-    )
+    refusal = library_refusal(FlashInferOneSidedAll2AllManager, workload, device)
+    if refusal is None and bool(((ids < 0) | (ids >= workload.num_experts)).any()):
+        refusal = "sends dropped slots to rank 0"
+    return refusal
 
 
 CONTENDERS = (Contender("flashinfer", FlashInferRoundTrip, layer_over(FlashInferRoundTrip), unavailable),)
