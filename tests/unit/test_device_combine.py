@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ep_a2a.kernels.constants import Block, Combine, Shape
 from ep_a2a.kernels.layout import Region, padded
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import pause
-from tests.unit.test_device_rows import EMPTY, TOPK, table_of
+from tests.unit.device import EMPTY, shape_of, table_of, untouched
 
 COUNTS = {
     1: [[5], [0]],
@@ -49,26 +50,29 @@ def row_numbers(counts: list[int], *, compact: bool) -> dict[int, tuple[int, int
 
 
 @portable
-def list_units(
-    counts,
-    out,
-    stride,
-    rank,
-    WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    COMPACT: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
-):
+def step_of(table, counts, rank, is_sender, SHAPE: tl.constexpr):
+    lanes = tl.arange(0, SHAPE.WORLD_LANES)
+    vector = tl.load(counts + lanes, mask=lanes < SHAPE.WORLD_SIZE, other=0)
+    return CombineStep(table, rank, 1, 0, STRIDE, SLOTS, vector, False, is_sender, 0)
+
+
+@portable
+def list_units(counts, out, rank, NUM_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
     unit = tl.program_id(0)
-    lanes = tl.arange(0, WORLD_LANES)
-    vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
-    shape = Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT)
-    step = CombineStep(counts, rank, 1, 0, stride, 0, vector, False, True, 0)
-    destination, index, row = unit_of(unit, step, NUM_BLOCKS, shape, OWN_IN_PLACE)
+    step = step_of(counts, counts, rank, True, SHAPE)
+    destination, index, row = unit_of(unit, step, NUM_BLOCKS, SHAPE, OWN_IN_PLACE)
     tl.store(out + unit * 3, destination)
     tl.store(out + unit * 3 + 1, index)
     tl.store(out + unit * 3 + 2, row)
+
+
+def units_of(counts: list[int], rank: int, num_units: int, num_blocks: int, **form: Any) -> list[list[int]]:
+    """(destination, index, row) of the first units."""
+    out = untouched(num_units, 3)
+    if num_units:
+        given = torch.tensor(counts, dtype=torch.int32)
+        list_units.interpret((num_units,), given, out, rank, NUM_BLOCKS=num_blocks, **form)
+    return out.tolist()
 
 
 @SENDS
@@ -80,21 +84,8 @@ def test_units_cover_every_row_once_and_in_its_order(world_size, counts, compact
     num_destinations = max(1, world_size - in_place)
     num_units = max(counts) * num_destinations * num_blocks
     for rank in {0, world_size // 2, world_size - 1}:
-        out = torch.full((max(1, num_units), 3), 77, dtype=torch.int32)
-        if num_units:
-            list_units.interpret(
-                (num_units,),
-                torch.tensor(counts, dtype=torch.int32),
-                out,
-                STRIDE,
-                rank,
-                WORLD_SIZE=world_size,
-                WORLD_LANES=padded(world_size),
-                NUM_BLOCKS=num_blocks,
-                COMPACT=compact,
-                OWN_IN_PLACE=in_place,
-            )
-        units = [tuple(unit) for unit in out[:num_units].tolist()]
+        form = {"SHAPE": shape_of(world_size, compact=compact), "OWN_IN_PLACE": in_place}
+        units = units_of(counts, rank, num_units, num_blocks, **form)
         # a row's blocks follow each other
         assert units == [unit for unit in units[::num_blocks] for _ in range(num_blocks)]
         turns = units[::num_blocks]
@@ -110,42 +101,20 @@ def test_units_cover_every_row_once_and_in_its_order(world_size, counts, compact
         assert len(there) == len(expected)
 
 
-HIDDEN, GROUP, SLOTS = 40, 16, 6
+HIDDEN, GROUP, SLOTS, TOPK = 40, 16, 6, 2
 NUM_BLOCKS = -(-HIDDEN // GROUP)
+BLOCK = Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False)
 
 
 @portable
 def ask_first(
-    rows_in,
-    table,
-    counts,
-    out,
-    values_out,
-    stride,
-    rank,
-    num_senders,
-    WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    COMPACT: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
+    rows_in, table, counts, out, values_out, rank, num_senders, SHAPE: tl.constexpr, OWN_IN_PLACE: tl.constexpr
 ):
     # one program that is none before the senders, and one behind them
-    sender = tl.program_id(0) - 1
-    is_sender = (sender >= 0) & (sender < num_senders)
-    lanes = tl.arange(0, WORLD_LANES)
-    vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
-    aim, _places, values = first_unit(
-        rows_in,
-        CombineStep(table, rank, 1, 0, stride, 0, vector, False, is_sender, 0),
-        Share(sender, num_senders),
-        Shape(WORLD_SIZE, WORLD_LANES, 1, 1, COMPACT),
-        Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
-        OWN_IN_PLACE,
-    )
+    at, sender = tl.program_id(0), tl.program_id(0) - 1
+    step = step_of(table, counts, rank, (sender >= 0) & (sender < num_senders), SHAPE)
+    aim, _places, values = first_unit(rows_in, step, Share(sender, num_senders), SHAPE, BLOCK, OWN_IN_PLACE)
     destination, index, row = aim
-    at = tl.program_id(0)
     tl.store(out + at * 3, destination)
     tl.store(out + at * 3 + 1, index)
     tl.store(out + at * 3 + 2, row)
@@ -187,42 +156,15 @@ def test_the_first_unit_is_the_first_of_the_order(world_size, counts, compact, i
     table = table_of(world_size, combine_memory(world_size))
     num_senders = max(1, max(counts) * world_size * NUM_BLOCKS)
     for rank in {0, world_size - 1}:
-        out = torch.full((num_senders + 2, 3), 77, dtype=torch.int32)
-        values = torch.full((num_senders + 2, GROUP), 77, dtype=torch.int32)
-        ask_first.interpret(
-            (num_senders + 2,),
-            memory,
-            table,
-            torch.tensor(counts, dtype=torch.int32),
-            out,
-            values,
-            STRIDE,
-            rank,
-            num_senders,
-            WORLD_SIZE=world_size,
-            WORLD_LANES=padded(world_size),
-            HIDDEN=HIDDEN,
-            GROUP=GROUP,
-            COMPACT=compact,
-            OWN_IN_PLACE=in_place,
-        )
+        out, values = untouched(num_senders + 2, 3), untouched(num_senders + 2, GROUP)
+        form = {"SHAPE": shape_of(world_size, compact=compact), "OWN_IN_PLACE": in_place}
+        given = torch.tensor(counts, dtype=torch.int32)
+        ask_first.interpret((num_senders + 2,), memory, table, given, out, values, rank, num_senders, **form)
         assert not (values == OUTSIDE).any(), "reads behind the rows"
         assert (values[[0, -1]] == 0).all()
-        units = torch.full((num_senders, 3), 77, dtype=torch.int32)
-        list_units.interpret(
-            (num_senders,),
-            torch.tensor(counts, dtype=torch.int32),
-            units,
-            STRIDE,
-            rank,
-            WORLD_SIZE=world_size,
-            WORLD_LANES=padded(world_size),
-            NUM_BLOCKS=NUM_BLOCKS,
-            COMPACT=compact,
-            OWN_IN_PLACE=in_place,
-        )
-        assert torch.equal(out[1:-1], units)
-        for sender, (source, index, row) in enumerate(units.tolist()):
+        units = units_of(counts, rank, num_senders, NUM_BLOCKS, **form)
+        assert out[1:-1].tolist() == units
+        for sender, (source, index, row) in enumerate(units):
             if index < counts[source]:
                 first = sender % NUM_BLOCKS * GROUP
                 expected = memory[row, first : first + GROUP]
@@ -231,34 +173,10 @@ def test_the_first_unit_is_the_first_of_the_order(world_size, counts, compact, i
 
 
 @portable
-def send_back(
-    rows_in,
-    weights_in,
-    table,
-    counts,
-    stride,
-    slots_per_rank,
-    rank,
-    TOPK: tl.constexpr,
-    TOPK_LANES: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    COMPACT: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
-):
-    sender, num_senders = tl.program_id(0), tl.num_programs(0)
-    lanes = tl.arange(0, WORLD_LANES)
-    vector = tl.load(counts + lanes, mask=lanes < WORLD_SIZE, other=0)
-    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, COMPACT)
-    block = Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False)
-    step = CombineStep(table, rank, 1, 0, stride, slots_per_rank, vector, False, True, 0)
-    share = Share(sender, num_senders)
-    given = Operands(rows_in, weights_in, None, None, None, None)
-    first = first_unit(rows_in, step, share, shape, block, OWN_IN_PLACE)
-    push_results(first, given, step, share, shape, block, HAS_WEIGHTS, OWN_IN_PLACE)
+def send_back(given, table, counts, rank, SHAPE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+    step, share = step_of(table, counts, rank, True, SHAPE), Share(tl.program_id(0), tl.num_programs(0))
+    first = first_unit(given.rows, step, share, SHAPE, BLOCK, OWN_IN_PLACE)
+    push_results(first, given, step, share, SHAPE, BLOCK, HAS_WEIGHTS, OWN_IN_PLACE)
 
 
 @SENDS
@@ -273,25 +191,10 @@ def test_senders_send_every_row_to_its_slot_and_nothing_else(world_size, counts,
         for has_weights in (False, True):
             memory = combine_memory(world_size)
             table = table_of(world_size, memory)
-            send_back.interpret(
-                (num_senders,),
-                rows,
-                weights,
-                table,
-                torch.tensor(counts, dtype=torch.int32),
-                STRIDE,
-                SLOTS,
-                rank,
-                TOPK=TOPK,
-                TOPK_LANES=padded(TOPK),
-                WORLD_SIZE=world_size,
-                WORLD_LANES=padded(world_size),
-                HIDDEN=HIDDEN,
-                GROUP=GROUP,
-                HAS_WEIGHTS=has_weights,
-                COMPACT=compact,
-                OWN_IN_PLACE=in_place,
-            )
+            given = Operands(rows, weights, None, None, None, None)
+            shape, numbers = shape_of(world_size, TOPK, compact=compact), torch.tensor(counts, dtype=torch.int32)
+            form = {"SHAPE": shape, "OWN_IN_PLACE": in_place, "HAS_WEIGHTS": has_weights}
+            send_back.interpret((num_senders,), given, table, numbers, rank, **form)
             expected = combine_memory(world_size)
             for row, (source, index) in row_numbers(counts, compact=compact).items():
                 if not (in_place and source == rank):
@@ -306,26 +209,15 @@ def test_senders_send_every_row_to_its_slot_and_nothing_else(world_size, counts,
 
 
 @portable
-def look_scaled(
-    rows,
-    scales,
-    slots_in,
-    missing_out,
-    total_out,
-    WIDTH: tl.constexpr,
-    GROUPS_LANES: tl.constexpr,
-    GROUP: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-):
+def look_scaled(places, slots_in, missing_out, total_out, BLOCK: tl.constexpr):
     slots = ()
-    for peer in tl.static_range(WORLD_SIZE):
+    for peer in tl.static_range(3):
         slots = slots + (tl.load(slots_in + peer),)  # noqa: RUF005
-    block = Block(WIDTH, GROUPS_LANES, GROUP, tl.uint8, tl.float8e4nv, True, True)
-    shape = Shape(WORLD_SIZE, WORLD_SIZE, 1, 1, False)
-    seen = read_block(ReturnPlaces(rows, scales, rows), slots, rows, 0, 0, shape, block, False)
-    missing, total = judge_block(seen, slots, 0, 0, shape, block, False)
+    shape = Shape(3, 3, 1, 1, False)
+    seen = read_block(places, slots, places.rows, 0, 0, shape, BLOCK, False)
+    missing, total = judge_block(seen, slots, 0, 0, shape, BLOCK, False)
     tl.store(missing_out, missing)
-    where = tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    where = tl.arange(0, BLOCK.GROUPS_LANES)[:, None] * BLOCK.GROUP + tl.arange(0, BLOCK.GROUP)[None, :]
     tl.store(total_out + where, total)
 
 
@@ -334,24 +226,15 @@ def test_a_row_with_scales_has_arrived_with_the_last_of_them(num_groups):
     """A scale is read once for the verdict and for the product; a token's rows come from some ranks only."""
     group, world_size = 8, 3
     width = num_groups * group
+    block = Block(width, padded(num_groups), group, tl.uint8, tl.float8e4nv, True, True)
     codes = torch.randint(0, 0x7F, (world_size, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scales = torch.rand(world_size, num_groups, generator=torch.Generator().manual_seed(2)) + 0.5
     slots = torch.tensor([2, -1, 0], dtype=torch.int32)
 
     def seen(rows: torch.Tensor, scale_bits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        missing, total = torch.full((1,), 77, dtype=torch.int32), torch.zeros(padded(num_groups), group)
-        look_scaled.interpret(
-            (1,),
-            rows,
-            scale_bits,
-            slots,
-            missing,
-            total,
-            WIDTH=width,
-            GROUPS_LANES=padded(num_groups),
-            GROUP=group,
-            WORLD_SIZE=world_size,
-        )
+        missing, total = untouched(1), torch.zeros(padded(num_groups), group)
+        places = ReturnPlaces(rows, scale_bits, rows)
+        look_scaled.interpret((1,), places, slots, missing, total, BLOCK=block)
         return int(missing), total.flatten()[:width]
 
     bits = scales.view(torch.int32)
@@ -376,41 +259,18 @@ def test_a_row_with_scales_has_arrived_with_the_last_of_them(num_groups):
 # --- adding what comes back ---
 
 RANK, RANKS, TOKENS = 1, 3, 5
+# rows of other ranks' tokens lie before this rank's own
+FIRST_OWN_ROW = 2
 # which token goes where: to all, to one, to nobody, to this rank alone
 GOES = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 0]], dtype=torch.bool)
 
 
 @portable
-def add(
-    rows_in,
-    weights_in,
-    result,
-    table,
-    num_tokens,
-    first_own_row,
-    slots_per_rank,
-    rank,
-    poison_out,
-    TOPK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
-    READ_AHEAD: tl.constexpr,
-):
+def add(given, step, poison_out, HAS_WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
     receiver, num_receivers = tl.program_id(0), tl.num_programs(0)
-    poison = add_results(
-        Operands(rows_in, weights_in, result, rows_in, None, None),
-        CombineStep(table, rank, 1, num_tokens, 0, slots_per_rank, 0, False, False, 0),
-        Share(receiver, num_receivers),
-        first_own_row,
-        Shape(WORLD_SIZE, WORLD_SIZE, TOPK, TOPK, False),
-        Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False),
-        Block(TOPK, 1, TOPK, tl.int32, tl.float32, False, False),
-        Combine(tl.float32, False, OWN_IN_PLACE, READ_AHEAD),
-        HAS_WEIGHTS,
-    )
+    shape, weights = Shape(RANKS, RANKS, TOPK, TOPK, False), Block(TOPK, 1, TOPK, tl.int32, tl.float32, False, False)
+    share = Share(receiver, num_receivers)
+    poison = add_results(given, step, share, FIRST_OWN_ROW, shape, BLOCK, weights, COMBINE, HAS_WEIGHTS)
     tl.store(poison_out + receiver, poison)
 
 
@@ -435,16 +295,14 @@ def test_rows_are_added_when_they_have_come_and_left_empty(
         Region.POISON: torch.zeros(1, dtype=torch.int32),
         Region.LIMITS: torch.tensor([10**15] * 2),
     }
-    # rows of other ranks' tokens lie before this rank's own
-    first_own_row = 2
-    rows_in = torch.full((first_own_row + TOKENS, HIDDEN), 77.0)
-    weights_in = torch.full((first_own_row + TOKENS, TOPK), 77.0)
+    rows_in = torch.full((FIRST_OWN_ROW + TOKENS, HIDDEN), 77.0)
+    weights_in = torch.full((FIRST_OWN_ROW + TOKENS, TOPK), 77.0)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for token, peer in GOES.nonzero().tolist():
         index = int(indices[token, peer])
         if in_place and peer == RANK:
-            rows_in[first_own_row + index] = sent[peer, token]
-            weights_in[first_own_row + index] = sent_weights[peer, token]
+            rows_in[FIRST_OWN_ROW + index] = sent[peer, token]
+            weights_in[FIRST_OWN_ROW + index] = sent_weights[peer, token]
             continue
         slot, bits = peer * SLOTS + index, sent[peer, token].view(torch.int32)
         row, weights = memory[Region.COMBINE_ROWS][slot], memory[Region.COMBINE_WEIGHTS][slot]
@@ -469,28 +327,13 @@ def test_rows_are_added_when_they_have_come_and_left_empty(
     while parts and seed == 0:
         next_part()
     monkeypatch.setitem(pause.__dict__, "python", next_part)
-    result, poison = torch.full((TOKENS, HIDDEN), 77.0), torch.full((num_receivers,), 77, dtype=torch.int32)
+    result, poison = torch.full((TOKENS, HIDDEN), 77.0), untouched(num_receivers)
     given = rows_in.clone()
     table = table_of(RANKS, {(region, RANK): each for region, each in memory.items()})
-    add.interpret(
-        (num_receivers,),
-        rows_in.view(torch.int32),
-        weights_in.view(torch.int32),
-        result,
-        table,
-        TOKENS,
-        first_own_row,
-        SLOTS,
-        RANK,
-        poison,
-        TOPK=TOPK,
-        WORLD_SIZE=RANKS,
-        HIDDEN=HIDDEN,
-        GROUP=GROUP,
-        HAS_WEIGHTS=has_weights,
-        OWN_IN_PLACE=in_place,
-        READ_AHEAD=ahead,
-    )
+    operands = Operands(rows_in.view(torch.int32), weights_in.view(torch.int32), result, rows_in, None, None)
+    step = CombineStep(table, RANK, 1, TOKENS, 0, SLOTS, 0, False, False, 0)
+    kind = Combine(tl.float32, False, in_place, ahead)
+    add.interpret((num_receivers,), operands, step, poison, HAS_WEIGHTS=has_weights, COMBINE=kind)
     assert parts == []
     assert not poison.any()
     for got, values in ((result, sent), (memory[Region.RESULT_WEIGHTS], sent_weights)):

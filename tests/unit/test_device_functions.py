@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE, MAX_TOKENS_PER_RANK
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
-from ep_a2a.kernels.constants import ExpertPlacement, Shape
+from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -45,6 +45,7 @@ from ep_a2a.kernels.routing_kernels import (
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
+from tests.unit.device import as_int32, shape_of, table_of, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,21 +71,16 @@ ALL_BF16 = floats_of(torch.arange(1 << 16) << 16)
 
 
 @portable
-def cast_by_integers(values, out, BLOCK: tl.constexpr):
+def cast(values, out, BY_INTEGERS: tl.constexpr):
     where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + where, e4m3_bits_by_integers(tl.load(values + where)))
+    value = tl.load(values + where)
+    tl.store(out + where, e4m3_bits_by_integers(value) if BY_INTEGERS else e4m3_bits(value))
 
 
-@portable
-def cast(values, out, BLOCK: tl.constexpr):
-    where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + where, e4m3_bits(tl.load(values + where)))
-
-
-def e4m3_of(values: torch.Tensor, kernel: Any = cast_by_integers) -> torch.Tensor:
+def e4m3_of(values: torch.Tensor, *, by_integers: bool = True) -> torch.Tensor:
     padded = padded_to_block(values)
     out = torch.zeros(padded.shape, dtype=torch.uint8)
-    kernel.interpret((padded.numel() // BLOCK,), padded, out, BLOCK=BLOCK)
+    cast.interpret((padded.numel() // BLOCK,), padded, out, BY_INTEGERS=by_integers)
     return out[: values.numel()]
 
 
@@ -109,7 +105,7 @@ def nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
 def test_e4m3_of_all_bf16_patterns():
     expected = nearest_e4m3(ALL_BF16)
     assert torch.equal(e4m3_of(ALL_BF16), expected)
-    assert torch.equal(e4m3_of(ALL_BF16, cast), expected)
+    assert torch.equal(e4m3_of(ALL_BF16, by_integers=False), expected)
     assert torch.equal(fp32_to_e4m3_bits(ALL_BF16), expected)
 
 
@@ -149,10 +145,8 @@ def test_e4m3_of_random_patterns():
 
 
 @portable
-def quantize_rows(
-    values, bits_out, scales_out, GROUPS: tl.constexpr, ELEMENTS: tl.constexpr, POWERS_OF_TWO: tl.constexpr
-):
-    groups = tl.arange(0, GROUPS)
+def quantize_rows(values, bits_out, scales_out, ELEMENTS: tl.constexpr, POWERS_OF_TWO: tl.constexpr):
+    groups = tl.arange(0, 32)
     where = groups[:, None] * ELEMENTS + tl.arange(0, ELEMENTS)[None, :]
     bits, scale_bits = quantize_tile(tl.load(values + where), POWERS_OF_TWO)
     tl.store(bits_out + where, bits)
@@ -188,8 +182,7 @@ def test_quantised_tiles_equal_the_reference(num_elements, scale_format):
     rows = unusual_rows(num_elements) if num_elements > 1 else torch.randn(32, 1)
     bits = torch.zeros(rows.shape, dtype=torch.uint8)
     scales = torch.zeros(32, dtype=torch.int32)
-    constants = {"GROUPS": 32, "ELEMENTS": num_elements, "POWERS_OF_TWO": scale_format == "ue8m0"}
-    quantize_rows.interpret((1,), rows, bits, scales, **constants)
+    quantize_rows.interpret((1,), rows, bits, scales, ELEMENTS=num_elements, POWERS_OF_TWO=scale_format == "ue8m0")
     expected, expected_scales = quantize_groups(rows, scale_format)
     assert torch.equal(bits, expected.view(torch.uint8))
     if scale_format == "ue8m0":
@@ -203,7 +196,7 @@ def test_quantised_tiles_equal_the_reference(num_elements, scale_format):
 
 
 @portable
-def round_values(values, out, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def round_values(values, out, DTYPE: tl.constexpr):
     where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + where, round_to(tl.load(values + where), DTYPE))
 
@@ -211,7 +204,7 @@ def round_values(values, out, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 def rounded(values: torch.Tensor, dtype: torch.dtype, triton_dtype: Any) -> torch.Tensor:
     padded = padded_to_block(values)
     out = torch.zeros(padded.shape, dtype=dtype)
-    round_values.interpret((padded.numel() // BLOCK,), padded, out, DTYPE=triton_dtype, BLOCK=BLOCK)
+    round_values.interpret((padded.numel() // BLOCK,), padded, out, DTYPE=triton_dtype)
     return out[: values.numel()]
 
 
@@ -251,8 +244,8 @@ EXPERTS_AND_WORLDS = [(60, 8), (3, 5), (1, 1), (8, 8), (256, 8), (7, 3), (100, 7
 
 
 @portable
-def owners_of(ids, out, OWNERS: tl.constexpr, LANES: tl.constexpr):
-    lanes = tl.arange(0, LANES)
+def owners_of(ids, out, OWNERS: tl.constexpr):
+    lanes = tl.arange(0, 512)
     tl.store(out + lanes, owner_of(tl.load(ids + lanes), OWNERS))
 
 
@@ -261,23 +254,17 @@ def test_owners(num_experts, world_size):
     edge = [-1, -2, INT_MIN, INT_MIN + 1, INT_MAX, INT_MAX - 1, num_experts, num_experts + 1, -num_experts]
     ids = torch.tensor([*range(num_experts), *edge], dtype=torch.int32)
     ids = torch.cat([ids, torch.full((512 - len(ids),), -1, dtype=torch.int32)])
-    out = torch.full((512,), 77, dtype=torch.int32)
-    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, world_size), LANES=512)
+    out = untouched(512)
+    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, world_size))
     assert torch.equal(out, owner_of_experts(ids, num_experts, world_size))
     assert (out[num_experts:] == -1).all()
     assert out[:num_experts].min() >= 0
 
 
-def topk_shapes(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, int]:
-    """The constants that most helpers take."""
-    owners = ExpertPlacement(num_experts, world_size)
-    return {
-        "TOPK": topk,
-        "OWNERS": owners,
-        "WORLD_SIZE": world_size,
-        "COUNT_BITS": bits,
-        "WORLD_LANES": padded(world_size),
-    }
+def form_of(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, Any]:
+    """The constants that most kernels here take."""
+    shape = shape_of(world_size, topk)
+    return {"SHAPE": shape, "OWNERS": ExpertPlacement(num_experts, world_size), "BITS": bits}
 
 
 def experts_of(routing: str, num_tokens: int, topk: int, num_experts: int, world_size: int) -> torch.Tensor:
@@ -292,18 +279,13 @@ FIELDS = [(*world, bits) for world in WORLDS for bits in (8, 16, 32)]
 
 
 @portable
-def add(
-    left, right, words_out, sums_out, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr
-):
-    lanes = tl.arange(0, WORLD_LANES)
-    pair = (
-        packed(tl.load(left + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS),
-        packed(tl.load(right + lanes), WORLD_SIZE, WORLD_LANES, COUNT_BITS),
-    )
-    total = plus(pair[0], pair[1], WORLD_SIZE, COUNT_BITS)
-    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
+def add(left, right, words_out, sums_out, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    one = packed(tl.load(left + lanes), WORLD_SIZE, LANES, BITS)
+    total = plus(one, packed(tl.load(right + lanes), WORLD_SIZE, LANES, BITS), WORLD_SIZE, BITS)
+    for word in tl.static_range((WORLD_SIZE * BITS + 63) // 64):
         tl.store(words_out + word, total[word])
-    tl.store(sums_out + lanes, field_of(total, lanes, WORLD_SIZE, COUNT_BITS))
+    tl.store(sums_out + lanes, field_of(total, lanes, WORLD_SIZE, BITS))
 
 
 def as_words(counts: list[int], bits: int) -> list[int]:
@@ -318,8 +300,8 @@ def check_sum(left: list[int], right: list[int], bits: int) -> None:
     pair = [torch.tensor([*counts, *[0] * (lanes - world_size)], dtype=torch.int32) for counts in (left, right)]
     expected = [a + b for a, b in zip(left, right)]
     words = torch.full((len(as_words(expected, bits)),), 77, dtype=torch.int64)
-    sums = torch.full((lanes,), 77, dtype=torch.int32)
-    add.interpret((1,), *pair, words, sums, WORLD_SIZE=world_size, WORLD_LANES=lanes, COUNT_BITS=bits)
+    sums = untouched(lanes)
+    add.interpret((1,), *pair, words, sums, WORLD_SIZE=world_size, LANES=lanes, BITS=bits)
     assert words.tolist() == as_words(expected, bits)
     assert sums.tolist() == [*expected, *[0] * (lanes - world_size)]
 
@@ -350,28 +332,16 @@ def test_the_field_with_the_sign_of_its_word_counts_on(rank, bits, counts, more_
 
 
 @portable
-def fields_of_all(
-    ids,
-    num_tokens,
-    before_out,
-    own_out,
-    TOPK: tl.constexpr,
-    TOPK_LANES: tl.constexpr,
-    OWNERS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
-):
-    lanes, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
-    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, False)
-    going = fields_of_tokens(ids, num_tokens, shape, OWNERS, TOKENS, COUNT_BITS)
+def fields_of_all(ids, num_tokens, before_out, own_out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, BITS: tl.constexpr):
+    lanes, at = tl.arange(0, SHAPE.WORLD_LANES), tl.arange(0, SHAPE.TOPK_LANES)
+    going = fields_of_tokens(ids, num_tokens, SHAPE, OWNERS, 16, BITS)
     for token in range(num_tokens + 1):
-        before = fields_before(going, token, WORLD_SIZE, TOKENS, COUNT_BITS)
-        tl.store(before_out + token * WORLD_LANES + lanes, field_of(before, lanes, WORLD_SIZE, COUNT_BITS))
-        token_ids = tl.load(ids + token * TOPK + at, mask=(at < TOPK) & (at * 0 + token < num_tokens), other=-1)
-        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-        tl.store(own_out + token * WORLD_LANES + lanes, field_of(own, lanes, WORLD_SIZE, COUNT_BITS))
+        before = fields_before(going, token, SHAPE.WORLD_SIZE, 16, BITS)
+        tl.store(before_out + token * SHAPE.WORLD_LANES + lanes, field_of(before, lanes, SHAPE.WORLD_SIZE, BITS))
+        is_id = (at < SHAPE.TOPK) & (at * 0 + token < num_tokens)
+        token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=is_id, other=-1)
+        own = fields_of_token(token_ids, OWNERS, SHAPE.WORLD_SIZE, BITS)
+        tl.store(own_out + token * SHAPE.WORLD_LANES + lanes, field_of(own, lanes, SHAPE.WORLD_SIZE, BITS))
 
 
 def check_fields(ids: torch.Tensor, num_tokens: int, num_experts: int, world_size: int, bits: int) -> None:
@@ -379,17 +349,8 @@ def check_fields(ids: torch.Tensor, num_tokens: int, num_experts: int, world_siz
     lanes, topk = padded(world_size), ids.shape[1]
     mask = torch.zeros(num_tokens + 1, lanes, dtype=torch.int32)
     mask[:num_tokens, :world_size] = destination_mask(ids[:num_tokens], num_experts, world_size)
-    before, own = torch.full((2, num_tokens + 1, lanes), 77, dtype=torch.int32)
-    fields_of_all.interpret(
-        (1,),
-        ids,
-        num_tokens,
-        before,
-        own,
-        TOPK_LANES=padded(topk),
-        TOKENS=16,
-        **topk_shapes(topk, num_experts, world_size, bits),
-    )
+    before, own = untouched(2, num_tokens + 1, lanes)
+    fields_of_all.interpret((1,), ids, num_tokens, before, own, **form_of(topk, num_experts, world_size, bits))
     assert torch.equal(before, (mask.cumsum(0) - mask).to(torch.int32))
     assert torch.equal(own, mask)
 
@@ -424,27 +385,15 @@ def test_a_rank_is_named_once_or_not_at_all(world_size, num_experts, bits):
 
 
 @portable
-def count(
-    ids,
-    first,
-    last,
-    out,
-    TOPK: tl.constexpr,
-    OWNERS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
-):
-    lanes = tl.arange(0, WORLD_LANES)
-    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK, False)
-    counts = count_rows(ids, first, last, shape, OWNERS, TOKENS, COUNT_BITS)
-    tl.store(out + lanes, field_of(counts, lanes, WORLD_SIZE, COUNT_BITS))
+def count(ids, first, last, out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr):
+    lanes = tl.arange(0, SHAPE.WORLD_LANES)
+    counts = count_rows(ids, first, last, SHAPE, OWNERS, TOKENS, BITS)
+    tl.store(out + lanes, field_of(counts, lanes, SHAPE.WORLD_SIZE, BITS))
 
 
-def counted(ids: torch.Tensor, first: int, last: int, tokens: int, **constants: int) -> list[int]:
-    out = torch.full((constants["WORLD_LANES"],), 77, dtype=torch.int32)
-    count.interpret((1,), ids, first, last, out, TOKENS=tokens, **constants)
+def counted(ids: torch.Tensor, first: int, last: int, tokens: int, **form: Any) -> list[int]:
+    out = untouched(form["SHAPE"].WORLD_LANES)
+    count.interpret((1,), ids, first, last, out, TOKENS=tokens, **form)
     return out.tolist()
 
 
@@ -455,18 +404,18 @@ def test_counts_are_sums_of_the_mask(topk, routing, world_size, num_experts, bit
     num_tokens = 37
     ids = experts_of(routing, num_tokens, topk, num_experts, world_size)
     mask = destination_mask(ids, num_experts, world_size)
-    constants = topk_shapes(topk, num_experts, world_size, bits)
-    nothing = [0] * (constants["WORLD_LANES"] - world_size)
+    form = form_of(topk, num_experts, world_size, bits)
+    nothing = [0] * (form["SHAPE"].WORLD_LANES - world_size)
     for first, last, tokens in ((5, num_tokens, 8), (0, num_tokens, 64), (12, 18, 8), (3, 35, 16), (9, 9, 8)):
-        assert counted(ids, first, last, tokens, **constants) == mask[first:last].sum(0).tolist() + nothing
+        assert counted(ids, first, last, tokens, **form) == mask[first:last].sum(0).tolist() + nothing
 
 
 def test_counts_do_not_read_beyond_the_range():
     """Behind the last token lie others, or nothing that may be read; before the first lie those of other programs."""
     ids = torch.tensor([[0], [1], [0], [1], [1]], dtype=torch.int32)
     for tokens in (1, 2, 8):
-        assert counted(ids, 2, 4, tokens, **topk_shapes(1, 2, 2, 8)) == [1, 1]
-        assert counted(ids, 4, 2, tokens, **topk_shapes(1, 2, 2, 8)) == [0, 0]
+        assert counted(ids, 2, 4, tokens, **form_of(1, 2, 2, 8)) == [1, 1]
+        assert counted(ids, 4, 2, tokens, **form_of(1, 2, 2, 8)) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -477,9 +426,9 @@ def test_counts_do_not_read_beyond_the_range():
 def test_as_many_tokens_as_their_bits_allow(num_tokens, tokens, world_size, rank):
     """All to one rank: the fields of ranks 3 and 7 hold the sign of their words where they have 16 and 8 bits."""
     ids = torch.full((num_tokens, 1), rank, dtype=torch.int32)
-    constants = topk_shapes(1, world_size, world_size, count_bits(num_tokens))
-    expected = [num_tokens * (lane == rank) for lane in range(constants["WORLD_LANES"])]
-    assert counted(ids, 0, num_tokens, tokens, **constants) == expected
+    form = form_of(1, world_size, world_size, count_bits(num_tokens))
+    expected = [num_tokens * (lane == rank) for lane in range(form["SHAPE"].WORLD_LANES)]
+    assert counted(ids, 0, num_tokens, tokens, **form) == expected
 
 
 @pytest.mark.parametrize(
@@ -492,27 +441,16 @@ def test_bits_of_a_field_hold_the_largest_count(most, bits):
 
 @portable
 def record(
-    routes,
-    sent_ids,
-    ids,
-    first,
-    last,
-    next_rows,
-    TOPK: tl.constexpr,
-    TOPK_LANES: tl.constexpr,
-    OWNERS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
+    routes, sent_ids, ids, first, last, next_rows, SHAPE: tl.constexpr, OWNERS: tl.constexpr, BITS: tl.constexpr
 ):
-    at = tl.arange(0, TOPK_LANES)
-    before = packed(tl.load(next_rows + tl.arange(0, WORLD_LANES)), WORLD_SIZE, WORLD_LANES, COUNT_BITS)
+    at = tl.arange(0, SHAPE.TOPK_LANES)
+    counts = tl.load(next_rows + tl.arange(0, SHAPE.WORLD_LANES))
+    before = packed(counts, SHAPE.WORLD_SIZE, SHAPE.WORLD_LANES, BITS)
     for token in range(first, last):
-        token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
-        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-        shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, False)
-        record_route(routes, sent_ids, token_ids, token, before, own, shape, COUNT_BITS)
-        before = plus(before, own, WORLD_SIZE, COUNT_BITS)
+        token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
+        own = fields_of_token(token_ids, OWNERS, SHAPE.WORLD_SIZE, BITS)
+        record_route(routes, sent_ids, token_ids, token, before, own, SHAPE, BITS)
+        before = plus(before, own, SHAPE.WORLD_SIZE, BITS)
 
 
 @pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
@@ -522,14 +460,14 @@ def test_routes_are_cumulative_sums_of_the_mask(topk, routing, world_size, num_e
     num_tokens = 9
     ids = experts_of(routing, num_tokens, topk, num_experts, world_size)
     mask = destination_mask(ids, num_experts, world_size)
-    constants = topk_shapes(topk, num_experts, world_size, bits) | {"TOPK_LANES": padded(topk)}
+    form = form_of(topk, num_experts, world_size, bits)
     most = min(2**bits - 1, INT_MAX) - num_tokens
-    next_rows = (torch.arange(constants["WORLD_LANES"]) * 9973 % most).to(torch.int32)
+    next_rows = (torch.arange(form["SHAPE"].WORLD_LANES) * 9973 % most).to(torch.int32)
     next_rows[world_size // 2 : world_size] = most
     for first, last in ((0, num_tokens), (5, 7), (4, 4)):
-        routes = torch.full((num_tokens, world_size), 77, dtype=torch.int32)
+        routes = untouched(num_tokens, world_size)
         sent_ids = torch.full_like(ids, 77)
-        record.interpret((1,), routes, sent_ids, ids, first, last, next_rows, **constants)
+        record.interpret((1,), routes, sent_ids, ids, first, last, next_rows, **form)
         rows = next_rows[:world_size] + mask[first:last].cumsum(0) - 1
         expected, expected_ids = torch.full_like(routes, 77), torch.full_like(ids, 77)
         expected[first:last] = torch.where(mask[first:last], rows, -1).to(torch.int32)
@@ -539,10 +477,6 @@ def test_routes_are_cumulative_sums_of_the_mask(topk, routing, world_size, num_e
 
 
 # --- epochs and flags ---
-
-
-def as_int32(value: int) -> int:
-    return (value + 2**31) % 2**32 - 2**31
 
 
 @portable
@@ -558,7 +492,7 @@ def table_of_one_rank(steps: list[int]) -> torch.Tensor:
 
 
 def begun(steps: list[int], stage: int) -> list[int]:
-    table, out = table_of_one_rank(steps), torch.full((2,), 77, dtype=torch.int32)
+    table, out = table_of_one_rank(steps), untouched(2)
     before = table.clone()
     begin.interpret((1,), table, out, STAGE=stage)
     assert torch.equal(table, before)
@@ -621,8 +555,8 @@ def test_a_counter_moves_on_once_for_a_launch(num_programs, done):
 
 
 @portable
-def flag_words(payloads, epochs, words_out, payloads_out, epochs_out, LANES: tl.constexpr):
-    lanes = tl.arange(0, LANES)
+def flag_words(payloads, epochs, words_out, payloads_out, epochs_out):
+    lanes = tl.arange(0, 128)
     words = flagged(tl.load(payloads + lanes), tl.load(epochs + lanes))
     tl.store(words_out + lanes, words)
     tl.store(payloads_out + lanes, payload_of(words))
@@ -634,16 +568,16 @@ def test_flagged_words_carry_any_payload_and_any_epoch():
     pairs = torch.tensor([(a, b) for a in values for b in values] + [(0, 0)] * 47, dtype=torch.int32)
     payloads, epochs = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
     words = torch.zeros(128, dtype=torch.int64)
-    payloads_out, epochs_out = torch.full((2, 128), 77, dtype=torch.int32)
-    flag_words.interpret((1,), payloads, epochs, words, payloads_out, epochs_out, LANES=128)
+    payloads_out, epochs_out = untouched(2, 128)
+    flag_words.interpret((1,), payloads, epochs, words, payloads_out, epochs_out)
     assert torch.equal(payloads_out, payloads)
     assert torch.equal(epochs_out, epochs)
     assert len(set(words.tolist())) == len(set(map(tuple, pairs.tolist())))
 
 
 @portable
-def without_empty(values, out, LANES: tl.constexpr):
-    lanes = tl.arange(0, LANES)
+def without_empty(values, out):
+    lanes = tl.arange(0, 2**16)
     tl.store(out + lanes, never_empty(tl.load(values + lanes)))
 
 
@@ -653,7 +587,7 @@ def test_only_the_nan_with_all_bits_set_is_replaced(dtype):
     patterns = torch.arange(-(2**15), 2**15).to(kind)
     patterns[0], patterns[1] = torch.iinfo(kind).min, torch.iinfo(kind).max
     out = torch.zeros_like(patterns)
-    without_empty.interpret((1,), patterns, out, LANES=2**16)
+    without_empty.interpret((1,), patterns, out)
     is_empty = patterns == -1
     assert torch.equal(out[~is_empty], patterns[~is_empty])
     assert (out != -1).all()
@@ -661,8 +595,8 @@ def test_only_the_nan_with_all_bits_set_is_replaced(dtype):
 
 
 @portable
-def lateness(flags, epoch_word, out, PRESENT: tl.constexpr, LANES: tl.constexpr, ORDERS: tl.constexpr):
-    lanes = tl.arange(0, LANES)
+def lateness(flags, epoch_word, out, PRESENT: tl.constexpr, ORDERS: tl.constexpr):
+    lanes = tl.arange(0, 8)
     tl.store(out + lanes, late_lanes(flags + lanes, tl.load(epoch_word), lanes < PRESENT, ORDERS))
 
 
@@ -677,31 +611,29 @@ def test_flags_are_compared_by_wrapping_difference(epoch, orders):
     after = 1 if epoch == 2**32 - 1 else epoch + 1
     seen = [before, epoch, after, epoch - 2**30, epoch + 2**30, epoch - 2**31 + 1]
     flags = torch.tensor([as_int32(value) for value in (*seen, before, before)], dtype=torch.int32)
-    out = torch.full((8,), 77, dtype=torch.int32)
+    out = untouched(8)
     word = torch.tensor([as_int32(epoch)], dtype=torch.int32)
-    untouched = flags.clone()
+    given = flags.clone()
     # lanes 6 and 7 are not there: whatever lies behind the flags does not count
-    lateness.interpret((1,), flags, word, out, PRESENT=6, LANES=8, ORDERS=orders)
+    lateness.interpret((1,), flags, word, out, PRESENT=6, ORDERS=orders)
     assert out.tolist() == [1, 0, 0, 1, 0, 1, 0, 0]
-    assert torch.equal(flags, untouched)
+    assert torch.equal(flags, given)
 
 
 @ORDERS
 @pytest.mark.parametrize("epoch", [1, 2**30])
 def test_a_flag_that_nobody_has_written_is_late(epoch, orders):
-    flags, out = torch.zeros(8, dtype=torch.int32), torch.full((8,), 77, dtype=torch.int32)
-    lateness.interpret((1,), flags, torch.tensor([epoch], dtype=torch.int32), out, PRESENT=3, LANES=8, ORDERS=orders)
+    flags, out = torch.zeros(8, dtype=torch.int32), untouched(8)
+    lateness.interpret((1,), flags, torch.tensor([epoch], dtype=torch.int32), out, PRESENT=3, ORDERS=orders)
     assert out.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 @portable
-def post_and_wait(
-    table, out, REGION: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, ORDERS: tl.constexpr
-):
-    rank, epoch = tl.program_id(0), -5
-    post_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS)
-    if rank == WORLD_SIZE - 1:
-        tl.store(out, wait_all(table, REGION, epoch, rank, WORLD_SIZE, LANES, ORDERS, 1))
+def post_and_wait(table, out, SHAPE: tl.constexpr, ORDERS: tl.constexpr):
+    rank, epoch, region = tl.program_id(0), -5, Region.COMBINE_FLAGS.value
+    post_all(table, region, epoch, rank, SHAPE.WORLD_SIZE, SHAPE.WORLD_LANES, ORDERS)
+    if rank == SHAPE.WORLD_SIZE - 1:
+        tl.store(out, wait_all(table, region, epoch, rank, SHAPE.WORLD_SIZE, SHAPE.WORLD_LANES, ORDERS, 1))
 
 
 @ORDERS
@@ -709,19 +641,9 @@ def post_and_wait(
 def test_a_post_reaches_every_peer_once(world_size, orders):
     """Each program is a rank that posts; the last one then finds all of them."""
     flags = torch.full((world_size, world_size + 1), -6, dtype=torch.int32)
-    table = torch.zeros(len(Region) * world_size, dtype=torch.int64)
-    for peer in range(world_size):
-        table[Region.COMBINE_FLAGS * world_size + peer] = flags[peer].data_ptr()
-    out = torch.full((1,), 77, dtype=torch.int32)
-    post_and_wait.interpret(
-        (world_size,),
-        table,
-        out,
-        REGION=Region.COMBINE_FLAGS.value,
-        WORLD_SIZE=world_size,
-        LANES=padded(world_size),
-        ORDERS=orders,
-    )
+    table = table_of(world_size, {(Region.COMBINE_FLAGS, peer): flags[peer] for peer in range(world_size)})
+    out = untouched(1)
+    post_and_wait.interpret((world_size,), table, out, SHAPE=shape_of(world_size), ORDERS=orders)
     assert out.tolist() == [0]
     assert (flags[:, :world_size] == -5).all()
     # no word but those of the ranks
@@ -732,14 +654,14 @@ def test_a_post_reaches_every_peer_once(world_size, orders):
 
 
 @portable
-def double(values, LANES: tl.constexpr):
-    where = values + tl.arange(0, LANES)
+def double(values):
+    where = values + tl.arange(0, 16)
     tl.store(where, tl.load(where) * 2)
 
 
 @portable
-def fails(values, LANES: tl.constexpr):
-    where = values + tl.arange(0, LANES)
+def fails(values):
+    where = values + tl.arange(0, 16)
     tl.store(where, tl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [tl.load(where)], tl.int32, True, 1))
 
 
@@ -767,7 +689,7 @@ def _triton_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_triton_stays_as_it_is")
 def test_interpreting_leaves_triton_as_it_was():
     values = torch.arange(16, dtype=torch.int32)
-    double.interpret((2,), values, LANES=16)
+    double.interpret((2,), values)
     # programs run one after another, on the caller's own memory
     assert torch.equal(values, torch.arange(16, dtype=torch.int32) * 4)
 
@@ -776,16 +698,16 @@ def test_interpreting_leaves_triton_as_it_was():
 def test_a_kernel_that_raises_leaves_triton_as_it_was():
     values = torch.arange(16, dtype=torch.int32)
     with pytest.raises(triton.runtime.errors.InterpreterError, match="NotImplementedError"):
-        fails.interpret((1,), values, LANES=16)
+        fails.interpret((1,), values)
     with pytest.raises(TypeError):
-        double.interpret((1,), values)
-    double.interpret((1,), values, LANES=16)
+        double.interpret((1,))
+    double.interpret((1,), values)
     assert values.tolist() == [2 * value for value in range(16)]
 
 
 @pytest.mark.usefixtures("_triton_stays_as_it_is")
 def test_kernels_of_others_stay_compiled_ones():
-    double.interpret((1,), torch.zeros(16, dtype=torch.int32), LANES=16)
+    double.interpret((1,), torch.zeros(16, dtype=torch.int32))
     assert type(an_engines_kernel) is JITFunction
     assert type(triton.jit(an_engines_kernel.fn)) is JITFunction
     assert isinstance(double, JITFunction)

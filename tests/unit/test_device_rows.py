@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ep_a2a.kernels import constants
 from ep_a2a.kernels.constants import ExpertPlacement, LowLatencyDispatch, Shape
-from ep_a2a.kernels.layout import Region, Stage, padded
+from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.ll_receive_kernels import ArrivingRow, judge_beside, judge_row, read_beside, take_row_block
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import STEP_SHIFT, pause
@@ -29,14 +29,10 @@ from ep_a2a.kernels.routing_kernels import (
 from ep_a2a.kernels.send_kernels import rows_of
 from ep_a2a.routing import ROUTINGS, destination_mask
 from tests.markers import first_is_quick
+from tests.unit.device import EMPTY, as_int32, shape_of, table_of, untouched
 
-EMPTY = -1
 WRITTEN_IN_FULL = -(2**31)
 EPOCHS = [1, 2, 2**31 - 1, 2**31, 2**32 - 1]
-
-
-def as_int32(value: int) -> int:
-    return (value + 2**31) % 2**32 - 2**31
 
 
 def word(payload: int, epoch: int) -> int:
@@ -63,23 +59,8 @@ ROW_WORDS, WORD_LANES = 6, 8
 
 
 @portable
-def look(
-    rows,
-    sides,
-    count_word,
-    epoch_word,
-    sent_lanes,
-    out,
-    side_out,
-    index,
-    SIDE_WORDS: tl.constexpr,
-    SIDE_LANES: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    WORD_LANES: tl.constexpr,
-    ALWAYS_FLAGGED: tl.constexpr,
-):
-    sides_at = tl.arange(0, SIDE_LANES)
-    words_at = tl.arange(0, WORD_LANES)
+def look(rows, sides, count_word, epoch_word, sent_lanes, out, side_out, index, ALWAYS_FLAGGED: tl.constexpr):
+    sides_at, words_at = tl.arange(0, SIDE_LANES), tl.arange(0, WORD_LANES)
     sent = tl.load(sent_lanes + sides_at) != 0
     side = read_beside(sides, count_word, sides_at, sent, SIDE_WORDS)
     words = tl.load(rows + words_at, mask=words_at < ROW_WORDS, other=0, volatile=True)
@@ -109,24 +90,9 @@ class Row:
         # behind the row lies EMPTY, which no longer counts
         rows = torch.tensor([*self.words, *[EMPTY] * (WORD_LANES - ROW_WORDS)], dtype=torch.int32)
         count = torch.tensor([self.count], dtype=torch.int64)
-        out, seen = torch.full((3,), 77, dtype=torch.int32), torch.full((SIDE_LANES,), 77, dtype=torch.int64)
+        out, seen = untouched(3), torch.full((SIDE_LANES,), 77, dtype=torch.int64)
         epoch = torch.tensor([as_int32(self.epoch)], dtype=torch.int32)
-        look.interpret(
-            (1,),
-            rows,
-            sides,
-            count,
-            epoch,
-            sent,
-            out,
-            seen,
-            index,
-            SIDE_WORDS=SIDE_WORDS,
-            SIDE_LANES=SIDE_LANES,
-            ROW_WORDS=ROW_WORDS,
-            WORD_LANES=WORD_LANES,
-            ALWAYS_FLAGGED=self.cast,
-        )
+        look.interpret((1,), rows, sides, count, epoch, sent, out, seen, index, ALWAYS_FLAGGED=self.cast)
         # what is not sent is not looked at, but for the count, which has the lane behind the words
         expected = [self.sides[at] if at in self.sent else 0 for at in range(SIDE_WORDS)] + [self.count]
         assert seen.tolist() == expected + [0] * (SIDE_LANES - SIDE_WORDS - 1)
@@ -230,52 +196,16 @@ POISON_WORD = 4 << 16 | 2
 
 
 @portable
-def take(
-    table,
-    rows,
-    sides,
-    count_word,
-    sent_lanes,
-    words_out,
-    side_out,
-    out,
-    epoch,
-    index,
-    rank,
-    source,
-    WORLD_SIZE: tl.constexpr,
-    SIDE_WORDS: tl.constexpr,
-    SIDE_LANES: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    WORD_LANES: tl.constexpr,
-    ALWAYS_FLAGGED: tl.constexpr,
-    SPARSE_POLLS: tl.constexpr,
-):
-    sides_at = tl.arange(0, SIDE_LANES)
-    words_at = tl.arange(0, WORD_LANES)
+def take(step, row, sent_lanes, words_out, side_out, out, ROW: tl.constexpr, SPARSE_POLLS: tl.constexpr):
+    sides_at, words_at = tl.arange(0, SIDE_LANES), tl.arange(0, WORD_LANES)
     sent = tl.load(sent_lanes + sides_at) != 0
-    words, side, exists, poison = take_row_block(
-        DispatchStep(table, rank, epoch, 0, 0, 0, 0, 0, 0, 0, 0, 1),
-        ArrivingRow(rows, sides, count_word, source, index, 0),
-        words_at,
-        sides_at,
-        sent,
-        Shape(WORLD_SIZE, WORLD_SIZE, 0, 1, False),
-        constants.Row(ROW_WORDS, WORD_LANES, ALWAYS_FLAGGED, 1, 1, False, False),
-        LowLatencyDispatch(1, 1, 8, SIDE_WORDS - 1, True, 1, SIDE_LANES, SPARSE_POLLS),
-    )
+    low_latency = LowLatencyDispatch(1, 1, 8, SIDE_WORDS - 1, True, 1, SIDE_LANES, SPARSE_POLLS)
+    shape = Shape(WORLD, WORLD, 0, 1, False)
+    words, side, exists, poison = take_row_block(step, row, words_at, sides_at, sent, shape, ROW, low_latency)
     tl.store(words_out + words_at, words)
     tl.store(side_out + sides_at, side)
     tl.store(out, exists.to(tl.int32))
     tl.store(out + 1, poison)
-
-
-def table_of(world_size: int, regions: dict[tuple[Region, int], torch.Tensor]) -> torch.Tensor:
-    """An address table with the given (region, rank), and step counters behind it."""
-    table = torch.zeros(len(Region) * world_size + len(Stage), dtype=torch.int64)
-    for (region, rank), memory in regions.items():
-        table[region * world_size + rank] = memory.data_ptr()
-    return table
 
 
 class Arrival:
@@ -294,19 +224,15 @@ class Arrival:
         self.pending: list[tuple[str, int]] = []
 
     def arrive(self, kind: str, at: int) -> None:
-        if kind == "row":
-            self.rows[at] = self.final.words[at]
-        elif kind == "byte":
-            place = self.rows.view(torch.uint8)
-            place[at] = torch.tensor([self.final.words[at // 4]], dtype=torch.int32).view(torch.uint8)[at % 4]
-        elif kind == "side":
-            self.sides[at] = self.final.sides[at]
-        elif kind == "count":
-            self.count[0] = self.final.count
-        elif kind == "poison":
-            self.poison[0] = POISON_WORD
-        else:
-            assert kind == "nothing"
+        memory, values = {
+            "row": (self.rows, self.final.words),
+            "side": (self.sides, self.final.sides),
+            "count": (self.count, [self.final.count]),
+            "poison": (self.poison, [POISON_WORD]),
+            "byte": (self.rows.view(torch.uint8), torch.tensor(self.final.words, dtype=torch.int32).view(torch.uint8)),
+            "nothing": (torch.empty(1), [0]),
+        }[kind]
+        memory[at] = values[at]
 
     def wait(self, monkeypatch: pytest.MonkeyPatch, order: list[tuple[str, int]], index: int = 3, *, sparse: bool):
         """(row or None when there is none, words beside it, poison word); `pending` is what has not arrived then."""
@@ -320,31 +246,13 @@ class Arrival:
         row = self.final
         sent = torch.tensor([at in row.sent for at in range(SIDE_LANES)], dtype=torch.int32)
         words, sides = torch.zeros(WORD_LANES, dtype=torch.int32), torch.zeros(SIDE_LANES, dtype=torch.int64)
-        out = torch.full((2,), 77, dtype=torch.int32)
+        out = untouched(2)
         table = table_of(WORLD, {(Region.POISON, RANK): self.poison, (Region.LIMITS, RANK): self.limit})
         table[len(Region) * WORLD + Stage.COMBINE_RECEIVE] = self.num_ended << STEP_SHIFT.value
-        take.interpret(
-            (1,),
-            table,
-            self.rows,
-            self.sides,
-            self.count,
-            sent,
-            words,
-            sides,
-            out,
-            as_int32(row.epoch),
-            index,
-            RANK,
-            SOURCE,
-            WORLD_SIZE=WORLD,
-            SIDE_WORDS=SIDE_WORDS,
-            SIDE_LANES=SIDE_LANES,
-            ROW_WORDS=ROW_WORDS,
-            WORD_LANES=WORD_LANES,
-            ALWAYS_FLAGGED=row.cast,
-            SPARSE_POLLS=sparse,
-        )
+        step = DispatchStep(table, RANK, as_int32(row.epoch), *[0] * 8, 1)
+        arriving = ArrivingRow(self.rows, self.sides, self.count, SOURCE, index, 0)
+        row_block = constants.Row(ROW_WORDS, WORD_LANES, row.cast, 1, 1, False, False)
+        take.interpret((1,), step, arriving, sent, words, sides, out, ROW=row_block, SPARSE_POLLS=sparse)
         exists, poison = out.tolist()
         return words[:ROW_WORDS].tolist() if exists else None, sides[:SIDE_WORDS].tolist(), poison
 
@@ -360,6 +268,8 @@ def check_taken(arrival: Arrival, taken: Any) -> None:
     assert {kind for kind, _ in arrival.pending} <= {"count"}
 
 
+SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
+CAST = pytest.mark.parametrize("cast", [False, True], ids=["words", "bytes"])
 ORDERS = {
     "row first": lambda row, side, count: [*row, *side, *count],
     "beside first": lambda row, side, count: [*side, *row, *count],
@@ -379,8 +289,8 @@ def shuffled(seed: int) -> Any:
     return order
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
-@pytest.mark.parametrize("cast", [False, True], ids=["words", "bytes"])
+@SPARSE
+@CAST
 @pytest.mark.parametrize("order", [*ORDERS, *range(12)])
 def test_a_row_is_taken_when_its_last_word_has_come(monkeypatch, order, cast, sparse):
     sent = FEW_SENT if order in (1, 3, 5) else ALL_SENT
@@ -391,8 +301,8 @@ def test_a_row_is_taken_when_its_last_word_has_come(monkeypatch, order, cast, sp
     check_taken(arrival, arrival.wait(monkeypatch, words, sparse=sparse))
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
-@pytest.mark.parametrize("cast", [False, True], ids=["words", "bytes"])
+@SPARSE
+@CAST
 def test_a_row_that_is_there_is_taken_at_the_first_look(monkeypatch, cast, sparse):
     arrival = Arrival(Row(7, ALL_SENT, cast=cast), late_row=False)
     for at in ALL_SENT:
@@ -400,7 +310,7 @@ def test_a_row_that_is_there_is_taken_at_the_first_look(monkeypatch, cast, spars
     check_taken(arrival, arrival.wait(monkeypatch, [], sparse=sparse))
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
+@SPARSE
 @pytest.mark.parametrize("seed", range(8))
 def test_a_row_written_in_full_is_taken_with_its_empty_words(monkeypatch, seed, sparse):
     """The sender releases its position behind the row; other words beside it come at any time."""
@@ -416,8 +326,8 @@ def test_a_row_written_in_full_is_taken_with_its_empty_words(monkeypatch, seed, 
     check_taken(arrival, arrival.wait(monkeypatch, words, sparse=sparse))
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
-@pytest.mark.parametrize("cast", [False, True], ids=["words", "bytes"])
+@SPARSE
+@CAST
 @pytest.mark.parametrize(("count", "index"), [(0, 0), (3, 3), (3, 100)])
 @pytest.mark.parametrize("pauses", [0, 1, 5])
 def test_a_row_that_does_not_exist_is_given_up_with_the_count(monkeypatch, pauses, count, index, cast, sparse):
@@ -429,7 +339,7 @@ def test_a_row_that_does_not_exist_is_given_up_with_the_count(monkeypatch, pause
     assert (words, poison, arrival.pending) == (None, 0, [])
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
+@SPARSE
 @pytest.mark.parametrize("index", [0, 3])
 def test_a_wait_ends_with_the_poison_of_another_rank(monkeypatch, index, sparse):
     """It looks at the poison word once in POLLS_PER_CLOCK polls, and then keeps what it finds."""
@@ -441,7 +351,7 @@ def test_a_wait_ends_with_the_poison_of_another_rank(monkeypatch, index, sparse)
 
 
 @pytest.mark.parametrize("num_ended", [0, 1, 2**32], ids=["first step", "second step", "later"])
-@pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
+@SPARSE
 def test_a_wait_that_takes_too_long_accuses_the_rows_source(monkeypatch, sparse, num_ended):
     arrival = Arrival(Row(5, ALL_SENT, cast=False, count=4))
     arrival.num_ended = num_ended
@@ -460,12 +370,6 @@ ROW_STRIDE = 100
 
 
 @portable
-def store_rows(rows, out, token, WORLD_SIZE: tl.constexpr):
-    for step in tl.static_range(WORLD_SIZE):
-        tl.store(out + token * WORLD_SIZE + step, rows[step])
-
-
-@portable
 def find_rows(
     ids,
     table,
@@ -473,47 +377,35 @@ def find_rows(
     row_limit,
     rank,
     num_tokens,
-    alone_out,
-    told_out,
-    few_out,
-    TOPK: tl.constexpr,
-    TOPK_LANES: tl.constexpr,
+    out,
+    SHAPE: tl.constexpr,
     OWNERS: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    WORLD_LANES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    PROGRAM_LANES: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    ranks, at = tl.arange(0, WORLD_LANES), tl.arange(0, TOPK_LANES)
+    world_size: tl.constexpr = SHAPE.WORLD_SIZE
+    ranks, at = tl.arange(0, SHAPE.WORLD_LANES), tl.arange(0, SHAPE.TOPK_LANES)
     chunk = (num_tokens + num_programs - 1) // num_programs
     first = tl.minimum(program * chunk, num_tokens)
     last = tl.minimum(first + chunk, num_tokens)
     starts = ()
-    for step in tl.static_range(WORLD_SIZE):
-        starts = starts + (tl.load(first_rows + (rank + step) % WORLD_SIZE),)  # noqa: RUF005
-    shape = Shape(WORLD_SIZE, WORLD_LANES, TOPK, TOPK_LANES, False)
-    alone = count_rows(ids, 0, first, shape, OWNERS, BLOCK_TOKENS, COUNT_BITS)
-    own_counts = field_of(
-        count_rows(ids, first, last, shape, OWNERS, BLOCK_TOKENS, COUNT_BITS),
-        ranks,
-        WORLD_SIZE,
-        COUNT_BITS,
-    )
-    before_it = rows_of_programs_before(table, 9, own_counts, program, rank, WORLD_SIZE, WORLD_LANES, PROGRAM_LANES)
-    told = packed(before_it, WORLD_SIZE, WORLD_LANES, COUNT_BITS)
-    going = fields_of_tokens(ids, num_tokens, shape, OWNERS, TOKENS, COUNT_BITS)
+    for step in tl.static_range(world_size):
+        starts = starts + (tl.load(first_rows + (rank + step) % world_size),)  # noqa: RUF005
+    alone = count_rows(ids, 0, first, SHAPE, OWNERS, 8, BITS)
+    own_counts = field_of(count_rows(ids, first, last, SHAPE, OWNERS, 8, BITS), ranks, world_size, BITS)
+    before_it = rows_of_programs_before(table, 9, own_counts, program, rank, world_size, SHAPE.WORLD_LANES, 1)
+    told = packed(before_it, world_size, SHAPE.WORLD_LANES, BITS)
+    going = fields_of_tokens(ids, num_tokens, SHAPE, OWNERS, 64, BITS)
     for token in range(first, last):
-        token_ids = tl.load(ids + token * TOPK + at, mask=at < TOPK, other=-1)
-        own = fields_of_token(token_ids, OWNERS, WORLD_SIZE, COUNT_BITS)
-        few = fields_before(going, token, WORLD_SIZE, TOKENS, COUNT_BITS)
-        store_rows(rows_of(alone, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), alone_out, token, WORLD_SIZE)
-        store_rows(rows_of(told, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), told_out, token, WORLD_SIZE)
-        store_rows(rows_of(few, own, starts, row_limit, rank, WORLD_SIZE, COUNT_BITS), few_out, token, WORLD_SIZE)
-        alone = plus(alone, own, WORLD_SIZE, COUNT_BITS)
-        told = plus(told, own, WORLD_SIZE, COUNT_BITS)
+        token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
+        own = fields_of_token(token_ids, OWNERS, world_size, BITS)
+        few = fields_before(going, token, world_size, 64, BITS)
+        for way, counted in enumerate((alone, told, few)):
+            rows = rows_of(counted, own, starts, row_limit, rank, world_size, BITS)
+            for step in tl.static_range(world_size):
+                tl.store(out + (way * num_tokens + token) * world_size + step, rows[step])
+        alone = plus(alone, own, world_size, BITS)
+        told = plus(told, own, world_size, BITS)
 
 
 def found_rows(
@@ -523,29 +415,10 @@ def found_rows(
     topk, world_size = ids.shape[1], len(first_rows)
     chunk_counts = torch.zeros(NUM_PROGRAMS, world_size, dtype=torch.int64)
     table = table_of(world_size, {(Region.CHUNK_COUNTS, rank): chunk_counts})
-    alone, told, few = torch.full((3, num_tokens, world_size), 77, dtype=torch.int32)
-    find_rows.interpret(
-        (NUM_PROGRAMS,),
-        ids,
-        table,
-        first_rows,
-        row_limit,
-        rank,
-        num_tokens,
-        alone,
-        told,
-        few,
-        TOPK=topk,
-        TOPK_LANES=padded(topk),
-        OWNERS=ExpertPlacement(num_experts, world_size),
-        WORLD_SIZE=world_size,
-        WORLD_LANES=padded(world_size),
-        TOKENS=64,
-        BLOCK_TOKENS=8,
-        PROGRAM_LANES=1,
-        COUNT_BITS=bits,
-    )
-    return torch.stack([alone, told, few])
+    out, owners = untouched(3, num_tokens, world_size), ExpertPlacement(num_experts, world_size)
+    form = {"SHAPE": shape_of(world_size, topk), "OWNERS": owners, "BITS": bits}
+    find_rows.interpret((NUM_PROGRAMS,), ids, table, first_rows, row_limit, rank, num_tokens, out, **form)
+    return out
 
 
 @pytest.mark.parametrize(
