@@ -4,7 +4,9 @@
     python -m tests.signatures.reader aiter FOLDER COMMIT     a checkout of ROCm/aiter
     python -m tests.signatures.reader atom FOLDER COMMIT      a checkout of ROCm/ATOM
 
-write tests/signatures/<name>.json. Nothing of these projects is imported or kept but such facts.
+renew tests/signatures/<name>.json: of mori all public names, of the others the names that the table has. To read one
+more, add it with any text: "name", "function:what in its body", or "text what"; see `describe`. Nothing of these
+projects is imported or kept but such facts.
 """
 
 from __future__ import annotations
@@ -22,122 +24,6 @@ MISSING = "missing"
 KERNEL_TYPES = "mori/_jit-sources/include/mori/ops/dispatch_combine/dispatch_combine.hpp"
 MORI_MODULES = ("ops/dispatch_combine", "ops/local_expert_count", "shmem/api", "shmem/tensor_utils")
 """Of these all public names are read."""
-
-_DIST = "aiter/dist"
-_COMMUNICATORS = f"{_DIST}/device_communicators"
-_MOE = "atom/model_ops/fused_moe"
-SYMBOLS: dict[str, dict[str, tuple[str, ...]]] = {
-    "aiter": {
-        f"{_COMMUNICATORS}/base_device_communicator.py": (
-            "Cache.get_or_create",
-            "All2AllManagerBase.__init__",
-            "All2AllManagerBase.get_handle",
-            "All2AllManagerBase.dispatch",
-            "All2AllManagerBase.combine",
-            "All2AllManagerBase.set_num_sms",
-            "All2AllManagerBase.max_sms_used",
-            "All2AllManagerBase.destroy",
-            "All2AllManagerBase.rank",
-            "All2AllManagerBase.world_size",
-            "All2AllManagerBase.cpu_group",
-            "All2AllManagerBase.dp_group",
-            "All2AllManagerBase.tp_group",
-            "All2AllManagerBase.dp_rank",
-            "All2AllManagerBase.dp_world_size",
-            "All2AllManagerBase.internode",
-            "DeviceCommunicatorBase.__init__",
-            "DeviceCommunicatorBase.cpu_group",
-            "DeviceCommunicatorBase.device",
-            "DeviceCommunicatorBase.device_group",
-            "DeviceCommunicatorBase.is_ep_communicator",
-        ),
-        f"{_COMMUNICATORS}/communicator_cuda.py": ("CudaCommunicator.all2all_manager", "CudaCommunicator.destroy"),
-        f"{_COMMUNICATORS}/all2all.py": (
-            "MoriAll2AllManager.__init__",
-            "MoriAll2AllManager.get_handle",
-            "MoriAll2AllManager.handle_cache",
-            "MoriAll2AllManager._make_all2all_kwargs",
-            "MoriAll2AllManager._make_all2all_kwargs:returned keys",
-        ),
-        f"{_DIST}/parallel_state.py": ("get_ep_group", "get_dp_group", "get_tp_group"),
-    },
-    "atom": {
-        "atom/model_ops/moe.py": (
-            "FusedMoEMethodBase._maybe_make_prepare_finalize",
-            "FusedMoEMethodBase._maybe_make_prepare_finalize:all_to_all_args keys",
-            "FusedMoEMethodBase.maybe_make_prepare_finalize",
-            "FusedMoEParallelConfig.use_all2all_kernels",
-            "FusedMoEParallelConfig.local_ep_size",
-        ),
-        f"{_MOE}/config.py": (
-            "FusedMoEConfig.num_experts",
-            "FusedMoEConfig.experts_per_token",
-            "FusedMoEConfig.hidden_dim",
-            "FusedMoEConfig.num_local_experts",
-            "FusedMoEConfig.in_dtype",
-            "FusedMoEConfig.max_num_tokens",
-            "FusedMoEConfig.moe_parallel_config",
-        ),
-        f"{_MOE}/modular_kernel.py": (
-            "FusedMoEActivationFormat.Standard",
-            "ExpertTokensMetadata.expert_num_tokens",
-            "ExpertTokensMetadata.expert_num_tokens_cpu",
-            "FusedMoEPrepareAndFinalize.prepare",
-            "FusedMoEPrepareAndFinalize.finalize",
-            "FusedMoEPrepareAndFinalize.supports_async",
-            "FusedMoEPrepareAndFinalize.prepare_async",
-            "FusedMoEPrepareAndFinalize.finalize_async",
-            "FusedMoEPrepareAndFinalize.topk_indices_dtype",
-            "FusedMoEPrepareAndFinalize.max_num_tokens_per_rank",
-            "FusedMoEPrepareAndFinalize.num_dispatchers",
-            "FusedMoEPrepareAndFinalize.output_is_reduced",
-            "FusedMoEModularKernel._prepare:prepare calls",
-            "FusedMoEModularKernel._prepare:prepare_async calls",
-            "FusedMoEModularKernel._finalize:finalize calls",
-            "FusedMoEModularKernel._finalize:finalize_async calls",
-        ),
-        f"{_MOE}/mori_prepare_finalize.py": (
-            "MoriPrepareAndFinalize.prepare",
-            "MoriPrepareAndFinalize.finalize",
-            "MoriPrepareAndFinalize.prepare_async",
-            "MoriPrepareAndFinalize.finalize_async",
-            "MoriPrepareAndFinalize.activation_format",
-            "MoriPrepareAndFinalize.prepare:dispatch calls",
-            "MoriPrepareAndFinalize.finalize:combine calls",
-            "MoriPrepareAndFinalize._prepare_async_ll:dispatch_send calls",
-            "MoriPrepareAndFinalize._prepare_async_ll:dispatch_recv calls",
-            "MoriPrepareAndFinalize._finalize_async_ll:combine_send calls",
-            "MoriPrepareAndFinalize._finalize_async_ll:combine_recv calls",
-            "init_mori_op:EpDispatchCombineConfig calls",
-        ),
-        "atom/utils/tbo/ubatching.py": ("tbo_enabled", "tbo_active", "tbo_current_ubatch_id"),
-        "atom/config.py": (
-            "Config.enable_expert_parallel",
-            "Config.enable_dp_attention",
-            "Config.enable_low_latency",
-            "Config.enable_tbo",
-            "Config.enable_tbo_decode",
-            "Config.moe_backend",
-            "Config.dp_logical_size",
-            "Config.parallel_config",
-            "ParallelConfig.data_parallel_size",
-            "get_current_atom_config",
-        ),
-        "atom/model_engine/arg_utils.py": (
-            "EngineArgs.all2all_backend",
-            "EngineArgs.moe_backend",
-            "--all2all-backend choices",
-            "--moe-backend choices",
-            "--enable-tbo choices",
-        ),
-        "atom/utils/envs.py": (
-            "ATOM_MORI_V2 variable",
-            "ATOM_MORI_FP4_DISPATCH variable",
-            "ATOM_MORI_COMBINE_QUANT variable",
-        ),
-    },
-}
-"""By project and file: "name", "function:what in its body", or "text what"; see `describe`."""
 
 
 def describe(tree: ast.Module, symbol: str) -> str:
@@ -253,10 +139,10 @@ def _keyed(tree: ast.Module, key: str) -> str:
 
 
 def read_symbols(project: str, folder: Path) -> dict[str, dict[str, str]]:
-    """What SYMBOLS of a project look like in a checkout."""
+    """What the symbols that a project's table names look like in a checkout."""
     return {
         path: {name: describe(ast.parse((folder / path).read_text()), name) for name in names}
-        for path, names in SYMBOLS[project].items()
+        for path, names in load(project)["files"].items()
     }
 
 
