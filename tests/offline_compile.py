@@ -16,6 +16,7 @@ from ep_a2a.kernels.portable import FP_FUSION
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
     from ep_a2a.kernels.portable import PortableFunction
 
 _TYPE_NAMES = {
@@ -62,6 +63,19 @@ def compile_offline(
     options = {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION, "maxnreg": max_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return dict(compiled.asm)
+
+
+def compile_kernel(kernel: CompiledKernel, args: tuple[Any, ...], capability: int = 90) -> dict[str, Any]:
+    """compile_offline of a compiled kernel with its own constants, warps and bound on registers."""
+    return compile_offline(
+        kernel.kernel, args, kernel.constants, kernel.num_warps, capability, max_registers=kernel.max_registers
+    )
+
+
+def vector_accesses(ptx: str) -> tuple[int, int]:
+    """The numbers of 16-byte loads from and stores to global memory."""
+    kinds = [re.findall(rf"\b{op}\.global\S*\.v4\.b32", ptx) for op in ("ld", "st")]
+    return len(kinds[0]), len(kinds[1])
 
 
 def resources(cubin: bytes, directory: Path) -> dict[str, int]:

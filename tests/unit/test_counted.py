@@ -21,9 +21,9 @@ from ep_a2a.ops.intra_node import IntraNodeEngine, dispatch_kernel
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters, _kernels
 from ep_a2a.tuning.policy import Phase, dispatch_phase
-from tests.offline_compile import compile_offline
+from tests.offline_compile import compile_kernel
+from tests.unit.device import table_of
 from tests.unit.test_config import config_of
-from tests.unit.test_device_rows import table_of
 
 CPU = torch.device("cpu")
 NUM_SMS = 132
@@ -152,7 +152,7 @@ def test_the_kernels_compile_for_gpus(world_size, capability):
     lines, table = (torch.zeros(64, dtype=torch.int64) for _ in range(2))
     arguments = [(lines,), (lines, table, 1, 1, 0), (lines, 1)]
     for variant, values in zip(_kernels(world_size, CPU), arguments):
-        ptx = compile_offline(variant.kernel, values, variant.constants, variant.num_warps, capability)["ptx"]
+        ptx = compile_kernel(variant, values, capability)["ptx"]
         assert ptx.count("%globaltimer") == 1
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 
 from ep_a2a.errors import InputError
@@ -18,7 +15,7 @@ from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
-from tests.offline_compile import compile_offline
+from tests.offline_compile import compile_kernel, resources, vector_accesses
 from tests.unit.test_reference import Case, cases, make_experts
 
 if TYPE_CHECKING:
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
-
-AMPERE, HOPPER = 80, 90
 
 
 @given(case=cases())
@@ -110,12 +105,6 @@ def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.Monke
     assert min(launched[4:]) > 132
 
 
-def vector_accesses(ptx: str) -> tuple[int, int]:
-    """16-byte loads from and stores to global memory."""
-    kinds = [re.findall(rf"\b{op}\.global\S*\.v4\.b32", ptx) for op in ("ld", "st")]
-    return len(kinds[0]), len(kinds[1])
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "cast": {"quant_type": "fp8_per_1x128"},
@@ -126,25 +115,20 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
 def test_rows_move_in_vectors(changes: dict[str, Any], tmp_path: Path) -> None:
-    """No spills either: "REG:48 STACK:0 SHARED:0 LOCAL:0 ..." as cuobjdump prints it."""
+    """And none is spilled."""
     variants = variants_of(config_of(**changes))
     assert len(variants) == (4 if "quant_type" in changes else 3)
     for variant, args in variants:
-        asm = compile_offline(variant.kernel, args, variant.constants, variant.num_warps, HOPPER)
+        asm = compile_kernel(variant, args)
         loads, stores = vector_accesses(asm["ptx"])
         assert loads > 0, variant.kernel.__name__
         assert stores > 0 or variant.kernel.__name__ == "number_expert_rows_kernel"
-        path = tmp_path / "kernel.cubin"
-        path.write_bytes(asm["cubin"])
-        tool = triton.knobs.nvidia.cuobjdump.path
-        used = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
-        assert "STACK:0" in used
-        assert "LOCAL:0" in used
+        used = resources(asm["cubin"], tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0
 
 
 @pytest.mark.full
 def test_an_older_gpu_and_scales_of_bytes() -> None:
     config = config_of(data_type=torch.float8_e4m3fn, scale_dim=5, scale_type_size=1, hidden_dim=144)
     for variant, args in variants_of(config):
-        asm = compile_offline(variant.kernel, args, variant.constants, variant.num_warps, AMPERE)
-        assert ".target sm_80" in asm["ptx"]
+        assert ".target sm_80" in compile_kernel(variant, args, 80)["ptx"]

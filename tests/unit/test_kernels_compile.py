@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
 from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
 from tests.cases.configs import deepseek_v3 as config_of
-from tests.offline_compile import compile_offline, resources
+from tests.offline_compile import compile_kernel, resources, vector_accesses
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,26 +147,9 @@ def chosen() -> list[Any]:
     return cases
 
 
-def compiled(variant: CompiledKernel, args: tuple[Any, ...], capability: int) -> dict[str, Any]:
-    """As CompiledKernel.compile would, with the bound on its registers."""
-    compile_ = triton.compile
-
-    def bounded(source: Any, *, target: Any, options: dict[str, Any]) -> Any:
-        return compile_(source, target=target, options=options | {"maxnreg": variant.max_registers})
-
-    with mock.patch.object(triton, "compile", bounded):
-        return compile_offline(variant.kernel, args, variant.constants, variant.num_warps, capability)
-
-
-def vector_accesses(ptx: str) -> tuple[int, int]:
-    """16-byte loads from and stores to global memory."""
-    kinds = [re.findall(rf"\b{op}\.global\S*\.v4\.b32", ptx) for op in ("ld", "st")]
-    return len(kinds[0]), len(kinds[1])
-
-
 @pytest.mark.parametrize(("config", "variant", "args"), chosen())
 def test_every_variant_compiles_for_hopper(config, variant, args, tmp_path):
-    asm = compiled(variant, args, HOPPER)
+    asm = compile_kernel(variant, args, HOPPER)
     loads, stores = vector_accesses(asm["ptx"])
     if kind_of(variant) != "count_local_experts":
         assert loads > 0
@@ -251,7 +233,7 @@ def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
     config = config_of(launch="manual", block_num=1 << 16, warp_num_per_block=num_warps, hidden_dim=1024)
     variant, args = next((v, a) for v, a in variants_of(config) if named(v) == name)
     assert variant.num_warps == num_warps
-    used = resources(compiled(variant, args, HOPPER)["cubin"], tmp_path)
+    used = resources(compile_kernel(variant, args, HOPPER)["cubin"], tmp_path)
     _check_fit(config, Phase(kind_of(variant)), num_warps, used)
 
 
@@ -422,7 +404,7 @@ def test_rows_that_are_no_power_of_two_move_in_vectors_too(hidden_dim):
     for variant, args in variants_of(config):
         if variant.named_constants.get("HAS_WEIGHTS") is False and not variant.named_constants.get("CHECK_INDICES"):
             seen.add(kind_of(variant))
-            loads, stores = vector_accesses(compiled(variant, args, HOPPER)["ptx"])
+            loads, stores = vector_accesses(compile_kernel(variant, args, HOPPER)["ptx"])
             assert (loads > 0, stores > 0) == (True, True), kind_of(variant)
     assert seen == {"bulk_dispatch", "low_latency_dispatch", "combine"}
 
@@ -437,7 +419,7 @@ def test_many_ranks_and_an_older_gpu():
     for variant, args in variants_of(config, AMPERE):
         if variant.named_constants.get("HAS_WEIGHTS") is not True and not variant.named_constants.get("CHECK_INDICES"):
             seen.add(kind_of(variant))
-            ptx = compiled(variant, args, AMPERE)["ptx"]
+            ptx = compile_kernel(variant, args, AMPERE)["ptx"]
             assert ".target sm_80" in ptx
             if kind_of(variant) != "count_local_experts":
                 assert min(vector_accesses(ptx)) > 0
@@ -460,7 +442,7 @@ def test_every_dtype_compiles_for_an_older_gpu(dtype):
         constants = variant.named_constants
         has_scales = constants.get("SCALE_WIDTH") or constants.get("HAS_SCALES")
         if not is_dispatch(variant) or (constants["HAS_WEIGHTS"] and has_scales):
-            assert ".target sm_80" in compiled(variant, args, AMPERE)["ptx"]
+            assert ".target sm_80" in compile_kernel(variant, args, AMPERE)["ptx"]
 
 
 @pytest.mark.full
@@ -470,9 +452,9 @@ def test_casts_need_a_newer_gpu(kind):
     quant = "fp8_direct_cast" if kind == "combine" else "fp8_per_token"
     config = config_of(quant_type=quant, hidden_dim=256, world_size=2, num_experts_per_token=2)
     variant, args = next((v, a) for v, a in variants_of(config, AMPERE) if kind_of(v) == kind)
-    assert "e4m3x2" in compiled(variant, args, HOPPER)["ptx"]
+    assert "e4m3x2" in compile_kernel(variant, args, HOPPER)["ptx"]
     with pytest.raises(triton.compiler.errors.CompilationError) as caught:
-        compiled(variant, args, AMPERE)
+        compile_kernel(variant, args, AMPERE)
     cause: BaseException = caught.value
     while cause.__cause__ is not None:
         cause = cause.__cause__

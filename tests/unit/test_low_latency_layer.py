@@ -14,7 +14,7 @@ from ep_a2a.compat.combine_time_weights import exchange_kernel
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_DTYPE
-from tests.offline_compile import compile_offline
+from tests.offline_compile import compile_kernel
 
 
 def config_of(**changes: Any) -> Any:
@@ -100,7 +100,7 @@ def test_the_exchange_of_weights_compiles_for_hopper(topk, spans):
     words = torch.zeros(16, dtype=torch.int32)
     addresses = torch.zeros(16, dtype=torch.int64)
     kernel = exchange_kernel(config_of(topk=topk), spans=spans)
-    asm = compile_offline(kernel.kernel, (words, addresses, addresses, 1, 1, 1, 1), kernel.constants, kernel.num_warps)
+    asm = compile_kernel(kernel, (words, addresses, addresses, 1, 1, 1, 1))
     # judged and used are one load: one before the loop and one in it
     polled = [line for line in asm["ttgir"].splitlines() if "isVolatile = true" in line and "%words" in line]
     assert len(polled) == 2

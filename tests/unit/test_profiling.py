@@ -23,7 +23,8 @@ from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.telemetry.device_clock import clock_offset
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
 from ep_a2a.telemetry.trace import trace_events, write_trace
-from tests.unit.test_kernels_compile import HOPPER, NUM_SMS, compiled, config_of, kind_of, resources
+from tests.offline_compile import compile_kernel, resources
+from tests.unit.test_kernels_compile import NUM_SMS, config_of, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,7 +162,7 @@ def never_noted() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def off() -> dict[str, dict[str, Any]]:
     """Stages of the kernels that note nothing, by kind, with their notes in the source."""
-    return {kind: compiled(*variants_of(False, layout)[kind], HOPPER) for kind, layout in KINDS.items()}
+    return {kind: compile_kernel(*variants_of(False, layout)[kind]) for kind, layout in KINDS.items()}
 
 
 @pytest.mark.full
@@ -169,7 +170,7 @@ def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_n
     """PTX is that of a source without notes: parameters, instructions, their lines in the source."""
     for kind, layout in KINDS.items():
         variant, args = variants_of(False, layout)[kind]
-        assert code_of(off[kind]) == code_of(compiled(variant, args, HOPPER)), kind
+        assert code_of(off[kind]) == code_of(compile_kernel(variant, args)), kind
 
 
 @pytest.mark.full
@@ -190,7 +191,7 @@ def test_kernels_that_note_times_are_other_ones(kind: str, layout: str, num_cloc
     for spans in (False, True):
         variant, args = variants_of(spans, layout)[kind]
         assert variant.named_constants["SPANS"] == spans
-        asm = compiled(variant, args, HOPPER)
+        asm = compile_kernel(variant, args)
         ptx[spans], used[spans] = asm["ptx"], resources(asm["cubin"], tmp_path)
     assert num_clocks is None or ptx[False].count(CLOCK) == num_clocks
     assert ptx[True].count(CLOCK) >= ptx[False].count(CLOCK) + 2

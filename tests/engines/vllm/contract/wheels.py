@@ -92,7 +92,7 @@ def report(name: str, error: str | None) -> None:
 
 
 def symbol_of(target: str) -> str:
-    """A registry entry's target as signatures.SYMBOLS names it: "file:name"."""
+    """A registry entry's target as the table of signatures names it: "file:name"."""
     module, _, name = target.partition(":")
     if module == "vllm.platforms":
         # the patch lies on the platform object, in front of its class
