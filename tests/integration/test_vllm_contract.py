@@ -14,13 +14,10 @@ import pytest
 
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
-from tests.engines.vllm.contract.config_checks import WITHOUT_CHOICE
 from tests.engines.vllm.contract.patch_registry import PATCHES
-from tests.engines.vllm.contract.program import CHOSEN
-from tests.engines.vllm.contract.reports import require_passed
+from tests.engines.vllm.contract.program import CHECKS
+from tests.engines.vllm.contract.reports import TIMEOUT, require_passed
 from tests.engines.vllm.contract.wheels import (
-    DOWNLOAD_TIMEOUT_SECS,
-    PROGRAM_TIMEOUT_SECS,
     VERSIONS,
     Unavailable,
     metadata_path,
@@ -31,11 +28,10 @@ from tests.engines.vllm.contract.wheels import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-PROGRAM = "tests.engines.vllm.contract.program"
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
 
 pytestmark = [
-    pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS),
+    TIMEOUT,
     pytest.mark.parametrize("version", VERSIONS),
 ]
 
@@ -72,11 +68,6 @@ def test_the_target_of_every_patch_is_there(wheel, patch):
     assert read_signatures(wheel / "vllm")[symbol_of(patch.target)] != MISSING
 
 
-@pytest.mark.parametrize("check", WITHOUT_CHOICE)
-def test_of_a_user_who_does_not_choose_it(version, check):
-    require_passed(PROGRAM, version, tuple(WITHOUT_CHOICE), check)
-
-
-@pytest.mark.parametrize("check", CHOSEN)
-def test_of_a_user_who_chooses_it(version, check):
-    require_passed(PROGRAM, version, tuple(CHOSEN), check)
+@pytest.mark.parametrize("check", CHECKS)
+def test_checks(version, check):
+    require_passed(version, tuple(CHECKS), check)

@@ -12,9 +12,9 @@ import pytest
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.engines.vllm.cpu.counters import check_ranks_agree
-from tests.engines.vllm.cpu.models import QWEN3_MOE, save_model
 from tests.engines.vllm.cpu.program import NUM_TOKENS, PROMPTS
 from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, Run, check_equal, run_engine
+from tests.engines.vllm.models import CONFIGS, QWEN3_MOE, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +38,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    found = {family: save_model(folder / family, family) for family in ("qwen3_moe", "deepseek_v2")}
-    return found | {"without experts": save_model(folder / "without", "qwen3_moe", expert_gain=0)}
+    found = {family: save_model(folder / family, config) for family, config in CONFIGS.items()}
+    return found | {"without experts": save_model(folder / "without", QWEN3_MOE, expert_gain=0)}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.engines.vllm.cpu.changes import EXTENSION, Changes
 from tests.engines.vllm.cpu.counters import check_ranks_agree
 from tests.engines.vllm.gpu.compare import compare
 from tests.engines.vllm.gpu.engine import Action, Run, arguments, run_engine
-from tests.engines.vllm.gpu.models import SHAPES, quantized, save_model
+from tests.engines.vllm.models import SHAPES, quantized, save_model
 from tests.markers import needs_gpus, needs_own_gpus
 
 if TYPE_CHECKING:

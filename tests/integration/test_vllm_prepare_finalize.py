@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.vllm.contract.layer_checks import LAYER_CHECKS
-from tests.engines.vllm.contract.reports import require_passed
-from tests.engines.vllm.contract.wheels import (
-    DOWNLOAD_TIMEOUT_SECS,
-    NEWEST,
-    PROGRAM_TIMEOUT_SECS,
-    VERSIONS,
-)
+from tests.engines.vllm.contract.program import LAYER_CHECKS
+from tests.engines.vllm.contract.reports import TIMEOUT, require_passed
+from tests.engines.vllm.contract.wheels import NEWEST, VERSIONS
 
-PROGRAM = "tests.engines.vllm.contract.layer_program"
 IN_EVERY_VERSION = "fp8_per_block"
 
-pytestmark = pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS)
+pytestmark = TIMEOUT
 
 
 @pytest.mark.parametrize("check", LAYER_CHECKS)
 def test_layers(check):
-    require_passed(PROGRAM, NEWEST, tuple(LAYER_CHECKS), check)
+    require_passed(NEWEST, tuple(LAYER_CHECKS), check)
 
 
 @pytest.mark.parametrize("version", VERSIONS[:-1])
 def test_a_layer_of_older_versions(version):
-    require_passed(PROGRAM, version, (IN_EVERY_VERSION,), IN_EVERY_VERSION)
+    require_passed(version, (IN_EVERY_VERSION,), IN_EVERY_VERSION)

@@ -13,10 +13,9 @@ import pytest
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.engines.vllm.cpu.changes import EXTENSION, Changes
-from tests.engines.vllm.cpu.http_server import Server
-from tests.engines.vllm.cpu.models import save_model
-from tests.engines.vllm.cpu.processes import cpu_environment, free_port
 from tests.engines.vllm.cpu.server import MAX_BATCHED_TOKENS
+from tests.engines.vllm.models import QWEN3_MOE, save_model
+from tests.engines.vllm.processes import Server, cpu_environment, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,38 +84,14 @@ def require_server() -> None:
 def server(tmp_path: Path) -> Iterator[Completions]:
     require_server()
     port = free_port()
-    options = [
-        save_model(tmp_path / "model", "qwen3_moe"),
-        "--served-model-name",
-        "tiny",
-        "--skip-tokenizer-init",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--data-parallel-size",
-        2,
-        "--enable-expert-parallel",
-        "--all2all-backend",
-        "ep_a2a",
-        "--enforce-eager",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        128,
-        "--max-num-seqs",
-        8,
-        "--max-num-batched-tokens",
-        MAX_BATCHED_TOKENS,
-        "--kv-cache-memory-bytes",
-        64 << 20,
-        "--no-enable-prefix-caching",
-        "--worker-extension-cls",
-        EXTENSION,
-    ]
+    model = save_model(tmp_path / "model", QWEN3_MOE)
+    options = f"""--served-model-name tiny --skip-tokenizer-init --host 127.0.0.1 --port {port} --data-parallel-size 2
+        --enable-expert-parallel --all2all-backend ep_a2a --enforce-eager --dtype float32 --max-model-len 128
+        --max-num-seqs 8 --max-num-batched-tokens {MAX_BATCHED_TOKENS} --kv-cache-memory-bytes {64 << 20}
+        --no-enable-prefix-caching --worker-extension-cls {EXTENSION}""".split()
     changes = Changes(STOPPED_RANK, stop_file=str(tmp_path / STOP_FILE))
     variables = cpu_environment(tmp_path, WAIT_SECS) | changes.variables()
-    command = [str(part) for part in (PYTHON_WITH_DEPENDENCIES, "-m", "tests.engines.vllm.cpu.server", *options)]
+    command = [str(PYTHON_WITH_DEPENDENCIES), "-m", "tests.engines.vllm.cpu.server", str(model), *options]
     started = Completions(command, variables, port, tmp_path / "log")
     yield started
     started.end()

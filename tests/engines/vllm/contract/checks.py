@@ -6,13 +6,10 @@ import contextlib
 import importlib
 import logging
 import sys
-import traceback
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.vllm.contract.wheels import report
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 NAME = "ep_a2a"
 OURS = "/integrations/vllm/"
@@ -24,18 +21,6 @@ def use_cpu() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
-
-
-def run(checks: dict[str, Callable[[], None]], names: list[str]) -> None:
-    """Runs checks in the order of `names` and reports each."""
-    use_cpu()
-    for name in names:
-        try:
-            checks[name]()
-        except BaseException:  # noqa: BLE001 - whatever it is, it is the check's outcome
-            report(name, traceback.format_exc())
-        else:
-            report(name, None)
 
 
 @contextlib.contextmanager

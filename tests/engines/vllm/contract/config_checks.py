@@ -1,4 +1,4 @@
-"""Checks in a real vLLM: the name, the configuration of a user who chose it, and of one who did not."""
+"""Checks in a real vLLM: the name, the configuration of a user who did not choose it, and then of one who did."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from unittest import mock
 from tests.engines.vllm.contract.checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
 from tests.engines.vllm.contract.wheels import ROOT
 
-FOR_EVERYBODY = ("backend-name", "chosen-config")
 UNPICKLE = "unpickle"
 
 
@@ -31,7 +30,7 @@ def chosen(**options: Any) -> Any:
     return ParallelConfig(**{"all2all_backend": NAME, "enable_expert_parallel": True} | options)
 
 
-def the_name_is_added_once() -> None:
+def check_the_name_is_added_once() -> None:
     from vllm.config import ParallelConfig, parallel
     from vllm.engine import arg_utils
 
@@ -48,7 +47,7 @@ def the_name_is_added_once() -> None:
         ParallelConfig(all2all_backend="bogus")
 
 
-def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
+def check_nothing_else_changes_for_a_user_who_does_not_choose() -> None:
     from vllm.config import ParallelConfig, VllmConfig
 
     messages = Messages("vllm.ep_a2a")
@@ -65,7 +64,7 @@ def nothing_else_changes_for_a_user_who_does_not_choose() -> None:
     assert messages.texts == []
 
 
-def the_command_line_takes_the_name() -> None:
+def check_the_command_line_takes_the_name() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
 
     from ep_a2a.integrations.vllm import register
@@ -79,7 +78,7 @@ def the_command_line_takes_the_name() -> None:
         parser.parse_args(["--all2all-backend", "bogus"])
 
 
-def the_files_for_its_command_line_are_taken() -> None:
+def check_the_files_for_its_command_line_are_taken() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
 
     from ep_a2a.integrations.vllm import register
@@ -99,7 +98,19 @@ def the_files_for_its_command_line_are_taken() -> None:
     assert second.data_parallel_address == first.data_parallel_address
 
 
-def the_configuration_answers_as_for_backends_of_vllm() -> None:
+def check_a_version_that_is_too_old_is_refused() -> None:
+    from vllm.config import ParallelConfig
+
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.vllm import support
+
+    with replaced(support, "vllm_version", lambda: "0.23.0"):
+        ParallelConfig(enable_expert_parallel=True)
+        with refused(UnsupportedError, support.SUPPORTED, "0.23.0"):
+            chosen()
+
+
+def check_the_configuration_answers_as_for_backends_of_vllm() -> None:
     """Whether tensor-parallel ranks bring distinct tokens is a list of names in vLLM."""
     from vllm.config import ParallelConfig
 
@@ -113,7 +124,7 @@ def the_configuration_answers_as_for_backends_of_vllm() -> None:
             assert ours.use_all2all == theirs.use_all2all == (dp == 2)
 
 
-def copies_of_the_configuration_stay_what_they_are() -> None:
+def check_copies_of_the_configuration_stay_what_they_are() -> None:
     from vllm.config import ParallelConfig, VllmConfig
 
     config = chosen()
@@ -136,7 +147,7 @@ def copies_of_the_configuration_stay_what_they_are() -> None:
     assert VllmConfig(parallel_config=config).parallel_config is config
 
 
-def a_fresh_process_is_activated_by_the_configuration() -> None:
+def check_a_fresh_process_is_activated_by_the_configuration() -> None:
     """As vLLM's engine and workers are: they unpickle the configuration before any plugin is loaded."""
     from vllm.config import VllmConfig
 
@@ -160,13 +171,16 @@ def unpickle(path: str) -> None:
     assert type(config) is vllm.config.VllmConfig
     assert config.parallel_config.all2all_backend == NAME
     assert {"get_device_communicator_cls", "check_and_update_config"} <= set(vars(current_platform))
+    from vllm.v1.engine.core import EngineCoreProc
+
+    assert EngineCoreProc._send_engine_dead.is_replacement
     from ep_a2a.integrations.vllm import register
 
     register()
     assert type(dataclasses.replace(config.parallel_config)) is type(config.parallel_config) is type(chosen())
 
 
-def the_platform_is_patched_once() -> None:
+def check_the_platform_is_patched_once() -> None:
     from vllm.platforms import current_platform
 
     from ep_a2a.integrations.vllm.communicator import original_communicator_class
@@ -189,7 +203,14 @@ OPTIONS = {
 }
 
 
-def options_that_cannot_work_are_refused() -> None:
+def config_of(**parallel: Any) -> SimpleNamespace:
+    """As much of a configuration as our check of options looks at."""
+    values = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "data_parallel_rank": 0} | parallel
+    given = SimpleNamespace(all2all_backend=NAME, enable_expert_parallel=True, **values)
+    return SimpleNamespace(parallel_config=given, lora_config=None)
+
+
+def check_options_that_cannot_work_are_refused() -> None:
     from vllm.platforms import current_platform
 
     from ep_a2a.errors import UnsupportedError
@@ -197,49 +218,34 @@ def options_that_cannot_work_are_refused() -> None:
 
     chosen()
     for option, (field, value) in OPTIONS.items():
-        parallel = SimpleNamespace(
-            all2all_backend=NAME,
-            enable_expert_parallel=True,
-            pipeline_parallel_size=1,
-            data_parallel_size=2,
-            data_parallel_rank=0,
-        )
-        config = SimpleNamespace(parallel_config=parallel, lora_config=None)
+        config = config_of()
         check_options(config)
-        setattr(config if field == "lora_config" else parallel, field, value)
+        setattr(config if field == "lora_config" else config.parallel_config, field, value)
         with refused(UnsupportedError, f"no {option}", f"Leave {option} out", "allgather_reducescatter"):
             current_platform.check_and_update_config(config)
-        parallel.enable_expert_parallel = False
+        config.parallel_config.enable_expert_parallel = False
         check_options(config)
-        parallel.enable_expert_parallel, parallel.all2all_backend = True, "allgather_reducescatter"
+        config.parallel_config.enable_expert_parallel = True
+        config.parallel_config.all2all_backend = "allgather_reducescatter"
         check_options(config)
 
 
-def rays_old_executor_is_refused() -> None:
+def check_rays_old_executor_is_refused() -> None:
     from vllm import envs
 
     from ep_a2a.errors import UnsupportedError
     from ep_a2a.integrations.vllm.parallel_config import check_options
 
-    parallel = SimpleNamespace(
-        all2all_backend=NAME,
-        enable_expert_parallel=True,
-        pipeline_parallel_size=1,
-        data_parallel_size=2,
-        data_parallel_rank=0,
-        distributed_executor_backend="ray",
-    )
-    config = SimpleNamespace(parallel_config=parallel, lora_config=None)
+    rays = config_of(distributed_executor_backend="ray")
     with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
-        check_options(config)
+        check_options(rays)
     with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
         with refused(UnsupportedError, "no --distributed-executor-backend ray", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
-            check_options(config)
-        parallel.distributed_executor_backend = "mp"
-        check_options(config)
+            check_options(rays)
+        check_options(config_of(distributed_executor_backend="mp"))
 
 
-def it_is_said_once_where_the_backend_has_no_effect() -> None:
+def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
     from vllm.config import VllmConfig
 
     from ep_a2a.integrations.vllm import common
@@ -259,7 +265,7 @@ def it_is_said_once_where_the_backend_has_no_effect() -> None:
     assert "allgather_reducescatter" in WITHOUT_EP
 
 
-def a_variable_that_cannot_be_read_is_refused() -> None:
+def check_a_variable_that_cannot_be_read_is_refused() -> None:
     from vllm.config import VllmConfig
 
     for name in ("EP_A2A_TIMEOUT_SECS", "EP_A2A_COUNTERS", "EP_A2A_SHARED_EXPERTS"):
@@ -269,50 +275,13 @@ def a_variable_that_cannot_be_read_is_refused() -> None:
             VllmConfig()
 
 
-def options_are_refused_by_the_real_configuration() -> None:
+def check_options_are_refused_by_the_real_configuration() -> None:
     """LoRA is not among them: without a model vLLM's own checks fail first."""
     from vllm.config import VllmConfig
 
     from ep_a2a.errors import UnsupportedError
 
     VllmConfig(parallel_config=chosen())
-    with refused(UnsupportedError, "--enable-dbo"):
-        VllmConfig(parallel_config=chosen(enable_dbo=True))
-    with refused(UnsupportedError, "--prefill-context-parallel-size"):
-        VllmConfig(parallel_config=chosen(prefill_context_parallel_size=2))
-    with refused(UnsupportedError, "--pipeline-parallel-size"):
-        VllmConfig(parallel_config=chosen(pipeline_parallel_size=2))
-
-
-def a_version_that_is_too_old_is_refused() -> None:
-    from vllm.config import ParallelConfig
-
-    from ep_a2a.errors import UnsupportedError
-    from ep_a2a.integrations.vllm import support
-
-    with replaced(support, "vllm_version", lambda: "0.23.0"):
-        ParallelConfig(enable_expert_parallel=True)
-        with refused(UnsupportedError, support.SUPPORTED, "0.23.0"):
-            chosen()
-
-
-WITHOUT_CHOICE = {
-    check.__name__: check for check in (the_name_is_added_once, nothing_else_changes_for_a_user_who_does_not_choose)
-}
-WITH_CHOICE = {
-    check.__name__: check
-    for check in (
-        the_command_line_takes_the_name,
-        the_files_for_its_command_line_are_taken,
-        a_version_that_is_too_old_is_refused,
-        the_configuration_answers_as_for_backends_of_vllm,
-        copies_of_the_configuration_stay_what_they_are,
-        a_fresh_process_is_activated_by_the_configuration,
-        the_platform_is_patched_once,
-        options_that_cannot_work_are_refused,
-        rays_old_executor_is_refused,
-        it_is_said_once_where_the_backend_has_no_effect,
-        a_variable_that_cannot_be_read_is_refused,
-        options_are_refused_by_the_real_configuration,
-    )
-}
+    for option in ("--enable-dbo", "--prefill-context-parallel-size", "--pipeline-parallel-size"):
+        with refused(UnsupportedError, option):
+            VllmConfig(parallel_config=chosen(**dict([OPTIONS[option]])))

@@ -6,19 +6,13 @@ import contextlib
 import gc
 import inspect
 import os
-import pickle
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.engines.vllm.contract.checks import replaced, use_cpu
+from tests.engines.vllm.contract.checks import replaced
 from tests.engines.vllm.contract.config_checks import chosen
 
-UNPICKLE_ENGINE = "unpickle an engine's start"
 FIXED_TEXT = "EngineCore encountered an issue"
 
 
@@ -60,7 +54,7 @@ def client_told(message: bytes) -> tuple[Any, Exception]:
     raise AssertionError("the client has not noticed")
 
 
-def the_engine_is_patched_where_its_configuration_is_made() -> None:
+def check_the_engine_is_patched_where_its_configuration_is_made() -> None:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.core_client import BackgroundResources
@@ -76,28 +70,7 @@ def the_engine_is_patched_where_its_configuration_is_made() -> None:
     assert functions == [EngineCoreProc._send_engine_dead, BackgroundResources.validate_alive, EngineDeadError.__init__]
 
 
-def the_engine_is_patched_where_its_configuration_arrives() -> None:
-    """In a process that vLLM spawns; the class of the configuration alone does it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.pickle"
-        path.write_bytes(pickle.dumps(chosen()))
-        subprocess.run(
-            [sys.executable, "-m", "tests.engines.vllm.contract.program", UNPICKLE_ENGINE, path],
-            env=os.environ,
-            check=True,
-        )
-
-
-def unpickle_engine(path: str) -> None:
-    """The fresh process."""
-    use_cpu()
-    pickle.loads(Path(path).read_bytes())
-    from vllm.v1.engine.core import EngineCoreProc
-
-    assert EngineCoreProc._send_engine_dead.is_replacement
-
-
-def clients_are_told_our_errors() -> None:
+def check_clients_are_told_our_errors() -> None:
     text = str(timed_out())
     message = sent_for(timed_out())
     assert message == b"ENGINE_CORE_DEAD: " + text.encode()
@@ -107,7 +80,7 @@ def clients_are_told_our_errors() -> None:
     assert f"ep_a2a: {text}" in str(error)
 
 
-def causes_of_other_errors_are_told() -> None:
+def check_causes_of_other_errors_are_told() -> None:
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = timed_out()
     while_handling = ValueError("cannot be logged")
@@ -115,7 +88,7 @@ def causes_of_other_errors_are_told() -> None:
     assert sent_for(while_handling).endswith(str(timed_out()).encode())
 
 
-def errors_of_workers_in_other_processes_are_told() -> None:
+def check_errors_of_workers_in_other_processes_are_told() -> None:
     """Their text is within vLLM's own, which is looked up here."""
     from vllm.v1.executor import multiproc_executor
 
@@ -126,7 +99,7 @@ def errors_of_workers_in_other_processes_are_told() -> None:
     assert sent_for(failed) == b"ENGINE_CORE_DEAD: " + text.encode()
 
 
-def errors_of_rays_workers_are_told_without_their_traceback() -> None:
+def check_errors_of_rays_workers_are_told_without_their_traceback() -> None:
     """As Ray raises them: of the cause's class and its own, the cause being an attribute."""
     from ep_a2a.errors import RankTimeoutError
 
@@ -140,7 +113,7 @@ def errors_of_rays_workers_are_told_without_their_traceback() -> None:
     assert sent_for(RayTaskError(timed_out())) == b"ENGINE_CORE_DEAD: " + str(timed_out()).encode()
 
 
-def long_and_broken_texts_are_no_burden() -> None:
+def check_long_and_broken_texts_are_no_burden() -> None:
     """An engine that dies must not think about it for long, nor stumble over what cannot be encoded."""
     for text in ("expected " * 20000 + "; got " * 20000, "'expected " * 20000, "\ud800" * 20000):
         assert sent_for(RuntimeError(f"Worker failed with error '{text}")) == b"ENGINE_CORE_DEAD"
@@ -150,7 +123,7 @@ def long_and_broken_texts_are_no_burden() -> None:
     assert "expected ?; got xxx" in str(error)
 
 
-def other_errors_are_told_as_before() -> None:
+def check_other_errors_are_told_as_before() -> None:
     hidden = ValueError("of the model")
     hidden.__context__, hidden.__suppress_context__ = timed_out(), True
     other = RuntimeError("Worker failed with error 'out of memory', please check the stack trace above")
@@ -165,7 +138,7 @@ def other_errors_are_told_as_before() -> None:
     assert str(error).endswith("for the root cause.")
 
 
-def the_engine_dies_as_before_when_the_cause_cannot_be_told() -> None:
+def check_the_engine_dies_as_before_when_the_cause_cannot_be_told() -> None:
     from ep_a2a.errors import EpA2AError
 
     class WithoutText(EpA2AError):
@@ -177,7 +150,7 @@ def the_engine_dies_as_before_when_the_cause_cannot_be_told() -> None:
         assert sent_for(timed_out()) == b"ENGINE_CORE_DEAD"
 
 
-def all_errors_of_the_client_have_the_cause() -> None:
+def check_all_errors_of_the_client_have_the_cause() -> None:
     """As vLLM makes them later: for requests under way, for new ones, and for HTTP."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import MPClient
@@ -204,7 +177,7 @@ def message_over_http(error: Exception) -> str:
     return str(create_error_response(error).error.message)
 
 
-def the_cause_is_forgotten_with_its_client() -> None:
+def check_the_cause_is_forgotten_with_its_client() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     resources, error = client_told(sent_for(timed_out()))
@@ -216,7 +189,7 @@ def the_cause_is_forgotten_with_its_client() -> None:
     assert "rank 3" not in str(EngineDeadError())
 
 
-def outputs_are_left_alone() -> None:
+def check_outputs_are_left_alone() -> None:
     """Those of an engine that is alive, one frame or more."""
     import zmq
     from vllm.v1.engine import EngineCoreOutputs
@@ -230,7 +203,7 @@ def outputs_are_left_alone() -> None:
     assert not resources.engine_dead
 
 
-def an_engine_that_ends_in_another_way_is_left_alone() -> None:
+def check_an_engine_that_ends_in_another_way_is_left_alone() -> None:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.core_client import BackgroundResources
 
@@ -250,23 +223,3 @@ def an_engine_that_ends_in_another_way_is_left_alone() -> None:
                 patch_engine()
                 assert EngineCoreProc._send_engine_dead is original
                 assert vars(owner)[name] is value
-
-
-ENGINE_CHECKS = {
-    check.__name__: check
-    for check in (
-        the_engine_is_patched_where_its_configuration_is_made,
-        the_engine_is_patched_where_its_configuration_arrives,
-        clients_are_told_our_errors,
-        causes_of_other_errors_are_told,
-        errors_of_workers_in_other_processes_are_told,
-        errors_of_rays_workers_are_told_without_their_traceback,
-        long_and_broken_texts_are_no_burden,
-        other_errors_are_told_as_before,
-        the_engine_dies_as_before_when_the_cause_cannot_be_told,
-        all_errors_of_the_client_have_the_cause,
-        the_cause_is_forgotten_with_its_client,
-        outputs_are_left_alone,
-        an_engine_that_ends_in_another_way_is_left_alone,
-    )
-}

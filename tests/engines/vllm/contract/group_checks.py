@@ -79,7 +79,7 @@ def changed_signatures(**changes: str) -> Iterator[None]:
     support.check_signatures.cache_clear()
 
 
-def a_vllm_with_other_signatures_is_refused() -> None:
+def check_a_vllm_with_other_signatures_is_refused() -> None:
     """Must run before the layers are patched, which is done once."""
     from ep_a2a.errors import UnsupportedError
     from ep_a2a.integrations.vllm import support
@@ -98,7 +98,7 @@ def a_vllm_with_other_signatures_is_refused() -> None:
             pass
 
 
-def the_communicator_of_experts_carries_our_manager() -> None:
+def check_the_communicator_of_experts_carries_our_manager() -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
     for kind in (CPU, CUDA):
@@ -116,7 +116,7 @@ def the_communicator_of_experts_carries_our_manager() -> None:
             assert type(manager._vllm_manager).__name__ == "AgRsAll2AllManager"
 
 
-def other_communicators_are_the_platforms_own() -> None:
+def check_other_communicators_are_the_platforms_own() -> None:
     for kind, name in itertools.product((CPU, CUDA), ("tp:0", "dp:0", "pp:0", "world:0", "eplb:0", "epx:0", "")):
         with communicator_of(name, kind=kind) as communicator:
             assert class_name(communicator) == kind.partition(".")[2]
@@ -126,7 +126,7 @@ def other_communicators_are_the_platforms_own() -> None:
         assert type(communicator.all2all_manager).__name__ == "AgRsAll2AllManager"
 
 
-def without_replicas_or_experts_it_is_the_platforms_own() -> None:
+def check_without_replicas_or_experts_it_is_the_platforms_own() -> None:
     for ep, dp in itertools.product((False, True), (1, 2)):
         with communicator_of(ep=ep, dp=dp) as communicator:
             active = ep and dp > 1
@@ -135,7 +135,7 @@ def without_replicas_or_experts_it_is_the_platforms_own() -> None:
             assert theirs == ("VllmAll2AllManager" if active else "AgRsAll2AllManager" if dp > 1 else "NoneType")
 
 
-def destroying_a_communicator_makes_no_manager() -> None:
+def check_destroying_a_communicator_makes_no_manager() -> None:
     from ep_a2a.integrations.vllm import manager as module
 
     def fail(*_: Any) -> None:
@@ -165,7 +165,7 @@ class VllmManager:
         pass
 
 
-def the_manager_has_all_that_vllm_asks_of_one() -> None:
+def check_the_manager_has_all_that_vllm_asks_of_one() -> None:
     from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
     with communicator_of() as communicator:
@@ -180,7 +180,7 @@ def the_manager_has_all_that_vllm_asks_of_one() -> None:
         assert manager.max_sms_used() is None
 
 
-def hidden_states_travel_by_vllms_own_manager() -> None:
+def check_hidden_states_travel_by_vllms_own_manager() -> None:
     """Of layers without a modular kernel, by the communicator's own methods."""
     import torch
 
@@ -201,7 +201,7 @@ def hidden_states_travel_by_vllms_own_manager() -> None:
         assert VLLM_BACKEND in messages.texts[0]
 
 
-def checkpoints_are_refused() -> None:
+def check_checkpoints_are_refused() -> None:
     from ep_a2a.errors import UnsupportedError
 
     with communicator_of(kind=CUDA) as communicator:
@@ -216,7 +216,7 @@ def moe_of(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(moe_parallel_config=SimpleNamespace(**parallel), max_num_tokens=7)
 
 
-def layers_get_our_prepare_and_finalize() -> None:
+def check_layers_get_our_prepare_and_finalize() -> None:
     import torch
     import vllm.distributed
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -260,7 +260,7 @@ def refusals_when_made(make: Any) -> None:
         make(moe_of(), None, allow_new_interface=True)
 
 
-def our_methods_take_what_vllm_passes() -> None:
+def check_our_methods_take_what_vllm_passes() -> None:
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
     from ep_a2a.integrations.vllm.prepare_finalize import EpA2APrepareAndFinalize
@@ -270,20 +270,3 @@ def our_methods_take_what_vllm_passes() -> None:
     for name in ("prepare", "finalize", "finalize_async", "post_init_setup"):
         ours, theirs = (list(inspect.signature(getattr(each, name)).parameters) for each in classes)
         assert ours == theirs, name
-
-
-GROUP_CHECKS = {
-    check.__name__: check
-    for check in (
-        a_vllm_with_other_signatures_is_refused,
-        the_communicator_of_experts_carries_our_manager,
-        other_communicators_are_the_platforms_own,
-        without_replicas_or_experts_it_is_the_platforms_own,
-        destroying_a_communicator_makes_no_manager,
-        the_manager_has_all_that_vllm_asks_of_one,
-        hidden_states_travel_by_vllms_own_manager,
-        checkpoints_are_refused,
-        layers_get_our_prepare_and_finalize,
-        our_methods_take_what_vllm_passes,
-    )
-}

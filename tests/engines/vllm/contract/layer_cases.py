@@ -278,3 +278,19 @@ def check_result(case: Layer, result: torch.Tensor, rank: int) -> None:
     assert result.dtype == torch.bfloat16
     largest = expected.abs().max().item() if expected.numel() else 1.0
     torch.testing.assert_close(result.float(), expected, rtol=case.tolerance, atol=case.tolerance * largest)
+
+
+def run_and_check(case: Layer, kernel: Any, rank: int) -> None:
+    """One step, whose result must be that of the dense layer."""
+    check_result(case, run_kernel(case, kernel, rank), rank)
+
+
+@contextlib.contextmanager
+def step_of(tokens: tuple[int, ...] | None) -> Iterator[None]:
+    """Within, vLLM tells the tokens of each data-parallel rank, or nothing about them."""
+    from vllm.config import VllmConfig
+    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
+
+    metadata = None if tokens is None else DPMetadata(torch.tensor(tokens, dtype=torch.int32))
+    with override_forward_context(create_forward_context(None, VllmConfig(), metadata)):
+        yield

@@ -21,7 +21,7 @@ from ep_a2a.errors import (
 from ep_a2a.quantization import E4M3_MAX
 from ep_a2a.routing import destination_mask, expert_ranges
 from tests.engines.vllm.contract.checks import refused, replaced
-from tests.engines.vllm.contract.layer_cases import Layer, check_result, kernel_of, manager_of, run_kernel
+from tests.engines.vllm.contract.layer_cases import Layer, kernel_of, manager_of, run_and_check, run_kernel, step_of
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -33,7 +33,7 @@ def steps(context: RankContext, *cases: Layer) -> list[Any]:
         kernel = kernel_of(cases[0], manager)
         for case in cases:
             kernel.fused_experts.case = case
-            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            run_and_check(case, kernel, context.rank)
         return list(kernel.fused_experts.seen)
 
 
@@ -44,26 +44,27 @@ def in_both_forms(context: RankContext, case: Layer) -> None:
         steps(context, case, replace(case, seed=1, tokens=(16, 1)))
 
 
-def bf16(context: RankContext) -> None:
-    in_both_forms(context, Layer())
+FORMS = {
+    "bf16": Layer(),
+    "fp8_per_token": Layer(quant="per_token"),
+    "fp8_per_block": Layer(quant="per_block", hidden=256),
+    # from vLLM 0.27 routers write -1 for rows that are padding
+    "ids_of_padding_rows": Layer(ids="padding", tokens=(6, 5)),
+    "ids_beside_valid_ones": Layer(ids="holes", tokens=(6, 5)),
+    "a_rank_that_receives_nothing": Layer(ids="first rank"),
+    "uneven_experts": Layer(num_experts=7, topk=3),
+}
+"""Checks in_both_forms."""
 
 
-def fp8_per_token(context: RankContext) -> None:
-    in_both_forms(context, Layer(quant="per_token"))
-
-
-def fp8_per_block(context: RankContext) -> None:
-    in_both_forms(context, Layer(quant="per_block", hidden=256))
-
-
-def fp8_per_block_with_scales_that_are_powers_of_two(context: RankContext) -> None:
+def check_fp8_per_block_with_scales_that_are_powers_of_two(context: RankContext) -> None:
     (seen,) = steps(context, Layer(quant="per_block_rounded", hidden=256))
     scales = seen.a1q_scale[seen.a1q_scale > 0]
     assert scales.numel()
     assert bool((torch.frexp(scales)[0] == 0.5).all())
 
 
-def fp8_by_whole_tensor_ignores_rows_without_a_token(context: RankContext) -> None:
+def check_fp8_by_whole_tensor_ignores_rows_without_a_token(context: RankContext) -> None:
     """The buffers still hold the large tokens of the step before."""
     large = Layer(quant="per_tensor", scale=100.0, tokens=(16, 16))
     small = replace(large, scale=1.0, tokens=(3, 2), seed=1)
@@ -76,40 +77,23 @@ def fp8_by_whole_tensor_ignores_rows_without_a_token(context: RankContext) -> No
     torch.testing.assert_close(seen[1].a1q_scale, (amax / E4M3_MAX).reshape(1))
 
 
-def router_weights_on_the_input(context: RankContext) -> None:
+def check_router_weights_on_the_input(context: RankContext) -> None:
     for quant in ("none", "per_token"):
         in_both_forms(context, Layer(topk=1, weight_on_input=True, quant=quant))
 
 
-def ids_of_padding_rows(context: RankContext) -> None:
-    """From vLLM 0.27 routers write -1 for rows that are padding."""
-    in_both_forms(context, Layer(ids="padding", tokens=(6, 5)))
-
-
-def ids_beside_valid_ones(context: RankContext) -> None:
-    in_both_forms(context, Layer(ids="holes", tokens=(6, 5)))
-
-
-def a_rank_that_receives_nothing(context: RankContext) -> None:
-    in_both_forms(context, Layer(ids="first rank"))
-
-
-def ranks_without_tokens(context: RankContext) -> None:
+def check_ranks_without_tokens(context: RankContext) -> None:
     for tokens in ((0, 5), (3, 0), (0, 0)):
         steps(context, Layer(tokens=tokens), Layer(seed=1))
 
 
-def uneven_experts(context: RankContext) -> None:
-    in_both_forms(context, Layer(num_experts=7, topk=3))
-
-
-def experts_that_leave_the_sum_to_finalize(context: RankContext) -> None:
+def check_experts_that_leave_the_sum_to_finalize(context: RankContext) -> None:
     for kind in ("Contiguous", "Delegate"):
         in_both_forms(context, Layer(reduce=kind))
         steps(context, Layer(reduce=kind, topk=1, weight_on_input=True))
 
 
-def experts_that_drop_the_columns_of_padding(context: RankContext) -> None:
+def check_experts_that_drop_the_columns_of_padding(context: RankContext) -> None:
     """As TensorRT-LLM's of MXFP4: vLLM pads the hidden size for them."""
     for halves in ("", "halves"):
         with mock.patch.dict(os.environ, {"EP_A2A_SHARED_EXPERTS": halves}):
@@ -117,7 +101,7 @@ def experts_that_drop_the_columns_of_padding(context: RankContext) -> None:
                 steps(context, Layer(dropped=48, reduce=kind), Layer(dropped=48, reduce=kind, seed=1, tokens=(0, 2)))
 
 
-def rows_without_a_token_name_another_ranks_expert(context: RankContext) -> None:
+def check_rows_without_a_token_name_another_ranks_expert(context: RankContext) -> None:
     case = Layer(tokens=(2, 1), num_experts=7)
     (seen,) = steps(context, case)
     is_other = (seen.topk_ids >= 4) if context.rank == 0 else (seen.topk_ids < 4)
@@ -129,26 +113,22 @@ def rows_without_a_token_name_another_ranks_expert(context: RankContext) -> None
     assert len(seen.rows) == 2 * case.max_tokens
 
 
-def the_rows_that_experts_see_are_bounded_by_the_step(context: RankContext) -> None:
+def check_the_rows_that_experts_see_are_bounded_by_the_step(context: RankContext) -> None:
     """vLLM tells all ranks the tokens of each data-parallel rank; sequence-parallel ranks share them."""
-    from vllm.config import VllmConfig
-    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
-
     with manager_of(context) as manager:
         for sp_size, tokens, rows in ((1, (7, 5), 7), (2, (7, 5), 4), (2, (8, 1), 4), (2, (0, 0), 1), (1, (16, 1), 16)):
             brought = tuple(-(-number // sp_size) for number in tokens)
             case = Layer(tokens=brought)
             kernel = kernel_of(case, manager, sp_size)
-            metadata = DPMetadata(torch.tensor(tokens, dtype=torch.int32))
-            with override_forward_context(create_forward_context(None, VllmConfig(), metadata)):
-                check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            with step_of(tokens):
+                run_and_check(case, kernel, context.rank)
             assert len(kernel.fused_experts.seen[0].rows) == 2 * rows
-        with override_forward_context(create_forward_context(None, VllmConfig(), None)):
-            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        with step_of(None):
+            run_and_check(case, kernel, context.rank)
         assert len(kernel.fused_experts.seen[1].rows) == 2 * case.max_tokens
 
 
-def the_experts_rows_are_sent_from_where_they_lie(context: RankContext) -> None:
+def check_the_experts_rows_are_sent_from_where_they_lie(context: RankContext) -> None:
     """So nothing would be saved if vLLM asked us for the memory that experts write to."""
     case = Layer()
     with manager_of(context) as manager:
@@ -161,30 +141,23 @@ def the_experts_rows_are_sent_from_where_they_lie(context: RankContext) -> None:
             combine(args, *more)
 
         with replaced(kernels, "combine", remembered):
-            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            run_and_check(case, kernel, context.rank)
         (args,), (seen,) = sent, kernel.fused_experts.seen
         assert args.rows.data_ptr() == seen.output.data_ptr()
         assert not args.copies
 
 
-def too_many_tokens_are_an_error_on_all_ranks(context: RankContext) -> None:
+def check_too_many_tokens_are_an_error_on_all_ranks(context: RankContext) -> None:
     """Otherwise the ranks with few tokens would wait for the one that has raised."""
-    from vllm.config import VllmConfig
-    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
-
     case = Layer(tokens=(17, 2))
     with manager_of(context) as manager:
         kernel = kernel_of(case, manager)
-        metadata = DPMetadata(torch.tensor(case.tokens, dtype=torch.int32))
-        with (
-            override_forward_context(create_forward_context(None, VllmConfig(), metadata)),
-            refused(TooManyTokensError, "16", "17"),
-        ):
+        with step_of(case.tokens), refused(TooManyTokensError, "16", "17"):
             run_kernel(case, kernel, context.rank)
-        check_result(Layer(), run_kernel(Layer(), kernel, context.rank), context.rank)
+        run_and_check(Layer(), kernel, context.rank)
 
 
-def layers_share_one_op(context: RankContext) -> None:
+def check_layers_share_one_op(context: RankContext) -> None:
     """All layers of one shape, one after another, and those of another shape beside them."""
     with manager_of(context) as manager:
         case, wide = Layer(), Layer(hidden=256, seed=2)
@@ -196,10 +169,10 @@ def layers_share_one_op(context: RankContext) -> None:
         third = kernel_of(wide, manager)
         for kernel in (first, second, third, first):
             own = kernel.fused_experts.case
-            check_result(own, run_kernel(own, kernel, context.rank), context.rank)
+            run_and_check(own, kernel, context.rank)
 
 
-def layers_built_again_keep_their_op(context: RankContext) -> None:
+def check_layers_built_again_keep_their_op(context: RankContext) -> None:
     """As when weights are reloaded after warm-up: captured graphs hold the op's addresses."""
     case = Layer()
     with manager_of(context) as manager:
@@ -217,10 +190,10 @@ def layers_built_again_keep_their_op(context: RankContext) -> None:
         another = kernel_of(wide, manager)
         assert another.prepare_finalize._op.timeouts.step_secs == 45.0
         for built, own in ((again, case), (another, wide)):
-            check_result(own, run_kernel(own, built, context.rank), context.rank)
+            run_and_check(own, built, context.rank)
 
 
-def waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> None:
+def check_waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> None:
     with manager_of(context) as manager:
         op = kernel_of(Layer(), manager).prepare_finalize._op
         timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -228,7 +201,7 @@ def waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> No
         assert manager.arena.rendezvous.timeout_secs == timeout
 
 
-def a_variable_that_one_rank_cannot_read_is_an_error_on_all(context: RankContext) -> None:
+def check_a_variable_that_one_rank_cannot_read_is_an_error_on_all(context: RankContext) -> None:
     """Otherwise the others would wait for that rank's layers with vLLM's patience."""
     for name in ("EP_A2A_SHARED_EXPERTS", "EP_A2A_COUNTERS", "EP_A2A_TIMEOUT_SECS"):
         unreadable = {name: "abc"} if context.rank == 1 else {}
@@ -240,15 +213,24 @@ def a_variable_that_one_rank_cannot_read_is_an_error_on_all(context: RankContext
             kernel_of(Layer(), manager)
 
 
-def layers_are_built_whatever_the_default_device_is(context: RankContext) -> None:
+def check_layers_are_built_whatever_the_default_device_is(context: RankContext) -> None:
     case = Layer()
     with manager_of(context) as manager:
         with torch.device("meta"):
             kernel = kernel_of(case, manager)
-        check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+        run_and_check(case, kernel, context.rank)
 
 
-def an_error_in_the_experts_closes_the_op(context: RankContext) -> None:
+def fail(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("on the way")
+
+
+def check_an_error_closes_the_op(context: RankContext) -> None:
+    """In the experts, when rows are quantised, and when they are added."""
+    import vllm._custom_ops as ops
+
+    from ep_a2a.integrations.vllm import prepare_finalize
+
     with manager_of(context) as manager:
         kernel = kernel_of(Layer(), manager)
         run_kernel(Layer(), kernel, context.rank)
@@ -260,40 +242,19 @@ def an_error_in_the_experts_closes_the_op(context: RankContext) -> None:
             run_kernel(Layer(), kernel, context.rank)
         with refused(ClosedError, "an open op"):
             manager.check()
+    for case, owner, name in (
+        (Layer(quant="per_tensor"), prepare_finalize, "moe_kernel_quantize_input"),
+        (Layer(reduce="Contiguous"), ops, "moe_sum"),
+    ):
+        with manager_of(context) as manager:
+            kernel = kernel_of(case, manager)
+            with replaced(owner, name, fail), refused(ZeroDivisionError, "on the way"):
+                run_kernel(case, kernel, context.rank)
+            with refused(ClosedError, "an open op"):
+                run_kernel(case, kernel, context.rank)
 
 
-def fail(*_: Any, **__: Any) -> None:
-    raise ZeroDivisionError("on the way")
-
-
-def an_error_when_rows_are_quantised_closes_the_op(context: RankContext) -> None:
-    from ep_a2a.integrations.vllm import prepare_finalize
-
-    case = Layer(quant="per_tensor")
-    with manager_of(context) as manager:
-        kernel = kernel_of(case, manager)
-        with (
-            replaced(prepare_finalize, "moe_kernel_quantize_input", fail),
-            refused(ZeroDivisionError, "on the way"),
-        ):
-            run_kernel(case, kernel, context.rank)
-        with refused(ClosedError, "an open op"):
-            run_kernel(case, kernel, context.rank)
-
-
-def an_error_when_rows_are_added_closes_the_op(context: RankContext) -> None:
-    import vllm._custom_ops as ops
-
-    case = Layer(reduce="Contiguous")
-    with manager_of(context) as manager:
-        kernel = kernel_of(case, manager)
-        with replaced(ops, "moe_sum", fail), refused(ZeroDivisionError, "on the way"):
-            run_kernel(case, kernel, context.rank)
-        with refused(ClosedError, "an open op"):
-            run_kernel(case, kernel, context.rank)
-
-
-def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankContext) -> None:
+def check_what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankContext) -> None:
     """They gather each other's results, and vLLM looks at the errors of one of them."""
     from ep_a2a.kernels.layout import Region
 
@@ -302,7 +263,7 @@ def what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankConte
         with manager_of(context) as manager:
             manager.tp_group = SimpleNamespace(rank_in_group=0, world_size=tp_size)
             kernel = kernel_of(case, manager)
-            check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+            run_and_check(case, kernel, context.rank)
             manager.check()
             # as a kernel of the other rank does that gives up when this rank's last one has ended
             kernel.prepare_finalize._op.memory.view(Region.POISON).fill_((1 << 16) + 1)
@@ -324,11 +285,11 @@ def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
         interpret(self, *args)
 
     with replaced(CompiledKernel, "interpret", remember):
-        check_result(case, run_kernel(case, kernel, rank), rank)
+        run_and_check(case, kernel, rank)
     return names
 
 
-def nothing_is_counted_by_default(context: RankContext) -> None:
+def check_nothing_is_counted_by_default(context: RankContext) -> None:
     """No launch, no memory, and not a Python call more."""
     from ep_a2a.telemetry import counters
 
@@ -343,7 +304,7 @@ def nothing_is_counted_by_default(context: RankContext) -> None:
     assert names == ["ll_dispatch_kernel"] * 2 + ["combine_kernel"] * 2
 
 
-def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
+def check_shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
     """Where vLLM is told to run them there, what follows the experts leaves combine open until it is done."""
     for counted in ("0", "2"):
         variables = {"EP_A2A_SHARED_EXPERTS": "halves", "EP_A2A_COUNTERS": counted}
@@ -361,11 +322,11 @@ def shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
 
             ours.finalize_async = observed
             for _ in range(2):
-                check_result(case, run_kernel(case, kernel, context.rank), context.rank)
+                run_and_check(case, kernel, context.rank)
             assert next_calls == ["combine_recv"] * 2
 
 
-def experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
+def check_experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
     """Also within experts that choose between two kinds; a limit that is no size of such memory stays the layer's."""
     from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
     from vllm.model_executor.layers.fused_moe.experts.fallback import FallbackExperts
@@ -405,7 +366,7 @@ def rows_of(case: Layer, source: int, destination: int) -> int:
     return sum(any(first <= expert < end for expert in ids) for ids in case.inputs(source)[2].tolist())
 
 
-def steps_are_counted_layer_by_layer(context: RankContext) -> None:
+def check_steps_are_counted_layer_by_layer(context: RankContext) -> None:
     """Two layers of one op and one of another; the second is built again on the way, as when weights are reloaded."""
     from ep_a2a.integrations.vllm.manager import live_managers
 
@@ -421,7 +382,7 @@ def steps_are_counted_layer_by_layer(context: RankContext) -> None:
         manager.end_warm_up(45.0)
         # 0, 1, 2, 1 and again
         for number in (0, 1, 2, 1) * 2:
-            check_result(cases[number], run_kernel(cases[number], kernels[number], rank), rank)
+            run_and_check(cases[number], kernels[number], rank)
             if number == 1:
                 kernels[1] = kernel_of(cases[1], manager, moe=kernels[1].prepare_finalize._moe)
         assert manager.arena.num_bytes == num_bytes
@@ -444,40 +405,3 @@ def steps_are_counted_layer_by_layer(context: RankContext) -> None:
 def moe_holder(kernel: Any) -> Any:
     """Stands for vLLM's module of a layer."""
     return SimpleNamespace(moe_config=kernel.prepare_finalize._moe)
-
-
-LAYER_CHECKS = {
-    check.__name__: check
-    for check in (
-        bf16,
-        fp8_per_token,
-        fp8_per_block,
-        fp8_per_block_with_scales_that_are_powers_of_two,
-        fp8_by_whole_tensor_ignores_rows_without_a_token,
-        router_weights_on_the_input,
-        ids_of_padding_rows,
-        ids_beside_valid_ones,
-        a_rank_that_receives_nothing,
-        ranks_without_tokens,
-        uneven_experts,
-        experts_that_leave_the_sum_to_finalize,
-        experts_that_drop_the_columns_of_padding,
-        rows_without_a_token_name_another_ranks_expert,
-        the_rows_that_experts_see_are_bounded_by_the_step,
-        the_experts_rows_are_sent_from_where_they_lie,
-        too_many_tokens_are_an_error_on_all_ranks,
-        layers_share_one_op,
-        layers_built_again_keep_their_op,
-        waits_are_bounded_by_the_groups_timeout_at_first,
-        a_variable_that_one_rank_cannot_read_is_an_error_on_all,
-        layers_are_built_whatever_the_default_device_is,
-        an_error_in_the_experts_closes_the_op,
-        an_error_when_rows_are_quantised_closes_the_op,
-        an_error_when_rows_are_added_closes_the_op,
-        shared_experts_between_the_halves_of_combine,
-        experts_with_scratch_memory_learn_how_many_rows_they_see,
-        what_other_ranks_have_found_reaches_tensor_parallel_ranks,
-        nothing_is_counted_by_default,
-        steps_are_counted_layer_by_layer,
-    )
-}

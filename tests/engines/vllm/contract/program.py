@@ -1,22 +1,70 @@
-"""`python -m tests.engines.vllm.contract.program CHECK...`: runs checks in this order."""
+"""Runs checks in the vLLM that this Python imports, in their order, and writes a report of each.
+
+    python -m tests.engines.vllm.contract.program CHECK...
+
+Those of layers run on two ranks, the others in this process.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from tests.engines.vllm.contract.checks import run
-from tests.engines.vllm.contract.config_checks import UNPICKLE, WITH_CHOICE, WITHOUT_CHOICE, unpickle
-from tests.engines.vllm.contract.engine_checks import ENGINE_CHECKS, UNPICKLE_ENGINE, unpickle_engine
-from tests.engines.vllm.contract.group_checks import GROUP_CHECKS
-from tests.engines.vllm.contract.worker_checks import WORKER_CHECKS
+from ep_a2a.testing import RankPool
+from tests.engines.vllm.contract import config_checks, engine_checks, group_checks, layer_checks, worker_checks
+from tests.engines.vllm.contract.checks import use_cpu
 
-CHOSEN = {**WITH_CHOICE, **WORKER_CHECKS, **GROUP_CHECKS, **ENGINE_CHECKS}
-CHECKS = {**WITHOUT_CHOICE, **CHOSEN}
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+POOL_TIMEOUT_SECS = 300.0
+REPORT = "report: "
+"""Begins a line about a check."""
+
+
+def checks_of(*modules: ModuleType) -> dict[str, Callable[..., None]]:
+    """The functions check_* of modules, in their order, by what follows in their names."""
+    return {
+        name.removeprefix("check_"): each
+        for module in modules
+        for name, each in vars(module).items()
+        if name.startswith("check_") and each.__module__ == module.__name__
+    }
+
+
+IN_BOTH_FORMS = {name: partial(layer_checks.in_both_forms, case=case) for name, case in layer_checks.FORMS.items()}
+LAYER_CHECKS = IN_BOTH_FORMS | checks_of(layer_checks)
+# those of a user who has not chosen the backend come first
+CHECKS = checks_of(config_checks, worker_checks, group_checks, engine_checks)
+
+
+def run(call: Callable[[str], Any], names: list[str]) -> None:
+    """Calls with each name, and reports what came of it."""
+    for name in names:
+        error = None
+        try:
+            call(name)
+        except BaseException:  # noqa: BLE001 - whatever it is, it is the check's outcome
+            error = traceback.format_exc()
+        sys.stdout.write(f"{REPORT}{json.dumps({'name': name, 'error': error})}\n")
+        sys.stdout.flush()
+
+
+def main(names: list[str]) -> None:
+    if names[0] in LAYER_CHECKS:
+        with RankPool(2, timeout_secs=POOL_TIMEOUT_SECS) as pool:
+            run(lambda name: pool.run(LAYER_CHECKS[name]), names)
+    else:
+        use_cpu()
+        run(lambda name: CHECKS[name](), names)
+
 
 if __name__ == "__main__":
-    if sys.argv[1] == UNPICKLE:
-        unpickle(sys.argv[2])
-    elif sys.argv[1] == UNPICKLE_ENGINE:
-        unpickle_engine(sys.argv[2])
+    if sys.argv[1] == config_checks.UNPICKLE:
+        config_checks.unpickle(sys.argv[2])
     else:
-        run(CHECKS, sys.argv[1:])
+        main(sys.argv[1:])

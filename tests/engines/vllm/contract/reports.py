@@ -1,25 +1,62 @@
-"""What became of a check that a program has run in a real vLLM."""
+"""What became of a check that the program has run in a real vLLM."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from functools import cache
 
 import pytest
 
-from tests.engines.vllm.contract.wheels import Unavailable, run_program
+from tests.engines.vllm.contract.program import REPORT
+from tests.engines.vllm.contract.wheels import (
+    DOWNLOAD_TIMEOUT_SECS,
+    ROOT,
+    Unavailable,
+    python_with_dependencies,
+    wheel_folder,
+)
+
+PROGRAM_TIMEOUT_SECS = 900
+TIMEOUT = pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS)
 
 
 @cache
-def _reports_of(program: str, version: str, checks: tuple[str, ...]) -> dict[str, str | None] | Unavailable:
+def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] | Unavailable:
+    """Runs checks with the vLLM of a version.
+
+    Returns:
+        By the name of each check that the program has reported: None, or its traceback. "" has what the program wrote.
+        Unavailable where the wheel or its dependencies cannot be had.
+    """
     try:
-        return run_program(version, program, *checks)
+        python, wheel = python_with_dependencies(), wheel_folder(version)
     except Unavailable as problem:
         return problem
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
+    variables |= {
+        "PYTHONPATH": os.pathsep.join([str(wheel), str(ROOT)]),
+        "VLLM_NO_USAGE_STATS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [str(python), "-m", "tests.engines.vllm.contract.program", *checks],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_SECS,
+        check=False,
+    )
+    lines = [json.loads(line.removeprefix(REPORT)) for line in done.stdout.splitlines() if line.startswith(REPORT)]
+    written = f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return {"": written} | {line["name"]: line["error"] for line in lines}
 
 
-def require_passed(program: str, version: str, checks: tuple[str, ...], check: str) -> None:
+def require_passed(version: str, checks: tuple[str, ...], check: str) -> None:
     """Fails with the traceback of `check`, which is one of `checks`; the first call runs them all in one process."""
-    reports = _reports_of(program, version, checks)
+    reports = reports_of(version, checks)
     if isinstance(reports, Unavailable):
         pytest.skip(str(reports))
     assert check in reports, reports[""]

@@ -81,7 +81,7 @@ def stepping(output: Any) -> Callable[[], Any]:
 
 
 @with_manager
-def the_workers_calls_are_checked(manager: Manager) -> None:
+def check_the_workers_calls_are_checked(manager: Manager) -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -97,7 +97,7 @@ def the_workers_calls_are_checked(manager: Manager) -> None:
 
 
 @with_manager
-def a_failed_step_hands_out_no_tokens(manager: Manager) -> None:
+def check_a_failed_step_hands_out_no_tokens(manager: Manager) -> None:
     for output in (None, SimpleNamespace(tokens=[1])):
         step = stepping(output)
         manager.error = None
@@ -109,7 +109,7 @@ def a_failed_step_hands_out_no_tokens(manager: Manager) -> None:
 
 
 @with_manager
-def a_failed_step_hands_out_no_tokens_later_either(manager: Manager) -> None:
+def check_a_failed_step_hands_out_no_tokens_later_either(manager: Manager) -> None:
     """With asynchronous outputs the step's kernels may still run when the call returns."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
@@ -125,7 +125,7 @@ def a_failed_step_hands_out_no_tokens_later_either(manager: Manager) -> None:
 
 
 @with_manager
-def vllms_outputs_can_be_watched(manager: Manager) -> None:
+def check_vllms_outputs_can_be_watched(manager: Manager) -> None:
     """Their classes have neither slots nor frozen fields."""
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
@@ -139,7 +139,7 @@ def vllms_outputs_can_be_watched(manager: Manager) -> None:
 
 
 @with_manager
-def outputs_that_nobody_asks_for_are_freed_at_once(manager: Manager) -> None:
+def check_outputs_that_nobody_asks_for_are_freed_at_once(manager: Manager) -> None:
     """vLLM takes only one tensor-parallel rank's; they hold tensors of the device."""
     gc.disable()
     try:
@@ -152,7 +152,7 @@ def outputs_that_nobody_asks_for_are_freed_at_once(manager: Manager) -> None:
 
 
 @with_manager
-def errors_of_the_step_itself_arrive_as_they_are(manager: Manager) -> None:
+def check_errors_of_the_step_itself_arrive_as_they_are(manager: Manager) -> None:
     from ep_a2a.integrations.vllm.worker import _checked
 
     def fail(_: Any) -> None:
@@ -165,7 +165,7 @@ def errors_of_the_step_itself_arrive_as_they_are(manager: Manager) -> None:
 
 
 @with_manager
-def waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) -> None:
+def check_waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -179,7 +179,7 @@ def waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) -> None:
 
 
 @with_manager
-def counters_are_read_by_the_name_of_a_workers_method(manager: Manager) -> None:
+def check_counters_are_read_by_the_name_of_a_workers_method(manager: Manager) -> None:
     """As collective_rpc does it, through the object that an executor has for a worker."""
     from vllm.config import CompilationConfig
     from vllm.v1.serial_utils import run_method
@@ -213,7 +213,7 @@ def sent_by(output: Any) -> tuple[str, Any]:
 
 
 @with_manager
-def an_error_in_an_output_is_sent(manager: Manager) -> None:
+def check_an_error_in_an_output_is_sent(manager: Manager) -> None:
     def fail() -> None:
         raise TimeoutError("rank 3 did not come")
 
@@ -224,7 +224,7 @@ def an_error_in_an_output_is_sent(manager: Manager) -> None:
 
 
 @with_manager
-def what_vllm_saves_of_a_failed_output_is_saved(manager: Manager) -> None:
+def check_what_vllm_saves_of_a_failed_output_is_saved(manager: Manager) -> None:
     """From vLLM 0.33 the step's transfers of KV blocks are told even if its tokens cannot be had."""
     from vllm.v1.executor import multiproc_executor
 
@@ -237,20 +237,3 @@ def what_vllm_saves_of_a_failed_output_is_saved(manager: Manager) -> None:
     transfers, output = SimpleNamespace(is_empty=lambda: False), output_of(fail)
     output.get_kv_connector_output = lambda: transfers
     assert sent_by(output) == ("FAILURE_WITH_KV_OUTPUT", transfers)
-
-
-WORKER_CHECKS = {
-    check.__name__: check
-    for check in (
-        the_workers_calls_are_checked,
-        a_failed_step_hands_out_no_tokens,
-        a_failed_step_hands_out_no_tokens_later_either,
-        vllms_outputs_can_be_watched,
-        outputs_that_nobody_asks_for_are_freed_at_once,
-        errors_of_the_step_itself_arrive_as_they_are,
-        waits_are_shortened_when_any_worker_has_warmed_up,
-        counters_are_read_by_the_name_of_a_workers_method,
-        an_error_in_an_output_is_sent,
-        what_vllm_saves_of_a_failed_output_is_saved,
-    )
-}

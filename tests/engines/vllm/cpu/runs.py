@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
-from tests.engines.vllm.cpu.processes import cpu_environment, end_group, free_port
 from tests.engines.vllm.cpu.program import NUM_TOKENS, PROMPTS
+from tests.engines.vllm.processes import cpu_environment, end_group, free_port, rank_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,10 @@ def run_engine(folder: Path, model: Path, num_ranks: int, *options: str, finishe
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     with contextlib.ExitStack() as stack:
-        ranks = [_start(stack, folder, model, rank, num_ranks, port, options, variables) for rank in range(num_ranks)]
+        ranks = []
+        for rank in range(num_ranks):
+            ranks.append(_start(folder, model, rank, num_ranks, port, options, variables))
+            stack.callback(end_group, ranks[-1])
         deadline = time.monotonic() + RUN_TIMEOUT_SECS
         waited_for = ranks if finishes < 0 else [ranks[finishes]]
         for process in waited_for:
@@ -62,40 +65,22 @@ def run_engine(folder: Path, model: Path, num_ranks: int, *options: str, finishe
 
 
 def _start(
-    stack: contextlib.ExitStack,
-    folder: Path,
-    model: Path,
-    rank: int,
-    num_ranks: int,
-    port: int,
-    options: tuple[str, ...],
-    more: dict[str, str],
+    folder: Path, model: Path, rank: int, num_ranks: int, port: int, options: tuple[str, ...], more: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     variables = cpu_environment(folder, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if num_ranks > 1:
-        variables |= {
-            "VLLM_DP_RANK": str(rank),
-            "VLLM_DP_RANK_LOCAL": str(rank),
-            "VLLM_DP_SIZE": str(num_ranks),
-            "VLLM_DP_MASTER_IP": "127.0.0.1",
-            "VLLM_DP_MASTER_PORT": str(port),
-        }
+        variables |= rank_variables(rank, num_ranks, port)
         options = ("--expert-parallel", *options)
-    variables |= more
-    log = stack.enter_context((folder / f"{rank}.log").open("wb"))
-    command = [
-        PYTHON_WITH_DEPENDENCIES,
-        "-m",
-        "tests.engines.vllm.cpu.program",
-        model,
-        folder / f"{rank}.json",
-        *options,
-    ]
-    process = subprocess.Popen(
-        [str(part) for part in command], cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
-    )
-    stack.callback(end_group, process)
-    return process
+    command = [PYTHON_WITH_DEPENDENCIES, "-m", "tests.engines.vllm.cpu.program", model, folder / f"{rank}.json"]
+    with (folder / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*map(str, command), *options],
+            cwd=ROOT,
+            env=variables | more,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def check_equal(got: dict[int, Any], expected: dict[int, Any], num_tokens: int = NUM_TOKENS) -> None:

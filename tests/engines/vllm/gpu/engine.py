@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.vllm.cpu.processes import end_group, free_port
+from tests.engines.vllm.processes import end_group, free_port, rank_variables
 from tests.integration.programs import ROOT, environment
 
 if TYPE_CHECKING:
@@ -119,13 +119,7 @@ def run_engine(
 
 
 def _start(folder: Path, rank: int, num_ranks: int, port: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    ranks = {
-        "VLLM_DP_RANK": str(rank),
-        "VLLM_DP_RANK_LOCAL": str(rank),
-        "VLLM_DP_SIZE": str(num_ranks),
-        "VLLM_DP_MASTER_IP": "127.0.0.1",
-        "VLLM_DP_MASTER_PORT": str(port),
-    }
+    ranks = rank_variables(rank, num_ranks, port)
     command = [sys.executable, "-m", "tests.engines.vllm.gpu.rank", str(folder), str(rank)]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(

@@ -24,12 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.cpu.http_server import Server
-from tests.engines.vllm.cpu.models import CONFIGS
-from tests.engines.vllm.cpu.processes import cpu_environment, free_port
 from tests.engines.vllm.gpu.engine import FIXED, arguments
-from tests.engines.vllm.gpu.models import SHAPES, save_config
 from tests.engines.vllm.gpu.throughput import MAX_BATCHED_TOKENS, parse_backend
+from tests.engines.vllm.models import CONFIGS, SHAPES, save_config
+from tests.engines.vllm.processes import Server, cpu_environment, free_port
 from tests.integration.programs import environment
 
 MODEL = "model"
@@ -219,34 +217,11 @@ def measured(options: argparse.Namespace, server: Candidate, workload: Workload,
     add_cli_args(parser)
     tokenizer = options.folder / server.backend.replace(":", "-") / "model"
     # a seed for each round: no server may have seen the prompts before
-    chosen = parser.parse_args(
-        [
-            "--backend",
-            "vllm",
-            "--base-url",
-            server.url,
-            "--model",
-            MODEL,
-            "--tokenizer",
-            str(tokenizer),
-            "--dataset-name",
-            "random",
-            "--random-input-len",
-            str(workload.prompt),
-            "--random-output-len",
-            str(workload.output),
-            "--num-prompts",
-            str(workload.num_requests),
-            "--ignore-eos",
-            "--seed",
-            str(number),
-            "--temperature",
-            "0",
-            "--disable-tqdm",
-            "--percentile-metrics",
-            "ttft,tpot,itl,e2el",
-        ]
-    )
+    words = f"""--backend vllm --base-url {server.url} --model {MODEL} --dataset-name random
+        --random-input-len {workload.prompt} --random-output-len {workload.output}
+        --num-prompts {workload.num_requests} --ignore-eos --seed {number} --temperature 0 --disable-tqdm
+        --percentile-metrics ttft,tpot,itl,e2el"""
+    chosen = parser.parse_args([*words.split(), "--tokenizer", str(tokenizer)])
     with (options.folder / "bench.log").open("a") as log, contextlib.redirect_stdout(log):
         try:
             result = vllm_bench(chosen)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.gpu.engine import arguments, run_engine
-from tests.engines.vllm.gpu.models import SHAPES, save_config
+from tests.engines.vllm.models import SHAPES, save_config
 
 MAX_BATCHED_TOKENS = 8192
 

@@ -1,6 +1,7 @@
-"""Tiny models of two families with weights of a chosen scale, as Hugging Face folders without a tokenizer.
+"""Models as Hugging Face folders without a tokenizer: tiny ones of two families, and shapes for GPUs.
 
-vLLM's dummy weights are so small that the experts hardly matter; here they decide which token comes next.
+vLLM's dummy weights are so small that the experts hardly matter. With those of `save_model` the experts decide which
+token comes next; `save_config` writes a shape for load_format="dummy".
 """
 
 from __future__ import annotations
@@ -79,26 +80,134 @@ DEEPSEEK_V2: dict[str, Any] = COMMON | {
 }
 CONFIGS = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2}
 
+FP8_BLOCK = 128
+ON_GPUS: dict[str, Any] = {"torch_dtype": "bfloat16", "hidden_size": 2048}
+YARN = DEEPSEEK_V2["rope_scaling"]
+# FlashAttention 3 has kernels for these head sizes of MLA only
+MLA: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # four layers: what engines of two backends are compared with
+    "qwen3_moe": QWEN3_MOE
+    | ON_GPUS
+    | {
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 8192,
+    },
+    "deepseek_v2": DEEPSEEK_V2
+    | ON_GPUS
+    | MLA
+    | {
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "vocab_size": 4096,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "max_position_embeddings": 8192,
+        "rope_scaling": YARN | {"original_max_position_embeddings": 2048},
+    },
+    # Qwen/Qwen3-30B-A3B
+    "qwen3_30b": QWEN3_MOE
+    | ON_GPUS
+    | {
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+    # deepseek-ai/DeepSeek-V2-Lite
+    "deepseek_v2_lite": DEEPSEEK_V2
+    | ON_GPUS
+    | MLA
+    | {
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "vocab_size": 102400,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "max_position_embeddings": 163840,
+        "rope_scaling": YARN | {"factor": 40, "original_max_position_embeddings": 4096},
+    },
+}
+
 Weight = tuple[str, tuple[int, ...], float]
 """Name, shape, and gain: the standard deviation is gain / sqrt(inputs). A gain of 0 is a norm's ones."""
 
 
-def save_model(folder: Path, family: str, expert_gain: float = 2.0) -> Path:
+def save_config(folder: Path, config: dict[str, Any]) -> Path:
+    """Writes config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def quantized(config: dict[str, Any]) -> dict[str, Any]:
+    """A config whose linear layers, but for gates and the last one, are in fp8 with a scale per block."""
+    gates = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
+    return config | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": ["lm_head", *gates],
+        }
+    }
+
+
+def save_model(folder: Path, config: dict[str, Any], expert_gain: float = 2.0) -> Path:
     """Writes config.json and model.safetensors. With expert_gain 0 the routed experts give zeros."""
     from safetensors.torch import save_file
 
-    config = CONFIGS[family]
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    save_config(folder, config)
+    dtype = getattr(torch, config["torch_dtype"])
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, shape, gain in weights_of(config):
-        drawn = torch.randn(shape, generator=generator)
-        if ".experts." in name:
-            gain = expert_gain
-        tensors[name] = drawn * (gain / shape[-1] ** 0.5) if len(shape) > 1 else torch.ones(shape)
+        gain = expert_gain if ".experts." in name else gain
+        if len(shape) == 1:
+            weight = torch.ones(shape)
+        else:
+            weight = torch.randn(shape, generator=generator).mul_(gain / shape[-1] ** 0.5)
+        if "quantization_config" in config and name.endswith("proj.weight"):
+            tensors[name], tensors[name + "_scale_inv"] = in_blocks(weight)
+        else:
+            tensors[name] = weight.to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as fp8, and the float32 scales of its blocks; FP8_BLOCK divides both sizes."""
+    rows, columns = (size // FP8_BLOCK for size in weight.shape)
+    blocks = weight.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
+    scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    return (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn), scales
 
 
 def weights_of(config: dict[str, Any]) -> Iterator[Weight]:
