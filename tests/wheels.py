@@ -28,31 +28,34 @@ class Release:
     Attributes:
         package, version: as pip takes them.
         below: folders of the wheel that are kept; () = all.
+        suffixes: ends of the names of files that are kept.
         python: the Python whose wheel is taken. abis: its ABI tags. Neither is this process's: only files are read.
     """
 
     package: str
     version: str
     below: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = (".py",)
     python: str = "3.12"
     abis: tuple[str, ...] = ("cp312", "abi3", "none")
 
     def folder(self) -> Path:
-        """The folder with the wheel's Python files and METADATA; downloaded once.
+        """The folder with the wheel's files and METADATA; downloaded once.
 
         Raises:
             Unavailable: pip cannot download it.
         """
-        folder = CACHE / self.package / self.version
+        version = "".join([self.version, *self.suffixes[1:]])
+        folder = CACHE / self.package / version
         name = self.package.replace("-", "_")
         folder.parent.mkdir(parents=True, exist_ok=True)
         # several workers may want it at once
-        with folder.with_name(f"{self.version}.lock").open("w") as lock:
+        with folder.with_name(f"{version}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / f"{name}-{self.version}.dist-info" / "METADATA").exists():
                 with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                     unpacked = Path(temporary) / "unpacked"
-                    _unpack(self._download(Path(temporary)), unpacked, self.below)
+                    _unpack(self._download(Path(temporary)), unpacked, self.below, self.suffixes)
                     shutil.rmtree(folder, ignore_errors=True)
                     unpacked.rename(folder)
         return folder
@@ -80,11 +83,11 @@ class Release:
         return next(folder.glob("*.whl"))
 
 
-def _unpack(wheel: Path, folder: Path, below: tuple[str, ...]) -> None:
+def _unpack(wheel: Path, folder: Path, below: tuple[str, ...], suffixes: tuple[str, ...]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         wanted = [
             name
             for name in archive.namelist()
-            if name.endswith(".dist-info/METADATA") or (name.endswith(".py") and name.startswith(below or ("",)))
+            if name.endswith(".dist-info/METADATA") or (name.endswith(suffixes) and name.startswith(below or ("",)))
         ]
         archive.extractall(folder, wanted)

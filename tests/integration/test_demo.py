@@ -18,21 +18,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("ep_a2a", "naive", "allgather_reducescatter")
 QUANT_TYPES = ("none", "fp8_per_token", "fp8_per_1x128")
-SMALL = (
-    "demo",
-    "--device",
-    "cpu",
-    "--ranks",
-    "2",
-    "--tokens",
-    "12",
-    "--hidden",
-    "128",
-    "--experts",
-    "4",
-    "--topk",
-    "2",
-)
+MODEL = ("--hidden", "128", "--experts", "4", "--topk", "2")
+SMALL = ("demo", "--device", "cpu", "--ranks", "2", "--tokens", "12", *MODEL)
 TEXT = "The quick brown fox jumps over the lazy dog. It was not amused, [it said]."
 NUM_WORDS_AND_MARKS = 20
 

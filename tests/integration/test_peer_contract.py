@@ -18,6 +18,7 @@ from ep_a2a.managers.external.mori import native_fields
 from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.peer_contract.calls import attributes_of, calls_of
 from tests.peer_contract.python_source import field_defaults, find, instance_attributes, signature_of
+from tests.signatures.reader import load, read_mori
 from tests.wheels import DOWNLOAD_TIMEOUT_SECS, Release, Unavailable
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS)
 
 RELEASES = {
-    "mori": Release("amd-mori", "1.2.4", ("mori/",)),
+    "mori": Release("amd-mori", "1.2.4", ("mori/",), (".py", ".hpp")),
     "flashinfer": Release("flashinfer-python", "0.7.2.post1", ("flashinfer/comm/",)),
 }
 MORI_OPS, MORI_SHMEM = "mori/ops/dispatch_combine.py", "mori/shmem/api.py"
@@ -104,6 +105,14 @@ def sources(name: str) -> Path:
     if isinstance(found, Unavailable):
         pytest.skip(str(found))
     return found
+
+
+def test_moris_wheel_is_as_pinned() -> None:
+    """Public names and enumerations, as tests/signatures/mori.json has them."""
+    pinned = load("mori")
+    folder = sources("mori")
+    assert RELEASES["mori"].version == pinned["version"]
+    assert read_mori(folder) == {name: pinned[name] for name in ("modules", "enums")}
 
 
 @pytest.mark.parametrize("module", CALLS)

@@ -23,19 +23,12 @@ from tests.cases.staged_cases import node_arena, over_torch_distributed
 from tests.deaths import calls_of
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
 from tests.netns.launch import run_on_hosts
-from tests.netns.network import Network, why_impossible
+from tests.netns.network import Network
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 CASE = Case(topk=3, tokens=UNEVEN, layout="rank_major", routing="out_of_range", quant_type="fp8_per_token")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hosts_are_possible():
-    reason = why_impossible()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def case_of(context: RankContext, num_hosts: int) -> Case:

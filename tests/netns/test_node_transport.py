@@ -18,7 +18,7 @@ from ep_a2a.memory.subgroups import make_subgroup
 from tests.cases.exchange_cases import exchange_and_check
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
 from tests.netns.launch import run_on_hosts
-from tests.netns.network import Network, why_impossible
+from tests.netns.network import Network
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 20_000
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hosts_are_possible():
-    reason = why_impossible()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def exchange_blocks(context: RankContext, _directory: Path, num_hosts: int, num_steps: int) -> float:

@@ -22,17 +22,10 @@ from tests.cases.op_checks import raised
 from tests.cases.survivor_cases import experts_of_ranks, go_on, settled_step
 from tests.netns.hosts import SHORT_TIMEOUT_SECS
 from tests.netns.launch import run_on_hosts
-from tests.netns.network import Network, why_impossible
+from tests.netns.network import Network
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hosts_are_possible():
-    reason = why_impossible()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def die_and_go_on(context: RankContext, directory: Path, num_hosts: int, victims: list[int]):
