@@ -17,10 +17,11 @@ from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, Run, check_equal, run_
 from tests.engines.vllm.models import CONFIGS, QWEN3_MOE, save_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 COUNTED_STEPS = 512
+COUNTED = {"EP_A2A_COUNTERS": str(COUNTED_STEPS)}
 LATE_SECS = 60
 """Three times as late as a rank may be once the engine is up."""
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in range(QWEN3_MOE["num_hidden_layers"])]
@@ -57,6 +58,19 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return result
 
 
+@pytest.fixture
+def same_tokens(models: dict[str, Path], alone: Any, tmp_path: Path) -> Callable[..., Run]:
+    """`same_tokens(family, num_ranks, *options, num_tokens=NUM_TOKENS, **variables)`: a run with one rank's tokens."""
+
+    def run(family: str, num_ranks: int, *options: str, num_tokens: int = NUM_TOKENS, **variables: str) -> Run:
+        found = run_engine(tmp_path, models[family], num_ranks, "--tokens", str(num_tokens), *options, **variables)
+        found.require_success()
+        check_equal(found.results, alone(family), num_tokens)
+        return found
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("family", "num_ranks", "options"),
     [
@@ -66,40 +80,25 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         pytest.param("deepseek_v2", 4, ("--compiled",), id="deepseek_v2-4-compiled"),
     ],
 )
-def test_tokens_are_those_of_one_rank(models, alone, tmp_path, family, num_ranks, options):
-    run = run_engine(tmp_path, models[family], num_ranks, *options)
-    run.require_success()
-    check_equal(run.results, alone(family))
+def test_tokens_are_those_of_one_rank(same_tokens, family, num_ranks, options):
+    run = same_tokens(family, num_ranks, *options)
     lines = [line for line in run.logs[0].splitlines() if "ep_a2a: IntraNode kernels" in line]
     assert len(lines) == 1
     assert "MiB of buffers" in lines[0]
     assert not any("ep_a2a: IntraNode" in log for log in run.logs[1:])
 
 
-def test_tokens_are_those_of_one_rank_compiled(models, alone, tmp_path):
+def test_tokens_are_those_of_one_rank_compiled(same_tokens):
     """torch.compile, vLLM's default: the exchange is an operator that it does not look into.
 
     One rank is later in its first forward, which is part of the warm-up here, than a step may be once the engine is up.
     """
-    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--compiled", "--late", str(LATE_SECS))
-    run.require_success()
-    check_equal(run.results, alone("qwen3_moe"))
+    same_tokens("qwen3_moe", 2, "--compiled", "--late", str(LATE_SECS))
 
 
-def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(models, alone, tmp_path):
+def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(same_tokens):
     """Two replicas of two workers each, four ranks of expert parallelism; each worker answers for its own rank."""
-    run = run_engine(
-        tmp_path,
-        models["qwen3_moe"],
-        2,
-        "--tensor-parallel",
-        "2",
-        "--compiled",
-        "--counters",
-        EP_A2A_COUNTERS=str(COUNTED_STEPS),
-    )
-    run.require_success()
-    check_equal(run.results, alone("qwen3_moe"))
+    run = same_tokens("qwen3_moe", 2, "--tensor-parallel", "2", "--compiled", "--counters", **COUNTED)
     workers = sorted((worker for replica in (0, 1) for worker in run.counters[replica]), key=lambda each: each["rank"])
     assert [(worker["rank"], worker["num_ranks"]) for worker in workers] == [(rank, 4) for rank in range(4)]
     for layers in zip(*(worker["layers"] for worker in workers)):
@@ -110,20 +109,10 @@ def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(models, alone, tm
 
 
 @pytest.mark.parametrize(("transport", "num_tokens"), [("torch.distributed", NUM_TOKENS), ("peer_memory", 4)])
-def test_tokens_are_those_of_one_rank_on_two_nodes(models, alone, tmp_path, transport, num_tokens):
+def test_tokens_are_those_of_one_rank_on_two_nodes(same_tokens, transport, num_tokens):
     """Virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens."""
-    run = run_engine(
-        tmp_path,
-        models["qwen3_moe"],
-        4,
-        "--ranks-per-node",
-        "2",
-        "--tokens",
-        str(num_tokens),
-        EP_A2A_INTERNODE_TRANSPORT=transport,
-    )
-    run.require_success()
-    check_equal(run.results, alone("qwen3_moe"), num_tokens)
+    variables = {"EP_A2A_INTERNODE_TRANSPORT": transport}
+    run = same_tokens("qwen3_moe", 4, "--ranks-per-node", "2", num_tokens=num_tokens, **variables)
     assert f"ep_a2a: InterNodeV1LL kernels over {transport} " in run.logs[0]
     assert "2 node(s) of 2 rank(s) each" in run.logs[0]
 
@@ -141,11 +130,9 @@ def counters_of(run: Run) -> list[list[dict[str, Any]]]:
     return found
 
 
-def test_counters_are_those_of_what_the_layers_were_given(models, alone, tmp_path):
+def test_counters_are_those_of_what_the_layers_were_given(same_tokens, tmp_path):
     """Counted here from the ids of every dispatch, but for those of the warm-up."""
-    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--compiled", "--counters", EP_A2A_COUNTERS=str(COUNTED_STEPS))
-    run.require_success()
-    check_equal(run.results, alone("qwen3_moe"))
+    run = same_tokens("qwen3_moe", 2, "--compiled", "--counters", **COUNTED)
     routed = [[json.loads(line) for line in (tmp_path / f"{rank}.routed").read_text().splitlines()] for rank in (0, 1)]
     assert all(lines.index(None) >= len(LAYERS) for lines in routed)
     counted = [lines[lines.index(None) + 1 :] for lines in routed]
@@ -156,18 +143,9 @@ def test_counters_are_those_of_what_the_layers_were_given(models, alone, tmp_pat
                 check_step(step, rank, [lines[step["step"] - 1] for lines in given])
 
 
-def test_counters_leave_the_engines_own_process(models, alone, tmp_path):
+def test_counters_leave_the_engines_own_process(same_tokens):
     """As JSON, through vLLM's serialisation as it is by default; what one rank sends the other one receives."""
-    run = run_engine(
-        tmp_path,
-        models["qwen3_moe"],
-        2,
-        "--counters",
-        EP_A2A_COUNTERS=str(COUNTED_STEPS),
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
-    )
-    run.require_success()
-    check_equal(run.results, alone("qwen3_moe"))
+    run = same_tokens("qwen3_moe", 2, "--counters", **COUNTED, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     for layers in zip(*counters_of(run)):
         check_ranks_agree(list(layers))
 
@@ -193,19 +171,11 @@ def test_the_experts_decide_the_tokens(alone):
     assert not [number for number in expected if got[number]["tokens"] == expected[number]["tokens"]]
 
 
-def check_that_the_last_rank_is_named(run: Run, rank: int) -> None:
+@pytest.mark.parametrize(("options", "last"), [((), 1), (("--tensor-parallel", "2"), 3)], ids=["rank", "worker"])
+def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(models, tmp_path, options, last):
+    """Or one of two tensor-parallel workers of the other replica; the error is raised in workers, too."""
+    run = run_engine(tmp_path, models["qwen3_moe"], 2, *options, "--stop", "16", finishes=0)
     assert run.exit_codes[0] not in (0, None)
     assert run.results == {}
     assert "RankTimeoutError" in run.logs[0]
-    assert f"rank {rank}" in run.logs[0].split("RankTimeoutError")[-1]
-
-
-def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(models, tmp_path):
-    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--stop", "16", finishes=0)
-    check_that_the_last_rank_is_named(run, 1)
-
-
-def test_a_stopped_worker_is_named_and_no_token_of_the_step_comes_out(models, tmp_path):
-    """One of two tensor-parallel workers of the other replica; the error is raised in workers, too."""
-    run = run_engine(tmp_path, models["qwen3_moe"], 2, "--tensor-parallel", "2", "--stop", "16", finishes=0)
-    check_that_the_last_rank_is_named(run, 3)
+    assert f"rank {last}" in run.logs[0].split("RankTimeoutError")[-1]

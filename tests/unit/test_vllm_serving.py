@@ -35,25 +35,9 @@ class Fake(serving.Candidate):
 
 
 def test_arguments_become_options() -> None:
-    words = serving.as_words(
-        {
-            "enforce_eager": True,
-            "enable_x": False,
-            "dtype": "bfloat16",
-            "max_num_seqs": 8,
-            "compilation_config": {"sizes": [1, 2]},
-        }
-    )
-    assert words == [
-        "--enforce-eager",
-        "--no-enable-x",
-        "--dtype",
-        "bfloat16",
-        "--max-num-seqs",
-        "8",
-        "--compilation-config",
-        '{"sizes": [1, 2]}',
-    ]
+    given = {"enforce_eager": True, "enable_x": False, "dtype": "bfloat16", "max_num_seqs": 8, "config": {"sizes": [1]}}
+    words = ["--enforce-eager", "--no-enable-x", "--dtype", "bfloat16", "--max-num-seqs", "8", "--config"]
+    assert serving.as_words(given) == [*words, '{"sizes": [1]}']
 
 
 def test_a_workload_is_named_and_has_three_numbers() -> None:
@@ -81,29 +65,12 @@ def test_servers_are_measured_in_turn_and_one_that_fails_is_left_out(
     monkeypatch.setattr(serving, "start", Fake)
     monkeypatch.setattr(serving, "measured", measured)
     monkeypatch.setattr(serving.time, "sleep", pauses.append)
-    words = [
-        "--backends",
-        "ours,broken,dies",
-        "--rounds",
-        "2",
-        "--folder",
-        str(tmp_path / "x"),
-        "--workloads",
-        "a:1x2x3,b:1x2x3",
-    ]
+    options = ("--backends", "ours,broken,dies", "--rounds", "2", "--workloads", "a:1x2x3,b:1x2x3")
+    words = [*options, "--folder", str(tmp_path / "x")]
     monkeypatch.setattr(sys, "argv", ["serving", *words])
     assert serving.main() == 0
-    assert turns == [
-        (0, "a", "ours"),
-        (0, "a", "dies"),
-        (0, "b", "ours"),
-        (0, "b", "dies"),
-        (1, "a", "ours"),
-        (1, "a", "dies"),
-        (1, "b", "ours"),
-        (2, "a", "ours"),
-        (2, "b", "ours"),
-    ]
+    first = [(0, name, backend) for name in "ab" for backend in ("ours", "dies")]
+    assert turns == [*first, (1, "a", "ours"), (1, "a", "dies"), (1, "b", "ours"), (2, "a", "ours"), (2, "b", "ours")]
     assert pauses.count(serving.SETTLE_SECS) == len(turns)
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["broken has ended:", "why it ended"]
