@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ep_a2a.commands.simulation.cluster import FINISH_US, NIC_LATENCY_US, NVLINK_HOP_US, START_US, Cluster
 from ep_a2a.commands.simulation.exchange import Clock, Phase, Wire, simulate, transfer
-from ep_a2a.commands.simulation.predict import GATHER_CHUNKS, expert_rows_bytes, predict, wire_buffers
+from ep_a2a.commands.simulation.predict import GATHER_CHUNKS, Prediction, predict, wire_buffers
 from ep_a2a.commands.simulation.published import compare, published_tables
 from ep_a2a.commands.simulation.traffic import (
     Chunk,
@@ -165,7 +165,9 @@ def test_buffers():
     assert wire_buffers(cluster, shape, Copies.EXPERT)["combine_slots"] == 8 * 1000 * 14336
     # a ring holds no more than there are tokens
     assert wire_buffers(cluster, Shape(1), Copies.NODE)["dispatch_rings"] == 3 * 64 * shape.dispatch_record_bytes
-    assert expert_rows_bytes(cluster, shape) == 32 * 1000 * (7168 + 56 * 4 + 8 * 8 + 8)
+    assert Prediction(cluster, shape, Copies.NODE, 0.0, 0.0).expert_rows_bytes == 32 * 1000 * (
+        7168 + 56 * 4 + 8 * 8 + 8
+    )
 
 
 def test_published_tables_become_times():

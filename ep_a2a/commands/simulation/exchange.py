@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ep_a2a.commands.simulation.cluster import FINISH_US, NIC_LATENCY_US, NVLINK_HOP_US, START_US, Cluster
@@ -43,16 +44,18 @@ def simulate(cluster: Cluster, shape: Shape, copies: Copies, phase: Phase, chunk
         phase: dispatch or combine.
         chunks: of that cluster, shape and copies, as sample_chunks makes them.
     """
-    return _Exchange(cluster, shape, copies, phase, chunks).run()
+    row_bytes = shape.dispatch_record_bytes if phase is Phase.DISPATCH else shape.combine_row_bytes
+    return _Exchange(cluster, chunks, row_bytes, phase is Phase.COMBINE, copies is Copies.NODE).run()
 
 
 class _Exchange:
+    """One exchange; goes_on: rows go on over NVLink in the other node, and chunks need credits."""
+
     def __init__(
-        self, cluster: Cluster, shape: Shape, copies: Copies, phase: Phase, chunks: list[list[list[Chunk]]]
+        self, cluster: Cluster, chunks: list[list[list[Chunk]]], row_bytes: int, is_combine: bool, goes_on: bool
     ) -> None:
-        self.cluster, self.chunks = cluster, chunks
-        self.row_bytes = shape.dispatch_record_bytes if phase is Phase.DISPATCH else shape.combine_row_bytes
-        self.is_combine, self.goes_on = phase is Phase.COMBINE, copies is Copies.NODE
+        self.cluster, self.chunks, self.row_bytes = cluster, chunks, row_bytes
+        self.is_combine, self.goes_on = is_combine, goes_on
         self.clock, self.last_us = Clock(), 0.0
         nodes = range(cluster.num_nodes)
         self.nvlink = [Wire(cluster.nvlink_gb_per_s) for _ in nodes]
@@ -65,22 +68,21 @@ class _Exchange:
             # Nodes are served in turn, each rank beginning with the next node: no NIC is everybody's first.
             for distance in range(1, num_nodes):
                 for node in range(num_nodes):
-                    self.clock.at(START_US, _bound(self.cross, node, (node + distance) % num_nodes, window))
+                    self.clock.at(START_US, partial(self.cross, node, (node + distance) % num_nodes, window))
         for node in range(num_nodes):
             for window in range(OWN_CHUNKS):
-                self.clock.at(START_US, _bound(self.stay, node, window))
+                self.clock.at(START_US, partial(self.stay, node, window))
         self.clock.run()
         return self.last_us + FINISH_US
 
     def stay(self, node: int, number: int) -> None:
         """Sends the rows for ranks of the own node; the chunk behind them follows."""
         chunks = self.chunks[node][node]
-        if number >= len(chunks):
-            return
-        num_bytes = chunks[number].num_nvlink_rows * self.row_bytes
-        _, end_us = self.nvlink[node].reserve(self.clock.now_us, num_bytes)
-        self.clock.at(end_us + NVLINK_HOP_US, self.finish)
-        self.clock.at(end_us, _bound(self.stay, node, number + OWN_CHUNKS))
+        if number < len(chunks):
+            num_bytes = chunks[number].num_nvlink_rows * self.row_bytes
+            _, end_us = self.nvlink[node].reserve(self.clock.now_us, num_bytes)
+            self.clock.at(end_us + NVLINK_HOP_US, self.finish)
+            self.clock.at(end_us, partial(self.stay, node, number + OWN_CHUNKS))
 
     def cross(self, node: int, other: int, number: int) -> None:
         """Sends a chunk that has a credit from node to other; the credit's next chunk follows when it is back."""
@@ -88,37 +90,28 @@ class _Exchange:
         chunks = self.chunks[other][node] if self.is_combine else self.chunks[node][other]
         if number >= len(chunks):
             return
-        chunk = chunks[number]
-        nic_bytes, nvlink_bytes = chunk.num_records * self.row_bytes, chunk.num_nvlink_rows * self.row_bytes
-        clock, nvlink = self.clock, self.nvlink
+        nic_bytes = chunks[number].num_records * self.row_bytes
+        nvlink_bytes = chunks[number].num_nvlink_rows * self.row_bytes
+        put = partial(transfer, self.clock, self.nic_out[node], self.nic_in[other], nic_bytes, NIC_LATENCY_US)
+        nvlink = self.nvlink[node if self.is_combine else other]
+        hop = partial(transfer, self.clock, nvlink, None, nvlink_bytes, NVLINK_HOP_US)
+        following = partial(self.cross, node, other, number + self.cluster.num_credits)
 
         def done() -> None:
             self.finish()
-            if self.goes_on:
-                again = _bound(self.cross, node, other, number + self.cluster.num_credits)
-                clock.at(clock.now_us + NIC_LATENCY_US, again)
-
-        def forward() -> None:
-            transfer(clock, nvlink[other], None, nvlink_bytes, NVLINK_HOP_US, done)
-
-        def put(then: Callable[[], None]) -> None:
-            transfer(clock, self.nic_out[node], self.nic_in[other], nic_bytes, NIC_LATENCY_US, then)
+            self.clock.at(self.clock.now_us + NIC_LATENCY_US, following)
 
         if not self.goes_on:
-            put(done)
-            clock.at(clock.now_us, _bound(self.cross, node, other, number + self.cluster.num_credits))
+            put(self.finish)
+            self.clock.at(self.clock.now_us, following)
         elif self.is_combine:
-            transfer(clock, nvlink[node], None, nvlink_bytes, NVLINK_HOP_US, lambda: put(done))
+            hop(partial(put, done))
         else:
-            put(forward)
+            put(partial(hop, done))
 
     def finish(self) -> None:
         """Notes an arrival at its destination."""
         self.last_us = max(self.last_us, self.clock.now_us)
-
-
-def _bound(action: Callable[..., None], *arguments: int) -> Callable[[], None]:
-    return lambda: action(*arguments)
 
 
 class Clock:

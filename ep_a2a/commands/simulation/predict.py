@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.simulation.exchange import Phase, simulate
@@ -27,9 +28,6 @@ class Prediction:
     Attributes:
         cluster, shape, copies: the exchange.
         dispatch_us, combine_us: simulated, until the last GPU is done, for one sampled routing.
-        remote_copies: expected rows per token that leave its node, by exact formula.
-        buffers: bytes on each GPU by name, without the rows that experts read.
-        expert_rows_bytes: those rows, at worst.
     """
 
     cluster: Cluster
@@ -37,9 +35,21 @@ class Prediction:
     copies: Copies
     dispatch_us: float
     combine_us: float
-    remote_copies: float
-    buffers: dict[str, int]
-    expert_rows_bytes: int
+
+    @cached_property
+    def remote_copies(self) -> float:
+        """Expected rows per token that leave its node, by exact formula."""
+        return expected_remote_copies(self.cluster, self.shape, self.copies)
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        """Bytes on each GPU by name, without the rows that experts read."""
+        return wire_buffers(self.cluster, self.shape, self.copies)
+
+    @property
+    def expert_rows_bytes(self) -> int:
+        """Bytes of the rows that experts read: at worst all tokens of all ranks."""
+        return self.cluster.num_ranks * self.shape.num_tokens * self.shape.dispatch_record_bytes
 
     @property
     def nic_dispatch_bytes(self) -> int:
@@ -88,22 +98,7 @@ def predict(cluster: Cluster, shape: Shape, copies: Copies, seed: int = 0) -> Pr
     if shape.topk > shape.num_experts:
         raise ConfigError(f"of at most {shape.num_experts} experts", str(shape.topk), "Lower --topk.", field="topk")
     chunks = sample_chunks(cluster, shape, copies, seed)
-    dispatch_us, combine_us = (simulate(cluster, shape, copies, phase, chunks) for phase in Phase)
-    return Prediction(
-        cluster,
-        shape,
-        copies,
-        dispatch_us,
-        combine_us,
-        expected_remote_copies(cluster, shape, copies),
-        wire_buffers(cluster, shape, copies),
-        expert_rows_bytes(cluster, shape),
-    )
-
-
-def expert_rows_bytes(cluster: Cluster, shape: Shape) -> int:
-    """Returns the bytes of the rows that experts read: at worst all tokens of all ranks."""
-    return cluster.num_ranks * shape.num_tokens * shape.dispatch_record_bytes
+    return Prediction(cluster, shape, copies, *(simulate(cluster, shape, copies, phase, chunks) for phase in Phase))
 
 
 def wire_buffers(cluster: Cluster, shape: Shape, copies: Copies) -> dict[str, int]:
