@@ -5,13 +5,11 @@ python tools/draw_architecture.py docs/pictures
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import NamedTuple
 
-from draw_token_path import WIDTH, Picture
+from draw_token_path import WIDTH, Picture, main
 
-from ep_a2a.commands.plots import COMBINE, DISPATCH, THEMES, Theme
+from ep_a2a.commands.plots import COMBINE, DISPATCH, Theme
 
 HEIGHT, LANE_TOP, LANE_HEIGHT, LANE_GAP, BOX_HEIGHT = 700, 52, 84, 8, 46
 LABEL_X, LANE_LEFT = 22, 44
@@ -135,16 +133,5 @@ def draw(theme: Theme) -> str:
     return picture.svg()
 
 
-def main() -> None:
-    """Writes architecture_light.svg and architecture_dark.svg into the folder named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    for theme in THEMES:
-        path = folder / f"architecture_{theme.name}.svg"
-        path.write_text(draw(theme))
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    main("architecture", draw, __doc__)

@@ -11,10 +11,12 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from draw_token_path import Picture
+from draw_token_path import Picture, write_pictures
 
-from ep_a2a.commands.plots import THEMES, Theme
+if TYPE_CHECKING:
+    from ep_a2a.commands.plots import Theme
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 436, 170, 910, 72, 380
 MIN_US, MAX_US = 5.0, 1200.0
@@ -93,10 +95,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     gpus, lines = read_lines(options.rows)
-    for theme in THEMES:
-        path = options.folder / f"round_trips_{theme.name}.svg"
-        path.write_text(draw(theme, gpus, lines))
-        print(path)
+    write_pictures("round_trips", lambda theme: draw(theme, gpus, lines), options.folder)
 
 
 if __name__ == "__main__":

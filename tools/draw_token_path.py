@@ -8,8 +8,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ep_a2a.commands.plots import COMBINE, DISPATCH, EXPERTS, THEMES, Theme
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WIDTH, HEIGHT = 960, 436
 LANE_TOP, LANE_HEIGHT, LANE_GAP = 52, 84, 12
@@ -129,16 +133,20 @@ def draw(theme: Theme) -> str:
     return picture.svg()
 
 
-def main() -> None:
-    """Writes token_path_light.svg and token_path_dark.svg into the folder named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+def write_pictures(name: str, draw_one: Callable[[Theme], str], folder: Path) -> None:
+    """Writes NAME_light.svg and NAME_dark.svg into a folder."""
     for theme in THEMES:
-        path = folder / f"token_path_{theme.name}.svg"
-        path.write_text(draw(theme))
+        path = folder / f"{name}_{theme.name}.svg"
+        path.write_text(draw_one(theme))
         print(path)
 
 
+def main(name: str, draw_one: Callable[[Theme], str], what: str) -> None:
+    """Writes a picture into the folder named on the command line."""
+    parser = argparse.ArgumentParser(description=what.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    write_pictures(name, draw_one, parser.parse_args().folder)
+
+
 if __name__ == "__main__":
-    main()
+    main("token_path", draw, __doc__)
