@@ -44,14 +44,10 @@ def test_a_shared_gpu_is_handed_on_and_checkouts_alternate(
     assert ab_bench.main() == 1
     # both compile first, one behind the other, since they share the GPU
     assert asked == [(name, options) for name in ("old", "new", "old", "new", "new", "old")]
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [("max_sms=8" in line, "round_trip_cold_us" in line, "+100.0%" in line) for line in lines] == [
-        (True, False, True),
-        (True, True, True),
-        (False, False, True),
-        (False, True, True),
-    ]
-    assert all("max_sms=24" in line for line in lines[2:])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    figures = [("max_sms=8" in line, "round_trip_cold_us" in line) for line in lines]
+    assert figures == [(True, False), (True, True), (False, False), (False, True)]
+    assert all("+100.0%" in line for line in lines)
     assert rows.read_text().count("2 ranks share 1 GPU") == 8
 
 

@@ -23,14 +23,13 @@ def test_wrong():
 """
 
 
-def run(folder: Path, verdict: bool, *options: str) -> str:
+def run(folder: Path, verdict: bool) -> str:
     (folder / "test_it.py").write_text(TESTS.format(verdict=verdict))
     (folder / "conftest.py").write_text(
         "from tests.resume import leave_out_passed, note as pytest_runtest_logreport\n"
         "def pytest_collection_modifyitems(config, items):\n    leave_out_passed(config, items)\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
-    command += options
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT).stdout
 
 
@@ -41,14 +40,6 @@ def test_the_next_run_has_what_did_not_pass(tmp_path: Path, monkeypatch: pytest.
     assert resume.passed(tmp_path / "results" / resume.FILE) == {"test_it.py::test_right"}
     assert "1 passed, 1 deselected" in run(tmp_path, True)
     assert "2 deselected" in run(tmp_path, True)
-
-
-def test_workers_note_a_test_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(resume.VARIABLE, str(tmp_path / "results"))
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
-    assert "2 passed" in run(tmp_path, True, "-n", "2")
-    noted = [json.loads(line)["test"] for line in (tmp_path / "results" / resume.FILE).read_text().splitlines()]
-    assert sorted(noted) == ["test_it.py::test_right", "test_it.py::test_wrong"]
 
 
 def test_a_pass_of_other_code_does_not_count(tmp_path: Path) -> None:
@@ -68,8 +59,3 @@ def test_the_code_is_that_of_the_package_and_the_tests(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("not code")
     assert len(set(hashes)) == len(hashes)
     assert resume.code.__wrapped__(tmp_path) == hashes[-1]
-
-
-def test_nothing_is_noted_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(resume.VARIABLE, raising=False)
-    assert resume.results_file() is None
