@@ -58,11 +58,4 @@ def run(options: SimpleNamespace) -> int:
         *opt.named_backend(options.backend),
         **opt.given({"seed": options.seed}),
     )
-    return execute(
-        settings,
-        read_text(options.text, options.tokens),
-        plot=options.plot,
-        output=options.output,
-        as_json=options.as_json,
-        verbose=options.verbose,
-    )
+    return execute(settings, read_text(options.text, options.tokens), options)

@@ -1,4 +1,4 @@
-"""Makes the tables that commands print or write in markdown, and writes numbers with the unit that keeps them short."""
+"""Makes the tables that commands print or write in markdown, and writes bytes with the unit that keeps them short."""
 
 from __future__ import annotations
 
@@ -104,11 +104,3 @@ def bytes_text(num_bytes: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{value:.1f} {units[0]}"
-
-
-def duration_text(seconds: float) -> str:
-    """Returns a time as text, for example "8.1 µs", "12.5 ms", "3.0 s"."""
-    for factor, unit in ((1, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.1f} {unit}"
-    return f"{seconds * 1e6:.1f} µs"

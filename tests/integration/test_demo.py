@@ -23,17 +23,26 @@ SMALL = ("demo", "--device", "cpu", "--ranks", "2", "--tokens", "12", *MODEL)
 TEXT = "The quick brown fox jumps over the lazy dog. It was not amused, [it said]."
 NUM_WORDS_AND_MARKS = 20
 
-# What a test cannot ask for on the command line: a rank that returns a wrong row.
+# What a test cannot ask for on the command line: experts of rank 1 that return wrong rows.
 CORRUPT = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from ep_a2a.commands.demo import run
 from ep_a2a.commands.demo.model import read_text
-from ep_a2a.commands.demo.run import DemoSettings, execute
+
+run_rank, dense_moe = run.run_rank, run.dense_moe
+
+def corrupted(context, *args):
+    if context.rank == 1:
+        run.dense_moe = lambda *args: dense_moe(*args) + 1.0
+    return run_rank(context, *args)
 
 if __name__ == "__main__":
-    settings = DemoSettings(num_ranks=2, num_tokens=12, hidden_dim=128, num_experts=4, topk=2, backend=sys.argv[2])
-    text = read_text(Path(sys.argv[1]), 12)
-    sys.exit(execute(settings, text, as_json="--json" in sys.argv, corrupt_rank=1))
+    run.run_rank = corrupted
+    settings = run.DemoSettings(num_ranks=2, num_tokens=12, hidden_dim=128, num_experts=4, topk=2, backend=sys.argv[2])
+    options = SimpleNamespace(plot=None, output=None, verbose=False, as_json="--json" in sys.argv)
+    sys.exit(run.execute(settings, read_text(Path(sys.argv[1]), 12), options))
 """
 
 
@@ -65,8 +74,8 @@ def test_as_in_the_readme() -> None:
     assert printed.startswith("Right: 96 tokens went through")
     for part in ("every output matches the dense layer", "from rank", "% less than with a copy for each expert"):
         assert part in joined(printed)
-    # details are for those who ask, and times in the interpreter for nobody
-    for part in ("tolerance", "kernel", "backend", " ms"):
+    # details are for those who ask
+    for part in ("tolerance", "kernel", "backend"):
         assert part not in printed
 
 
@@ -88,8 +97,6 @@ def test_every_backend_and_cast(small: tuple[str, ...], backend: str, quant: str
     }
     assert report["wire_bytes"]["combine"] <= report["wire_bytes_without_deduplication"]["combine"]
     assert (report["wire_bytes_gathered"] is None) == (backend == "ep_a2a")
-    assert (report["comparison"]["max_change_by_cast"] > 0) == (quant != "none")
-    assert report["seconds"] is None  # the interpreter's times say nothing about a GPU
 
 
 def test_backends_send_the_same_rows(small: tuple[str, ...]) -> None:

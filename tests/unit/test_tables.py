@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from ep_a2a.commands.tables import bytes_text, columns_that_fit, duration_text, fitting_tables
+from ep_a2a.commands.tables import bytes_text, columns_that_fit, fitting_tables
 
 HEADINGS, ROWS = ["T", "contender", "aa", "bb", "cc"], [["1", "x" * 9, "1", "2", "3"]]
 
@@ -43,10 +43,3 @@ def test_nothing_is_cut_and_words_stay_whole() -> None:
 )
 def test_bytes(num_bytes: int, text: str) -> None:
     assert bytes_text(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(8.12e-6, "8.1 µs"), (0.001, "1.0 ms"), (0.0125, "12.5 ms"), (3.04, "3.0 s")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text

@@ -11,7 +11,7 @@ from rich.text import Text
 
 import ep_a2a
 from ep_a2a.commands import plots
-from ep_a2a.commands.tables import bytes_text, duration_text
+from ep_a2a.commands.tables import bytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +76,7 @@ def _traffic(it: Report, console: Console) -> Table:
         remote = sum(row) - row[source]
         cells = [cell(count) for count in (row if fits else [row[source]])]
         cells[source if fits else 0].stylize("dim")
-        num_bytes = bytes_text(remote * it["row_bytes_dispatch"])
+        num_bytes = bytes_text(remote * it["row_bytes"])
         table.add_row(str(source), *cells, str(remote), num_bytes, str(received[source]))
     return table
 
@@ -95,39 +95,26 @@ def _saving(it: Report) -> Text:
 
 def _details(it: Report) -> list[tuple[str, str]]:
     """Returns label and value of each line behind the verdict and the traffic."""
-    num_tokens, available, by_rank = sum(it["tokens_per_rank"]), it["tokens_available"], it["tokens_per_rank"]
+    num_tokens, available = sum(it["tokens_per_rank"]), it["tokens_available"]
     used = f"the first {num_tokens}" if num_tokens <= available else f"read again up to {num_tokens}"
-    cast = "bfloat16" if it["quant_type"] == "none" else f"bfloat16, cast inside dispatch: {it['quant_type']}"
-    gathered, found = it["wire_bytes_gathered"], it["comparison"]
-    in_interpreter = it["device"] == "cpu" and gathered is None
-    device = "CPU: the kernels run in Triton's interpreter, over shared memory" if in_interpreter else "CPU"
+    cast = "" if it["quant_type"] == "none" else f", tokens cast inside dispatch: {it['quant_type']}"
     sizes = f"hidden size {it['hidden_dim']}, {it['experts']} SwiGLU experts of intermediate size"
-    errors = f"{found['max_error']:.2e}, tolerance there {found['tolerance']:.2e}; outputs up to"
-    copies = _wire(it["wire_bytes_without_deduplication"])
+    gathered, found = it["wire_bytes_gathered"], it["comparison"]
     rows = [
         ("text", f"{it['text']}: {available} words and marks, {used}"),
-        ("tokens", f"{' + '.join(map(str, by_rank))} by rank, uneven on purpose; {cast}"),
-        ("layer", f"{sizes} {it['intermediate_dim']}, softmax top-{it['topk']} router"),
-        ("ranks", f"{it['ranks']}, one process each"),
-        ("device", it["device_name"] or device),
+        ("tokens", f"{' + '.join(map(str, it['tokens_per_rank']))} by rank, uneven on purpose"),
+        ("layer", f"{sizes} {it['intermediate_dim']}, softmax top-{it['topk']} router{cast}"),
         ("topology", it["topology"]),
         ("backend", f"{it['backend']}: {it['backend_reason']}"),
         ("kernel", f"{it['kernel']}: {it['kernel_reason']}"),
         ("on the wire" if gathered is None else "routing needs", _wire(it["wire_bytes"])),
-        ("", f"without deduplication, one copy per expert: {copies}"),
+        ("", f"without deduplication, one copy per expert: {_wire(it['wire_bytes_without_deduplication'])}"),
     ]
     if gathered is not None:
         rows.append(("on the wire", f"at least {_wire(gathered)}"))
-    if it["device"] != "cpu":
-        # The interpreter's times say nothing about GPUs.
-        times = ", ".join(f"{name} {duration_text(seconds)}" for name, seconds in it["seconds"].items())
-        rows.append(("times", f"{times} (slowest rank, median of {it['steps']} steps)"))
+    errors = f"{found['max_error']:.2e}, tolerance there {found['tolerance']:.2e}; outputs up to"
     worst = f"worst element at {found['worst_share']:.0%} of its tolerance"
-    rows += [("largest error", f"{errors} {found['max_output']:.2e}; {worst}"), ("tolerance", TOLERANCE)]
-    if it["quant_type"] != "none":
-        moved = f"the cast moves it by {found['max_change_by_cast']:.2e}"
-        rows.append(("fp8 cast", f"the dense layer sees the same cast tokens; {moved}"))
-    return rows
+    return [*rows, ("largest error", f"{errors} {found['max_output']:.2e}; {worst}"), ("tolerance", TOLERANCE)]
 
 
 def _wire(wire: dict[str, int]) -> str:
