@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ep_a2a import errors, shmem
-from ep_a2a.compat.triton_distributed import DispatchMetaInfo, EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
+from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import quantize
@@ -26,7 +26,6 @@ from tests.cases.op_cases import (
 from tests.cases.op_checks import raised, synchronize
 
 if TYPE_CHECKING:
-    from ep_a2a.reference import DispatchReference
     from ep_a2a.testing import RankContext
 
 SHORT_TIMEOUT_SECS, ENOUGH_SECS = 1.0, 60.0
@@ -70,24 +69,14 @@ def make_layer(context: RankContext, case: Case, arena: Arena | None, **changes:
     return EPLowLatencyAllToAllLayer(**{**values, **changes})
 
 
-@dataclass
 class LayerStep:
-    """One step of a case on this rank, between its dispatch and its combine."""
+    """One step of a case on this rank, between its dispatch, which it makes, and its combine.
 
-    case: Case
-    layer: EPLowLatencyAllToAllLayer
-    number: int
-    context: RankContext
-    reference: list[DispatchReference]
-    got: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, DispatchMetaInfo]
-    ids: torch.Tensor
-    weights: torch.Tensor
-    with_dispatch: bool
-    num_tokens: list[int]
+    with_dispatch: the weights are given to dispatch. cast_before: tokens of a layer that casts come cast.
+    """
 
-    @classmethod
-    def dispatch(
-        cls,
+    def __init__(
+        self,
         case: Case,
         layer: EPLowLatencyAllToAllLayer,
         number: int,
@@ -95,33 +84,19 @@ class LayerStep:
         *,
         with_dispatch: bool = False,
         cast_before: bool = False,
-    ) -> LayerStep:
-        """with_dispatch: the weights are given to dispatch. cast_before: tokens of a layer that casts come cast."""
+    ) -> None:
+        self.case, self.layer, self.number, self.context = case, layer, number, context
+        self.with_dispatch = with_dispatch
         everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
+        self.reference = reference_of(case, number, everyone)
+        self.num_tokens = [each.tokens.shape[0] for each in everyone]
         mine = everyone[context.rank]
-        tokens, scales = mine.tokens, mine.scales
-        if cast_before:
-            tokens, scales = quantize(tokens, case.quant_type)
-        tokens, ids = tokens.to(context.device), mine.ids.to(context.device)
+        tokens, scales = quantize(mine.tokens, case.quant_type) if cast_before else (mine.tokens, mine.scales)
         scales = None if scales is None else scales.to(context.device)
         assert mine.weights is not None
-        weights = mine.weights.to(context.device)
-        if with_dispatch:
-            got = layer.dispatch(tokens, scales, ids, topk_weights=weights)
-        else:
-            got = layer.dispatch(send_tokens=tokens, send_scales=scales, topk_indices=ids)
-        return cls(
-            case,
-            layer,
-            number,
-            context,
-            reference_of(case, number, everyone),
-            got,
-            ids,
-            weights,
-            with_dispatch,
-            [each.tokens.shape[0] for each in everyone],
-        )
+        self.ids, self.weights = mine.ids.to(context.device), mine.weights.to(context.device)
+        given = {"send_tokens": tokens.to(context.device), "send_scales": scales, "topk_indices": self.ids}
+        self.got = layer.dispatch(**given, topk_weights=self.weights) if with_dispatch else layer.dispatch(**given)
 
     def check_dispatched(self) -> None:
         tokens, scales, counts, meta = self.got
@@ -183,7 +158,7 @@ class LayerStep:
 def run_step(
     case: Case, layer: EPLowLatencyAllToAllLayer, number: int, context: RankContext, **options: bool
 ) -> torch.Tensor:
-    step = LayerStep.dispatch(case, layer, number, context, **options)
+    step = LayerStep(case, layer, number, context, **options)
     step.check_dispatched()
     out = step.combine()
     step.check_combined(out)
@@ -202,7 +177,7 @@ def in_turn(context: RankContext, case: Case) -> None:
         same_sums(outs[0], held, "the first step's result, later")
         layer.finalize()
         layer.finalize()
-        raised(errors.ClosedError, lambda: LayerStep.dispatch(case, layer, 0, context))
+        raised(errors.ClosedError, lambda: LayerStep(case, layer, 0, context))
 
 
 def zero_copy(context: RankContext, case: Case) -> None:
@@ -210,7 +185,7 @@ def zero_copy(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         layer = make_layer(context, case, arena)
         for number in range(4):
-            step = LayerStep.dispatch(case, layer, number, context)
+            step = LayerStep(case, layer, number, context)
             given = torch.full_like(step.experts(), torch.nan), step.ids, step.weights, step.got[3]
             if number < layer.combine_ctx.num_phases:
                 raised(errors.InputError, lambda given=given: layer.combine(*given, zero_copy=True), "nobody has asked")
@@ -225,10 +200,10 @@ def two_open_steps(context: RankContext, case: Case) -> None:
         layer = make_layer(context, case, arena)
         signal_values = []
         for number in range(2):  # of pairs
-            first = LayerStep.dispatch(case, layer, 2 * number, context)
+            first = LayerStep(case, layer, 2 * number, context)
             signal_values += [layer.dispatch_ctx.signal_val, layer.combine_ctx.signal_val]
-            second = LayerStep.dispatch(case, layer, 2 * number + 1, context)
-            raised(errors.AlternationError, lambda number=number: LayerStep.dispatch(case, layer, number, context))
+            second = LayerStep(case, layer, 2 * number + 1, context)
+            raised(errors.AlternationError, lambda number=number: LayerStep(case, layer, number, context))
             first.check_dispatched()
             second.check_dispatched()
             second.check_combined(second.combine())
@@ -246,7 +221,7 @@ def refusals(context: RankContext, case: Case) -> None:
     """What the host refuses leaves the layer usable; what the device finds is raised, and over after reset."""
     with Arena(context.group, context.device) as arena:
         layer, other = make_layer(context, case, arena), make_layer(context, case, arena)
-        step = LayerStep.dispatch(case, layer, 0, context)
+        step = LayerStep(case, layer, 0, context)
         rows, meta = step.experts(), step.got[3]
         raised(errors.InputError, lambda: layer.combine(rows, step.ids, None, meta), "topk_weights")
         raised(errors.ShapeError, lambda: layer.combine(rows, step.ids, step.weights[1:], meta))
@@ -257,12 +232,12 @@ def refusals(context: RankContext, case: Case) -> None:
         out = layer.combine(rows, None, step.weights.double(), meta)
         step.check_combined(out)
         raised(errors.StateError, lambda: meta.recv_token_source_indices, "before combine")
-        step = LayerStep.dispatch(case, layer, 0, context, with_dispatch=True)
+        step = LayerStep(case, layer, 0, context, with_dispatch=True)
         raised(errors.InputError, lambda: layer.combine(step.experts(), step.ids, step.weights, step.got[3]))
         step.check_combined(step.combine())
 
         # rank 0 gives weights to dispatch, the others will to combine
-        LayerStep.dispatch(case, layer, 0, context, with_dispatch=context.rank == 0)
+        LayerStep(case, layer, 0, context, with_dispatch=context.rank == 0)
         synchronize(context)
         arena.rendezvous.barrier("failure seen")
         op = layer.dispatch_ctx.phases[0].op
@@ -276,7 +251,7 @@ def a_rank_without_combine(context: RankContext, case: Case) -> None:
     absent = case.world_size - 1
     with Arena(context.group, context.device) as arena:
         layer = make_layer(context, case, arena)
-        step = LayerStep.dispatch(case, layer, 0, context)
+        step = LayerStep(case, layer, 0, context)
         for buffers in layer.dispatch_ctx.phases:
             buffers.op.set_timeout(SHORT_TIMEOUT_SECS)
         if context.rank != absent:
@@ -356,7 +331,7 @@ def a_call_that_one_rank_refuses(context: RankContext, case: Case) -> None:
             ids = torch.zeros(1, case.topk, dtype=torch.int32, device=context.device)
             raised(errors.DtypeError, lambda: layer.dispatch(tokens, None, ids))
         else:
-            LayerStep.dispatch(case, layer, 1, context)
+            LayerStep(case, layer, 1, context)
         synchronize(context)
         arena.rendezvous.barrier("the others have given up")
         if context.rank != 0:

@@ -37,7 +37,7 @@ def replayed(context: RankContext, case: Case) -> None:
         inputs = make_inputs(case, 0, context.rank)
         assert inputs.weights is not None
         tokens, ids, weights = (each.to(context.device) for each in (inputs.tokens, inputs.ids, inputs.weights))
-        eager = LayerStep.dispatch(case, layer, 0, context)
+        eager = LayerStep(case, layer, 0, context)
         rows = eager.experts()
         eager.check_combined(eager.combine())
         graph = torch.cuda.CUDAGraph()

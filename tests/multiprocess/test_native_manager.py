@@ -11,15 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ep_a2a
-from ep_a2a.errors import (
-    ClosedError,
-    ConfigError,
-    ConfigMismatchError,
-    EpA2AError,
-    StateError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from ep_a2a.errors import ClosedError, ConfigError, ConfigMismatchError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.op import EpDispatchCombineOp
@@ -28,8 +20,6 @@ from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, make_inputs, run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ep_a2a.testing import RankContext
 
 CASE = Case(world_size=4, tokens=((4, 0, 7, 16), (0, 3, 1, 2)))
@@ -42,40 +32,30 @@ def create(context: RankContext) -> NativeAll2AllManager:
     return manager
 
 
-def error_of(work: Callable[[], Any]) -> tuple[type[EpA2AError], str] | None:
-    try:
-        work()
-    except EpA2AError as error:
-        return type(error), str(error)
-    return None
-
-
-def addresses_of(op: Any) -> list[int]:
-    return op.memory.table.flatten().tolist()
+def addresses_of(op: Any) -> set[int]:
+    return set(op.memory.table.flatten().tolist()) - {0}
 
 
 # --- handles and their memory ---
 
 
-def handles(context: RankContext) -> dict[str, Any]:
+def handles(context: RankContext) -> None:
     manager = create(context)
-    seen: dict[str, Any] = {"arena before": manager._arena is not None}
     manager.topology()
-    seen["arena after asking for the topology"] = manager._arena is not None
+    assert manager._arena is None
     kwargs = kwargs_of(CASE, context.rank)
     op = manager.get_handle(kwargs)
-    seen["kind"] = type(op) is EpDispatchCombineOp
-    seen["arena after"] = manager._arena is not None and op.arena is manager.arena
-    seen["same"] = manager.get_handle(dict(reversed(list(kwargs.items())))) is op
-    second = manager.get_handle(kwargs, 1)
+    assert type(op) is EpDispatchCombineOp
+    assert op.arena is manager.arena
     # another way to say the same must not build a second op on the memory of the first
-    seen["other words"] = manager.get_handle({**kwargs, "layout": "compact"}) is op
-    seen["another index"] = second is not op
-    own, other = set(addresses_of(op)) - {0}, set(addresses_of(second)) - {0}
-    seen["memory apart"] = not own & other
+    assert manager.get_handle(dict(reversed(list(kwargs.items())))) is op
+    assert manager.get_handle({**kwargs, "layout": "compact"}) is op
+    second = manager.get_handle(kwargs, 1)
+    assert not addresses_of(op) & addresses_of(second)
     wide = manager.get_handle(kwargs_of(replace(CASE, topk=3), context.rank))
-    seen["other kwargs"] = wide is not op
-    seen["device"] = error_of(lambda: setattr(manager, "device", "cpu"))
+    assert len({op, second, wide}) == 3
+    with pytest.raises(StateError):
+        manager.device = "cpu"
     # steps of different indices may overlap, steps of one index follow each other
     first = Step.dispatch(CASE, op, 0, context.device)
     overlapping = Step.dispatch(replace(CASE, seed=5), second, 1, context.device)
@@ -85,18 +65,13 @@ def handles(context: RankContext) -> dict[str, Any]:
     first.combine()
     run_step(replace(CASE, topk=3), wide, 0, context.device)
     manager.destroy()
-    return seen
 
 
 def test_handles(ranks):
-    for seen in ranks(handles, 4):
-        assert seen.pop("device")[0] is StateError
-        assert not seen.pop("arena before")
-        assert not seen.pop("arena after asking for the topology")
-        assert seen == dict.fromkeys(seen, True)
+    ranks(handles, 4)
 
 
-def same_kwargs_same_addresses(context: RankContext) -> tuple[bool, bool, int]:
+def same_kwargs_same_addresses(context: RankContext) -> None:
     """A handle that was dropped and is asked for again lies where it lay: captured graphs hold raw addresses."""
     with create(context) as manager:
         op = manager.get_handle(kwargs_of(CASE, context.rank))
@@ -104,113 +79,98 @@ def same_kwargs_same_addresses(context: RankContext) -> tuple[bool, bool, int]:
         table, num_bytes = op.memory.table.clone(), manager.arena.num_bytes
         del op
         gc.collect()
-        empty = len(manager.handle_cache)
+        assert len(manager.handle_cache) == 0
         again = manager.get_handle(kwargs_of(CASE, context.rank))
         run_step(CASE, again, 1, context.device)
-        return torch.equal(again.memory.table, table), manager.arena.num_bytes == num_bytes, empty
+        assert torch.equal(again.memory.table, table)
+        assert manager.arena.num_bytes == num_bytes
 
 
 def test_a_handle_asked_for_again_has_the_same_addresses(ranks):
-    assert ranks(same_kwargs_same_addresses, 4) == [(True, True, 0)] * 4
+    ranks(same_kwargs_same_addresses, 4)
 
 
-def ranks_that_differ(context: RankContext) -> Any:
+def ranks_that_differ(context: RankContext) -> None:
+    found = r"the same hidden_dim on all ranks; got 64 on ranks \[0, 1, 3\]; 128 on ranks \[2\]"
     with create(context) as manager:
         hidden = 64 if context.rank != 2 else 128
-        error = error_of(lambda: manager.get_handle(kwargs_of(CASE, context.rank, token_hidden_size=hidden)))
+        with pytest.raises(ConfigMismatchError, match=found):
+            manager.get_handle(kwargs_of(CASE, context.rank, token_hidden_size=hidden))
         assert len(manager.handle_cache) == 0
         run_step(CASE, manager.get_handle(kwargs_of(CASE, context.rank)), 0, context.device)
-        return error
 
 
 def test_ranks_that_ask_for_different_handles(ranks):
-    for kind, message in ranks(ranks_that_differ, 4):
-        assert kind is ConfigMismatchError
-        assert "the same hidden_dim on all ranks; got 64 on ranks [0, 1, 3]; 128 on ranks [2]" in message
+    ranks(ranks_that_differ, 4)
 
 
-def bounded(context: RankContext) -> dict[str, Any]:
+def bounded(context: RankContext) -> None:
+    unbound = FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + 16 + 4 * 16
     with create(context) as manager:
         before = manager.get_handle(kwargs_of(CASE, context.rank))
-        # as on a GPU: the interpreter has no multiprocessors
-        before.engine.kernels.num_sms = 132
         manager.set_num_sms(4)
-        bound = before.get_launch_config(is_dispatch=True)
         after = manager.get_handle(kwargs_of(CASE, context.rank), 1)
-        after.engine.kernels.num_sms = 132
         own = manager.get_handle(kwargs_of(CASE, context.rank, max_sms=3))
-        run_step(CASE, before, 0, context.device)
-        run_step(CASE, after, 0, context.device)
-        after_bound = after.get_launch_config(is_dispatch=True)
+        for op in (before, after):
+            # as on a GPU: the interpreter has no multiprocessors
+            op.engine.kernels.num_sms = 132
+            assert op.get_launch_config(is_dispatch=True)[0] == 4
+            run_step(CASE, op, 0, context.device)
         manager.set_num_sms(0)
-        unbound, after_unbound = (op.get_launch_config(is_dispatch=True) for op in (before, after))
-        return {
-            "bound": bound[0],
-            "unbound": unbound[0],
-            "after_bound": after_bound[0],
-            "after_unbound": after_unbound[0],
-            "own": own.config.max_sms,
-        }
+        assert [op.get_launch_config(is_dispatch=True)[0] for op in (before, after)] == [unbound] * 2
+        assert own.config.max_sms == 3
 
 
 def test_the_bound_on_multiprocessors_reaches_all_ops(ranks):
-    for seen in ranks(bounded, 4):
-        unbound = FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + 16 + 4 * 16
-        assert seen == {"bound": 4, "unbound": unbound, "after_bound": 4, "after_unbound": unbound, "own": 3}
+    ranks(bounded, 4)
 
 
 # --- nodes ---
 
 
-def explain(context: RankContext) -> tuple[dict[str, str], dict[str, str], bool]:
+def explain(context: RankContext) -> None:
     with create(context) as manager:
-        explained = manager.explain(), manager.explain(gpu_per_node=2), manager.internode
-        assert manager._arena is None
-        return explained
-
-
-def test_explain(ranks):
-    for one_node, two_nodes, internode in ranks(explain, 4):
-        assert not internode
-        assert one_node == {
+        assert manager.explain() == {
             "backend": "ep_a2a",
             "kernel": "IntraNode",
             "kernel_reason": "all ranks on one node",
             "device": "cpu",
             "topology": "1 node(s) of 4 rank(s) each: found by host identity and a probe of /dev/shm",
         }
+        two_nodes = manager.explain(gpu_per_node=2)
         assert two_nodes["kernel"] == "InterNodeV1LL or InterNodeV1"
         assert "2 nodes" in two_nodes["kernel_reason"]
         assert "virtual, cut by gpu_per_node=2; really 1 node(s)" in two_nodes["topology"]
+        assert not manager.internode
+        assert manager._arena is None
 
 
-def ask_for_virtual_nodes(context: RankContext) -> tuple[Any, ...]:
+def test_explain(ranks):
+    ranks(explain, 4)
+
+
+def ask_for_virtual_nodes(context: RankContext) -> None:
     with create(context) as manager:
-        refused = error_of(lambda: manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=3)))
-        impossible = error_of(lambda: manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=0)))
-        nothing_made = manager._arena is None and len(manager.handle_cache) == 0
+        with pytest.raises(UnsupportedError, match=r"equally many ranks.*gpu_per_node=3.*allgather_reducescatter"):
+            manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=3))
+        with pytest.raises(ConfigError):
+            manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=0))
+        assert manager._arena is None
+        assert len(manager.handle_cache) == 0
         # a node may be larger than the group
         for gpu_per_node in (4, 8):
             op = manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=gpu_per_node))
             run_step(CASE, op, 0, context.device)
-        return refused, impossible, nothing_made
 
 
 def test_uneven_nodes_are_refused_with_a_way_out(ranks):
-    for refused, impossible, nothing_made in ranks(ask_for_virtual_nodes, 4):
-        kind, message = refused
-        assert kind is UnsupportedError
-        assert "equally many ranks" in message
-        assert "allgather_reducescatter" in message
-        assert "gpu_per_node=3" in message
-        assert impossible[0] is ConfigError
-        assert nothing_made
+    ranks(ask_for_virtual_nodes, 4)
 
 
 # --- the end ---
 
 
-def destroy(context: RankContext) -> dict[str, Any]:
+def destroy(context: RankContext) -> None:
     manager = create(context)
     op = manager.get_handle(kwargs_of(CASE, context.rank))
     run_step(CASE, op, 0, context.device)
@@ -218,25 +178,22 @@ def destroy(context: RankContext) -> dict[str, Any]:
     manager.destroy()
     manager.destroy()
     manager.close()
+    assert arena.closed
+    assert len(manager.handle_cache) == 0
     inputs = make_inputs(CASE, 0, context.rank)
-    return {
-        "arena": arena.closed,
-        "forgotten": len(manager.handle_cache),
-        "dispatch": error_of(lambda: op.dispatch(inputs.tokens, inputs.weights, None, inputs.ids)),
-        "check": error_of(op.check),
-        "reset": error_of(op.reset),
-        "get_handle": error_of(lambda: manager.get_handle(kwargs_of(CASE, context.rank))),
-        "arena again": error_of(lambda: manager.arena),
-    }
+    for call, remedy in (
+        (lambda: op.dispatch(inputs.tokens, inputs.weights, None, inputs.ids), ""),
+        (op.check, "get_handle"),
+        (op.reset, ""),
+        (lambda: manager.get_handle(kwargs_of(CASE, context.rank)), "create_manager"),
+        (lambda: manager.arena, ""),
+    ):
+        with pytest.raises(ClosedError, match=remedy):
+            call()
 
 
 def test_destroy_closes_ops_and_arena(ranks):
-    for seen in ranks(destroy, 4):
-        assert seen.pop("arena")
-        assert seen.pop("forgotten") == 0
-        assert {call: error[0] for call, error in seen.items()} == dict.fromkeys(seen, ClosedError)
-        assert "create_manager" in seen["get_handle"][1]
-        assert "get_handle" in seen["check"][1]
+    ranks(destroy, 4)
 
 
 def one_after_another(context: RankContext) -> None:
@@ -269,7 +226,7 @@ def test_a_group_without_global_rank_0(ranks):
 # --- chosen by name ---
 
 
-def chosen_by_environment(context: RankContext, name: str | None) -> Any:
+def chosen_by_environment(context: RankContext, name: str | None) -> str:
     """EP_A2A_BACKEND, as an engine's launcher sets it; the manager runs a layer whatever its name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("EP_A2A_CONFIG", raising=False)
@@ -280,9 +237,7 @@ def chosen_by_environment(context: RankContext, name: str | None) -> Any:
             ep_a2a.init_dist_env(1, 0, "gloo", data_parallel_size=4, data_parallel_rank=context.rank)
             manager = ep_a2a.get_ep_group().device_communicator.all2all_manager
             run_step(CASE, manager.get_handle(kwargs_of(CASE, context.rank)), 0, context.device)
-            return manager.backend, type(manager).__name__
-        except EpA2AError as error:
-            return type(error), str(error)
+            return type(manager).__name__
         finally:
             ep_a2a.destroy_dist_env()
 
@@ -290,17 +245,20 @@ def chosen_by_environment(context: RankContext, name: str | None) -> Any:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (None, ("ep_a2a", "NativeAll2AllManager")),
-        ("ep_a2a", ("ep_a2a", "NativeAll2AllManager")),
-        ("naive", ("naive", "NaiveAll2AllManager")),
-        ("allgather_reducescatter", ("allgather_reducescatter", "AllGatherReduceScatterAll2AllManager")),
+        (None, "NativeAll2AllManager"),
+        ("ep_a2a", "NativeAll2AllManager"),
+        ("naive", "NaiveAll2AllManager"),
+        ("allgather_reducescatter", "AllGatherReduceScatterAll2AllManager"),
     ],
 )
 def test_the_environment_chooses_the_backend(ranks, name, expected):
     assert ranks(chosen_by_environment, 4, name) == [expected] * 4
 
 
+def wrong_name(context: RankContext) -> None:
+    with pytest.raises(UnknownNameError, match=r"got 'ep_a2s'\. Did you mean 'ep_a2a'\?"):
+        chosen_by_environment(context, "ep_a2s")
+
+
 def test_a_wrong_name_in_the_environment_is_named(ranks):
-    for kind, message in ranks(chosen_by_environment, 4, "ep_a2s"):
-        assert kind is UnknownNameError
-        assert "got 'ep_a2s'. Did you mean 'ep_a2a'?" in message
+    ranks(wrong_name, 4)

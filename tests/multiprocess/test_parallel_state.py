@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -14,7 +15,6 @@ from ep_a2a.errors import (
     ClosedError,
     ConfigError,
     ConfigMismatchError,
-    EpA2AError,
     NotInitializedError,
     StateError,
     UnknownNameError,
@@ -59,123 +59,125 @@ def initialise(context, data_parallel_size, **options):
     ep_a2a.init_dist_env(**(arguments | options))
 
 
-def error_of(function, *args):
+@contextlib.contextmanager
+def initialised(context, data_parallel_size, **options):
+    initialise(context, data_parallel_size, **options)
     try:
-        function(*args)
-    except EpA2AError as error:
-        return type(error), str(error)
-    return None
+        yield ep_a2a.get_ep_group()
+    finally:
+        ep_a2a.destroy_dist_env()
 
 
 def describe_groups(context, data_parallel_size):
-    initialise(context, data_parallel_size)
-    try:
+    with initialised(context, data_parallel_size):
         described = {}
         for name, get in (("tp", get_tp_group), ("dp", get_dp_group), ("ep", ep_a2a.get_ep_group)):
             group = get()
             total = torch.tensor([group.rank], device=group.device)
             dist.all_reduce(total, group=group.device_group)
-            same_node = in_the_same_node_as(group.cpu_group, group.world_size - 1)
-            described[name] = (
-                group.unique_name,
-                group.ranks,
-                group.rank_in_group,
-                group.world_size,
-                int(total),
-                all(same_node),
-            )
-            is_ep = group.device_communicator.is_ep_communicator
-            if is_ep != (name == "ep") or group.device != context.device or group.rank != context.rank:
-                raise AssertionError(f"{name} group is wrong: {vars(group)}")
+            assert all(in_the_same_node_as(group.cpu_group, group.world_size - 1))
+            assert group.device_communicator.is_ep_communicator == (name == "ep")
+            assert (group.device, group.rank) == (context.device, context.rank)
+            described[name] = (group.unique_name, group.ranks, group.rank_in_group, group.world_size, int(total))
         return described
-    finally:
-        ep_a2a.destroy_dist_env()
 
 
 def life_of_a_manager(context):
     register_manager("fake", FakeManager, replace=True)
     FakeManager.made = 0
-    initialise(context, context.world_size, all2all_backend="fake")
-    try:
-        communicator = ep_a2a.get_ep_group().device_communicator
-        seen = {"before": FakeManager.made}
+    with initialised(context, context.world_size, all2all_backend="fake") as group:
+        communicator = group.device_communicator
+        assert FakeManager.made == 0
         first = communicator.all2all_manager
-        seen["lazy"] = (FakeManager.made, first is communicator.all2all_manager, first.world_size)
-        seen["given"] = (
-            first.device == communicator.device,
-            first.device_group is (None if context.device.type == "cpu" else communicator.device_group),
-            first.dp_group is get_dp_group(),
-            first.tp_group is get_tp_group(),
-        )
-        seen["dispatch"] = communicator.dispatch(1, two=2)
-        seen["combine"] = communicator.combine(3)
+        assert communicator.all2all_manager is first
+        assert (FakeManager.made, first.world_size) == (1, context.world_size)
+        assert first.device == communicator.device
+        assert first.device_group is (None if context.device.type == "cpu" else communicator.device_group)
+        assert (first.dp_group, first.tp_group) == (get_dp_group(), get_tp_group())
+        assert communicator.dispatch(1, two=2) == ("dispatched", (1,), {"two": 2})
+        assert communicator.combine(3) == ("combined", (3,), {})
         injected = FakeManager(communicator.cpu_group)
         communicator.all2all_manager = injected
         communicator.all2all_manager = injected
-        seen["setter"] = (communicator.all2all_manager is injected, first.num_destroyed, injected.num_destroyed)
+        assert communicator.all2all_manager is injected
+        assert (first.num_destroyed, injected.num_destroyed) == (1, 0)
         tensor_parallel = get_tp_group().device_communicator
-        seen["tp"] = error_of(lambda: tensor_parallel.all2all_manager)
-        seen["tp setter"] = error_of(setattr, tensor_parallel, "all2all_manager", injected)
-    finally:
-        ep_a2a.destroy_dist_env()
+        for call in (
+            lambda: tensor_parallel.all2all_manager,
+            lambda: setattr(tensor_parallel, "all2all_manager", injected),
+        ):
+            with pytest.raises(UnsupportedError, match=r"get_ep_group\(\)\.device_communicator"):
+                call()
     ep_a2a.destroy_dist_env()
-    seen["destroyed"] = injected.num_destroyed
-    seen["closed"] = error_of(lambda: communicator.all2all_manager)
-    return seen
+    assert injected.num_destroyed == 1
+    with pytest.raises(ClosedError):
+        _ = communicator.all2all_manager
 
 
 def unknown_backend(context):
     """Refused before any group is made; and again by a communicator whose backend was changed afterwards."""
-
-    def start():
+    with pytest.raises(UnknownNameError, match="Did you mean 'ep_a2a'"):
         initialise(context, context.world_size, all2all_backend="ep_a2b")
-
-    at_start = error_of(start)
-    initialised = is_initialized()
-    initialise(context, context.world_size)
-    try:
-        communicator = ep_a2a.get_ep_group().device_communicator
-        communicator.all2all_backend = "ep_a2b"
-        return at_start, initialised, error_of(lambda: communicator.all2all_manager)
-    finally:
-        ep_a2a.destroy_dist_env()
+    assert not is_initialized()
+    with initialised(context, context.world_size) as group:
+        group.device_communicator.all2all_backend = "ep_a2b"
+        with pytest.raises(UnknownNameError, match="Did you mean 'ep_a2a'"):
+            _ = group.device_communicator.all2all_manager
 
 
 def initialise_twice(context):
-    initialise(context, 2)
-    try:
-        group = ep_a2a.get_ep_group()
+    with initialised(context, 2) as group:
         initialise(context, 2)
-        same = ep_a2a.get_ep_group() is group
-        return same, error_of(initialise, context, 4)
-    finally:
-        ep_a2a.destroy_dist_env()
+        assert ep_a2a.get_ep_group() is group
+        with pytest.raises(StateError, match="destroy_dist_env"):
+            initialise(context, 4)
 
 
-def groups_left(context, num_rounds):
+def destroy_leaves_no_group(context):
     before = len(distributed_c10d._world.pg_map)
-    for _ in range(num_rounds):
-        initialise(context, 2)
-        ep_a2a.destroy_dist_env()
-    return (
-        len(distributed_c10d._world.pg_map) - before,
-        dist.is_initialized(),
-        is_initialized(),
-        error_of(ep_a2a.get_ep_group),
-    )
+    for _ in range(3):
+        with initialised(context, 2):
+            assert is_initialized()
+    assert len(distributed_c10d._world.pg_map) == before
+    assert dist.is_initialized()
+    assert not is_initialized()
+    with pytest.raises(NotInitializedError):
+        ep_a2a.get_ep_group()
 
 
 def disagree_on_backend(context):
-    backend = "ep_a2a" if context.rank == 2 else "naive"
-    return error_of(lambda: initialise(context, 4, all2all_backend=backend)), is_initialized()
+    found = "all2all_backend='naive' on all ranks, as on rank 0; got 'ep_a2a' on rank 2"
+    with pytest.raises(ConfigMismatchError, match=found):
+        initialise(context, 4, all2all_backend="ep_a2a" if context.rank == 2 else "naive")
+    assert not is_initialized()
 
 
 def disagree_on_sizes(context):
-    return error_of(initialise, context, 2 if context.rank < 3 else 4), is_initialized()
+    found = "tensor_model_parallel_size=2 on all ranks, as on rank 0; got 1 on rank 3"
+    with pytest.raises(ConfigMismatchError, match=found):
+        initialise(context, 2 if context.rank < 3 else 4)
+    assert not is_initialized()
 
 
 def wrong_world(context):
-    return error_of(lambda: ep_a2a.init_dist_env(tensor_model_parallel_size=2, rankID=context.rank % 2))
+    with pytest.raises(ConfigError, match="of 4"):
+        ep_a2a.init_dist_env(tensor_model_parallel_size=2, rankID=context.rank % 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        life_of_a_manager,
+        unknown_backend,
+        initialise_twice,
+        destroy_leaves_no_group,
+        disagree_on_backend,
+        disagree_on_sizes,
+        wrong_world,
+    ],
+)
+def test_what_four_ranks_see(ranks, body):
+    ranks(body, 4)
 
 
 def own_world(context, store_path):
@@ -214,74 +216,17 @@ def coordinator_with_missing_rank(context):
 
 def test_every_rank_its_own_replica(ranks):
     for rank, groups in enumerate(ranks(describe_groups, 4, 4)):
-        assert groups["ep"] == ("ep:0", [0, 1, 2, 3], rank, 4, 6, True)
-        assert groups["dp"] == ("dp:0", [0, 1, 2, 3], rank, 4, 6, True)
-        assert groups["tp"] == (f"tp:{rank}", [rank], 0, 1, rank, True)
+        assert groups["ep"] == ("ep:0", [0, 1, 2, 3], rank, 4, 6)
+        assert groups["dp"] == ("dp:0", [0, 1, 2, 3], rank, 4, 6)
+        assert groups["tp"] == (f"tp:{rank}", [rank], 0, 1, rank)
 
 
 def test_two_replicas_of_two(ranks):
     for rank, groups in enumerate(ranks(describe_groups, 4, 2)):
         first = rank // 2 * 2
-        assert groups["ep"] == ("ep:0", [0, 1, 2, 3], rank, 4, 6, True)
-        assert groups["tp"] == (f"tp:{rank // 2}", [first, first + 1], rank % 2, 2, 2 * first + 1, True)
-        assert groups["dp"] == (f"dp:{rank % 2}", [rank % 2, rank % 2 + 2], rank // 2, 2, 2 * (rank % 2) + 2, True)
-
-
-def test_manager_is_lazy_replaceable_and_destroyed(ranks):
-    for seen in ranks(life_of_a_manager, 4):
-        assert seen["before"] == 0
-        assert seen["lazy"] == (1, True, 4)
-        assert seen["given"] == (True, True, True, True)
-        assert seen["dispatch"] == ("dispatched", (1,), {"two": 2})
-        assert seen["combine"] == ("combined", (3,), {})
-        assert seen["setter"] == (True, 1, 0)
-        assert seen["tp"][0] is seen["tp setter"][0] is UnsupportedError
-        assert "get_ep_group().device_communicator" in seen["tp"][1]
-        assert seen["destroyed"] == 1
-        assert seen["closed"][0] is ClosedError
-
-
-def test_unknown_backend(ranks):
-    for at_start, initialised, at_first_use in ranks(unknown_backend, 4):
-        assert not initialised
-        for kind, message in (at_start, at_first_use):
-            assert kind is UnknownNameError
-            assert "Did you mean 'ep_a2a'" in message
-
-
-def test_second_init_is_idempotent_or_an_error(ranks):
-    for same, (kind, message) in ranks(initialise_twice, 4):
-        assert same
-        assert kind is StateError
-        assert "destroy_dist_env" in message
-
-
-def test_destroy_leaves_no_group(ranks):
-    for num_left, torch_initialised, initialised, (kind, _) in ranks(groups_left, 4, 3):
-        assert num_left == 0
-        assert torch_initialised
-        assert not initialised
-        assert kind is NotInitializedError
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (disagree_on_backend, "all2all_backend='naive' on all ranks, as on rank 0; got 'ep_a2a' on rank 2"),
-        (disagree_on_sizes, "tensor_model_parallel_size=2 on all ranks, as on rank 0; got 1 on rank 3"),
-    ],
-)
-def test_disagreement_is_found_before_groups_are_made(ranks, body, message):
-    for (kind, text), initialised in ranks(body, 4):
-        assert kind is ConfigMismatchError
-        assert message in text
-        assert not initialised
-
-
-def test_existing_process_group_of_another_size_is_refused(ranks):
-    for kind, message in ranks(wrong_world, 4):
-        assert kind is ConfigError
-        assert "of 4" in message
+        assert groups["ep"] == ("ep:0", [0, 1, 2, 3], rank, 4, 6)
+        assert groups["tp"] == (f"tp:{rank // 2}", [first, first + 1], rank % 2, 2, 2 * first + 1)
+        assert groups["dp"] == (f"dp:{rank % 2}", [rank % 2, rank % 2 + 2], rank // 2, 2, 2 * (rank % 2) + 2)
 
 
 def test_own_process_group_comes_and_goes(tmp_path):

@@ -52,38 +52,21 @@ def test_what_travels(changes, wire, combined, num_scales):
     assert not config.num_scales or config.scale_bytes == 4
 
 
-def test_arguments_are_those_of_triton_distributed():
-    layer = list(inspect.signature(EPLowLatencyAllToAllLayer).parameters.values())
-    assert [each.name for each in layer if each.kind is each.POSITIONAL_OR_KEYWORD] == [
-        "max_m",
-        "hidden",
-        "topk",
-        "online_quant_fp8",
-        "rank",
-        "num_experts",
-        "local_world_size",
-        "world_size",
-        "fp8_gsize",
-        "dtype",
-        "enable_profiling",
-    ]
-    assert [each.default for each in layer[8:11]] == [128, torch.bfloat16, False]
-    context = inspect.signature(create_ep_ll_a2a_ctx).parameters.values()
-    assert [each.name for each in context if each.kind is each.POSITIONAL_OR_KEYWORD] == [
-        "max_m",
-        "hidden",
-        "topk",
-        "num_experts",
-        "online_quant_fp8",
-        "fp8_gsize",
-        "dtype",
-        "world_size",
-        "rank",
-    ]
-    combine = list(inspect.signature(EPLowLatencyAllToAllLayer.combine).parameters)
-    assert combine == ["self", "send_tokens", "topk_indices", "topk_weights", "dispatch_meta", "zero_copy"]
-    dispatch = list(inspect.signature(EPLowLatencyAllToAllLayer.dispatch).parameters)
-    assert dispatch[:4] == ["self", "send_tokens", "send_scales", "topk_indices"]
+ARGUMENTS = {
+    EPLowLatencyAllToAllLayer: "max_m hidden topk online_quant_fp8 rank num_experts local_world_size world_size "
+    "fp8_gsize dtype enable_profiling",
+    create_ep_ll_a2a_ctx: "max_m hidden topk num_experts online_quant_fp8 fp8_gsize dtype world_size rank",
+    EPLowLatencyAllToAllLayer.dispatch: "self send_tokens send_scales topk_indices",
+    EPLowLatencyAllToAllLayer.combine: "self send_tokens topk_indices topk_weights dispatch_meta zero_copy",
+}
+
+
+@pytest.mark.parametrize("function", ARGUMENTS)
+def test_arguments_are_those_of_triton_distributed(function):
+    parameters = list(inspect.signature(function).parameters.values())
+    assert [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] == ARGUMENTS[function].split()
+    if function is EPLowLatencyAllToAllLayer:
+        assert [each.default for each in parameters[8:11]] == [128, torch.bfloat16, False]
 
 
 @pytest.mark.parametrize(

@@ -43,98 +43,50 @@ def format_of(config: Any, hidden: int = HIDDEN, *, deferred: bool = False, powe
     return token_format_of(config, hidden, expects_unquantized=deferred, powers_of_two=powers_of_two)
 
 
-@pytest.mark.parametrize("config", [None, QuantConfig(), QuantConfig(block_shape=[128, 128])])
-def test_unquantised_activations_travel_as_they_are(config):
-    assert format_of(config) == RAW
-    assert RAW.dtype is None
+PER_1X128 = TokenFormat("fp8_per_1x128")
+FORMATS: list[tuple[Any, TokenFormat]] = [
+    # unquantised activations travel as they are
+    (None, RAW),
+    (QuantConfig(), RAW),
+    (QuantConfig(block_shape=[128, 128]), RAW),
+    # fp8 is cast inside dispatch; a block of the weights may be of any number of rows
+    (PER_TOKEN, TokenFormat("fp8_per_token")),
+    (PER_BLOCK, PER_1X128),
+    (TransposableConfig(FP8_DTYPE, block_shape=[128, 128]), PER_1X128),
+    (QuantConfig(FP8_DTYPE, block_shape=[1, 128]), PER_1X128),
+    # blocks that dispatch cannot cast, static scales and other formats are quantised on arrival
+    (QuantConfig(FP8_DTYPE, block_shape=[64, 64]), AFTER),
+    (QuantConfig(FP8_DTYPE, block_shape=[128, 64]), AFTER),
+    (TransposableConfig(FP8_DTYPE, block_shape=[128, 128], is_scale_transposed=True), AFTER),
+    (QuantConfig(FP8_DTYPE, block_shape=[128, 128], a1_scale=SCALE), AFTER),
+    (QuantConfig(FP8_DTYPE, a1_scale=SCALE), AFTER),
+    (QuantConfig(FP8_DTYPE, per_act_token_quant=True, a1_scale=SCALE), AFTER),
+    (QuantConfig(torch.int8, per_act_token_quant=True), AFTER),
+    (QuantConfig(torch.int8, block_shape=[128, 128]), AFTER),
+    (QuantConfig(torch.int8, a1_scale=SCALE), AFTER),
+    (QuantConfig("nvfp4", a1_gscale=SCALE), AFTER),
+    (QuantConfig("mxfp8"), AFTER),
+    (QuantConfig("mxfp4"), AFTER),
+    (QuantConfig("fp8", a1_scale=SCALE), AFTER),
+    # one scale for all rows must not see rows without a token
+    (QuantConfig(FP8_DTYPE), AFTER_BY_WHOLE_TENSOR),
+    (QuantConfig(torch.int8), AFTER_BY_WHOLE_TENSOR),
+]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [PER_TOKEN, PER_BLOCK, QuantConfig(FP8_DTYPE), QuantConfig("nvfp4", a1_gscale=SCALE), QuantConfig("mxfp8")],
-)
-def test_experts_that_quantise_themselves_get_tokens_as_they_are(config):
+@pytest.mark.parametrize(("config", "expected"), FORMATS)
+def test_how_tokens_travel(config, expected):
+    assert format_of(config) == expected
+    assert expected.dtype == (FP8_DTYPE if expected.cast.startswith("fp8") else None)
+    # experts that quantise themselves get tokens as they are
     assert format_of(config, deferred=True) == RAW
 
 
-@pytest.mark.parametrize("powers_of_two", [False, True])
-def test_fp8_per_token_is_cast_inside_dispatch(powers_of_two):
-    """vLLM rounds block scales only to powers of two."""
-    found = format_of(PER_TOKEN, powers_of_two=powers_of_two)
-    assert found == TokenFormat("fp8_per_token")
-    assert found.scale_format == "float32"
-    assert found.dtype == FP8_DTYPE
-
-
-def test_fp8_per_token_takes_any_hidden_size():
+def test_hidden_sizes():
     assert format_of(PER_TOKEN, 2880).cast == "fp8_per_token"
-
-
-def test_fp8_per_block_is_cast_inside_dispatch():
-    assert format_of(PER_BLOCK) == TokenFormat("fp8_per_1x128")
-    assert format_of(PER_BLOCK).dtype == FP8_DTYPE
+    assert format_of(PER_BLOCK, 2880) == AFTER
 
 
 def test_block_scales_are_rounded_where_vllm_rounds_them():
     assert format_of(PER_BLOCK, powers_of_two=True) == TokenFormat("fp8_per_1x128", "float32_power_of_two")
-
-
-@pytest.mark.parametrize("config", [TransposableConfig(FP8_DTYPE, block_shape=[128, 128]), PER_BLOCK])
-def test_a_version_with_transposed_scales_casts_the_same_when_they_are_not(config):
-    assert format_of(config).cast == "fp8_per_1x128"
-
-
-@pytest.mark.parametrize(
-    ("config", "hidden"),
-    [
-        (PER_BLOCK, 2880),
-        (QuantConfig(FP8_DTYPE, block_shape=[64, 64]), HIDDEN),
-        (QuantConfig(FP8_DTYPE, block_shape=[128, 64]), HIDDEN),
-        (TransposableConfig(FP8_DTYPE, block_shape=[128, 128], is_scale_transposed=True), HIDDEN),
-        (QuantConfig(FP8_DTYPE, block_shape=[128, 128], a1_scale=SCALE), HIDDEN),
-    ],
-)
-def test_blocks_that_dispatch_cannot_cast_are_quantised_on_arrival(config, hidden):
-    found = format_of(config, hidden)
-    assert found == AFTER
-    assert found.dtype is None
-
-
-def test_rows_of_a_block_count_and_not_its_columns():
-    """Activations have one scale per row and block, however many rows of the weights share one."""
-    assert format_of(QuantConfig(FP8_DTYPE, block_shape=[1, 128])).cast == "fp8_per_1x128"
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_static_scales_are_applied_on_arrival(per_token):
-    config = QuantConfig(FP8_DTYPE, per_act_token_quant=per_token, a1_scale=SCALE)
-    assert format_of(config) == AFTER
-
-
-@pytest.mark.parametrize("dtype", [FP8_DTYPE, torch.int8])
-def test_one_scale_for_all_rows_must_not_see_rows_without_a_token(dtype):
-    assert format_of(QuantConfig(dtype)) == AFTER_BY_WHOLE_TENSOR
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        QuantConfig(torch.int8, per_act_token_quant=True),
-        QuantConfig(torch.int8, block_shape=[128, 128]),
-        QuantConfig(torch.int8, a1_scale=SCALE),
-        QuantConfig("nvfp4", a1_gscale=SCALE),
-        QuantConfig("mxfp8"),
-        QuantConfig("mxfp4"),
-        QuantConfig("fp8", a1_scale=SCALE),
-    ],
-)
-def test_other_formats_are_quantised_on_arrival(config):
-    assert format_of(config) == AFTER
-
-
-def test_a_format_is_one_or_the_other():
-    """A cast inside dispatch and one on arrival would quantise twice."""
-    configs = [None, QuantConfig(), PER_TOKEN, PER_BLOCK, QuantConfig(FP8_DTYPE), QuantConfig("nvfp4")]
-    for found in (format_of(config, deferred=deferred) for config in configs for deferred in (False, True)):
-        assert found.cast == "none" or not found.quantize_after
-        assert found.quantize_after or not found.by_whole_tensor
+    assert format_of(PER_TOKEN, powers_of_two=True).scale_format == "float32"
