@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from ep_a2a.commands.plan.sizes import plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_configs, vllm_plan
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.errors import ConfigError, EpA2AError, UnknownNameError, UnsupportedError
+from ep_a2a.errors import ConfigError, EpA2AError, UnsupportedError
 from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, handle_kwargs
 from tests.unit.test_layout import every_config
 
@@ -35,62 +34,38 @@ PER_TOKEN_FP8 = {
         }
     },
 }
-DEEPSEEK = {"n_routed_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168, "model_type": "deepseek_v3"}
-QWEN = {"num_experts": 128, "num_experts_per_tok": 8, "model_type": "qwen3_moe", **BF16}
+
+
+def moe(experts_key: str, experts: int, topk: int, hidden: int, **more: Any) -> dict[str, Any]:
+    return {experts_key: experts, "num_experts_per_tok": topk, "hidden_size": hidden, **more}
+
+
+ROUTED = "n_routed_experts"
+DEEPSEEK = moe(ROUTED, 256, 8, 7168, model_type="deepseek_v3")
+QWEN = moe("num_experts", 128, 8, 2048, model_type="qwen3_moe", **BF16)
+LLAMA = moe("num_local_experts", 16, 1, 5120)
+MIXTRAL = moe("num_local_experts", 8, 2, 4096, model_type="mixtral", **BF16)
+GPT_OSS = moe("num_local_experts", 128, 4, 2880, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
 # by name: (config.json, (hidden size, experts, top k, cast) of the op for it)
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int, str]]] = {
-    "Qwen3-30B-A3B": ({**QWEN, "hidden_size": 2048}, (2048, 128, 8, "none")),
-    "Qwen3-235B-A22B-FP8": (
-        {**QWEN, "hidden_size": 4096, "quantization_config": BLOCK_FP8},
-        (4096, 128, 8, "fp8_per_1x128"),
-    ),
-    "DeepSeek-V2-Lite": (
-        {"n_routed_experts": 64, "num_experts_per_tok": 6, "hidden_size": 2048, "model_type": "deepseek_v2", **BF16},
-        (2048, 64, 6, "none"),
-    ),
+    "Qwen3-30B-A3B": (QWEN, (2048, 128, 8, "none")),
+    "Qwen3-235B-FP8": ({**QWEN, "quantization_config": BLOCK_FP8}, (2048, 128, 8, "fp8_per_1x128")),
+    "DeepSeek-V2-Lite": (moe(ROUTED, 64, 6, 2048, model_type="deepseek_v2", **BF16), (2048, 64, 6, "none")),
     "DeepSeek-V3": ({**DEEPSEEK, "quantization_config": BLOCK_FP8}, (7168, 256, 8, "fp8_per_1x128")),
-    "Mixtral": (
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 4096, "model_type": "mixtral", **BF16},
-        (4096, 8, 2, "none"),
-    ),
-    "gpt-oss": (
-        {
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "experts_per_token": 4,
-            "hidden_size": 2880,
-            "model_type": "gpt_oss",
-            "dtype": "bfloat16",
-            "quantization_config": {"quant_method": "mxfp4"},
-        },
-        (2880, 128, 4, "none"),
-    ),
+    "Mixtral": (MIXTRAL, (4096, 8, 2, "none")),
+    "gpt-oss": ({**GPT_OSS, "experts_per_token": 4, "model_type": "gpt_oss"}, (2880, 128, 4, "none")),
     "GLM-4.5-FP8": (
-        {
-            "n_routed_experts": 160,
-            "num_experts_per_tok": 8,
-            "hidden_size": 5120,
-            "model_type": "glm4_moe",
-            "quantization_config": PER_TOKEN_FP8,
-        },
+        moe(ROUTED, 160, 8, 5120, model_type="glm4_moe", quantization_config=PER_TOKEN_FP8),
         (5120, 160, 8, "fp8_per_token"),
     ),
     "Llama-4-Scout": (
-        {
-            "model_type": "llama4",
-            **BF16,
-            "vision_config": {"hidden_size": 1408},
-            "text_config": {"num_local_experts": 16, "num_experts_per_tok": 1, "hidden_size": 5120},
-        },
+        {"model_type": "llama4", **BF16, "vision_config": {"hidden_size": 1408}, "text_config": LLAMA},
         (5120, 16, 1, "none"),
     ),
-    "Qwen3-Omni": ({"thinker_config": {"text_config": {**QWEN, "hidden_size": 2048}}}, (2048, 128, 8, "none")),
+    "Qwen3-Omni": ({"thinker_config": {"text_config": QWEN}}, (2048, 128, 8, "none")),
     "Hunyuan": ({"num_experts": 64, "moe_topk": [8, 8], "hidden_size": 4096, **BF16}, (4096, 64, 8, "none")),
     "Ernie-4.5-VL": ({"moe_num_experts": [64, 64], "moe_k": 6, "hidden_size": 2560}, (2560, 64, 6, "none")),
-    "Nemotron-H": (
-        {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_latent_size": 1024, "hidden_size": 4096},
-        (1024, 512, 22, "none"),
-    ),
+    "Nemotron-H": (moe(ROUTED, 512, 22, 4096, moe_latent_size=1024), (1024, 512, 22, "none")),
 }
 
 
@@ -140,10 +115,8 @@ def test_casts_by_quantization(quantization, cast):
     nested = {"text_config": {**DEEPSEEK, "quantization_config": quantization}}
     assert configs_of(nested)[0].dispatch_quant == cast
     # where a row is not a multiple of the group, vLLM's own function quantises it on arrival
-    if cast == "fp8_per_1x128":
-        assert (
-            configs_of({**DEEPSEEK, "quantization_config": quantization}, hidden_dim=7232)[0].dispatch_quant == "none"
-        )
+    odd = configs_of({**DEEPSEEK, "quantization_config": quantization}, hidden_dim=7232)[0]
+    assert odd.dispatch_quant == ("none" if cast == "fp8_per_1x128" else cast)
 
 
 @pytest.mark.parametrize(
@@ -168,32 +141,29 @@ def test_options_override_the_model():
     assert configs_of(values, hidden_dim=7424)[0].hidden_dim == 7424
 
 
+def of_group(**changes: Any) -> dict[str, Any]:
+    return {**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, **changes}}}
+
+
+def blocks_of(structure: Any) -> dict[str, Any]:
+    return of_group(weights={**FLOAT8, "strategy": "block", "block_structure": structure})
+
+
+ODD_SIZES = ([128], [128, 128, 128], [128, "128"], [128, 0], [128, 128.0], [], "128x128", 128, {"rows": 1})
+
+
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
         ("fp8", "quantization_config"),
         (["fp8"], "quantization_config"),
-        *(
-            ({**BLOCK_FP8, "weight_block_size": sizes}, "weight_block_size")
-            for sizes in ([128], [128, 128, 128], [128, "128"], [128, 0], [128, 128.0], [], "128x128", 128, {"rows": 1})
-        ),
+        *(({**BLOCK_FP8, "weight_block_size": sizes}, "weight_block_size") for sizes in ODD_SIZES),
         ({**PER_TOKEN_FP8, "config_groups": ["a"]}, "config_groups"),
         ({**PER_TOKEN_FP8, "config_groups": {"g": "a"}}, "g"),
-        ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "targets": 1}}}, "targets"),
-        ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "weights": "fp8"}}}, "weights"),
-        ({**PER_TOKEN_FP8, "config_groups": {"g": {**GROUP, "input_activations": [8]}}}, "input_activations"),
-        *(
-            (
-                {
-                    **PER_TOKEN_FP8,
-                    "config_groups": {
-                        "g": {**GROUP, "weights": {**FLOAT8, "strategy": "block", "block_structure": structure}}
-                    },
-                },
-                "block_structure",
-            )
-            for structure in ("AxB", "128", "128x", "128x128x128", [128], 128)
-        ),
+        (of_group(targets=1), "targets"),
+        (of_group(weights="fp8"), "weights"),
+        (of_group(input_activations=[8]), "input_activations"),
+        *((blocks_of(odd), "block_structure") for odd in ("AxB", "128", "128x", "128x128x128", [128], 128)),
     ],
 )
 def test_odd_quantisation_is_refused_by_its_key(quantization, named):
@@ -263,16 +233,8 @@ def test_files_that_are_no_config(tmp_path):
 
 
 def test_the_kwargs_of_vllms_layers():
-    sizes = {
-        "rank": 1,
-        "world_size": 4,
-        "dtype": torch.float16,
-        "hidden_dim": 256,
-        "topk": 3,
-        "num_experts": 10,
-        "num_local_experts": 3,
-        "max_num_tokens": 17,
-    }
+    sizes = {"rank": 1, "world_size": 4, "dtype": torch.float16, "hidden_dim": 256, "topk": 3}
+    sizes |= {"num_experts": 10, "num_local_experts": 3, "max_num_tokens": 17}
     config = config_from_handle_kwargs(handle_kwargs(RAW, **sizes), topology_internode=False)
     assert (config.wire_dtype, config.layout, config.num_scales) == (torch.float16, "rank_major", 0)
     assert (config.total_experts, config.num_local_experts, config.max_num_inp_token_per_rank) == (10, 3, 17)
@@ -385,20 +347,10 @@ def test_any_op(model_file):
     arguments = "--ranks 3 --max-tokens 64 --hidden 256 --topk 2 --experts 7 --dtype float16 --quant fp8_per_token "
     arguments += "--combine-quant fp8_blockwise --layout expert_major --scale-format ue8m0 --flagged-max-tokens 16"
     found = json.loads(run(*arguments.split(), "--json").stdout)
-    assert found["op"] == {
-        "ranks": 3,
-        "max_tokens_per_rank": 64,
-        "hidden_dim": 256,
-        "topk": 2,
-        "experts": 7,
-        "layout": "expert_major",
-        "dtype": "float16",
-        "quant": "fp8_per_token",
-        "scale_format": "ue8m0",
-        "combine_quant": "fp8_blockwise",
-        "max_total_recv_tokens": 0,
-        "flagged_max_tokens": 16,
-    }
+    sizes = {"ranks": 3, "max_tokens_per_rank": 64, "hidden_dim": 256, "topk": 2, "experts": 7, "dtype": "float16"}
+    casts = {"quant": "fp8_per_token", "combine_quant": "fp8_blockwise", "scale_format": "ue8m0"}
+    rest = {"layout": "expert_major", "max_total_recv_tokens": 0, "flagged_max_tokens": 16}
+    assert found["op"] == sizes | casts | rest
     assert found["bytes_by_rank"][0] > found["bytes_by_rank"][1] == found["bytes_by_rank"][2]
     assert found["bytes_allocated_later"] == {"combine_input": 3 * 3 * 64 * 256 * 2}
     capped = json.loads(run("--max-total-recv-tokens", "100", "--ranks", "8", "--json").stdout)
@@ -420,15 +372,9 @@ def test_the_table(model_file):
     for text in ("lines sent", "32768 lines", "sums between nodes", "each of 16 GPUs", "4 nodes with 4"):
         assert text in " ".join(result.stdout.replace("│", " ").split())
     result = run("--experts", "260", "--layout", "expert_major")
-    for text in (
-        "expert rows",
-        "reduced rows",
-        "fewer experts",
-        "combine input",
-        "allocated later",
-        "Certain calls allocate",
-    ):
-        assert text in " ".join(result.stdout.replace("│", " ").split())
+    printed = " ".join(result.stdout.replace("│", " ").split())
+    for text in ("expert rows", "reduced rows", "fewer experts", "combine input", "later", "Certain calls allocate"):
+        assert text in printed
 
 
 @pytest.mark.parametrize(("tokens", "is_shown"), [(256, True), (257, False)])
@@ -448,10 +394,6 @@ def test_deep_eps_low_latency_mode_is_compared_for_few_tokens_only(tokens, is_sh
         ("--vllm FILE --data-parallel-size 8 --gpus-per-node 16", ConfigError, "at most 8"),
         ("--vllm FILE --data-parallel-size 8 --layout compact --ranks 8", ConfigError, "no --ranks, --layout with"),
         ("--vllm FILE", UnsupportedError, "at least 2"),
-        ("--dtype float64", UnknownNameError, "float32"),
-        ("--layout sideways", UnknownNameError, "rank_major"),
-        ("--hidden 7", ConfigError, "multiple of 16"),
-        ("--hidden 1000000000", ConfigError, "fit into a GPU"),
         ("--hidden 1000000000 --json", ConfigError, "127.1 TiB"),
     ],
 )
@@ -460,12 +402,3 @@ def test_refusals(model_file, arguments, error, text):
     assert isinstance(result.exception, error)
     assert text in str(result.exception)
     assert isinstance(result.exception, EpA2AError)
-
-
-def test_exit_codes(model_file, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["ep-a2a", "plan", "--vllm", model_file])
-    with pytest.raises(SystemExit) as caught:
-        app.run()
-    assert caught.value.code == app.EXIT_ERROR
-    assert "UnsupportedError" in capsys.readouterr().err
-    assert run("--vllm", f"{model_file}.missing").exit_code == 2
