@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.ops.intra_node import fitted_launch
@@ -236,6 +236,7 @@ def test_a_rack_of_72_ranks():
     world_size=st.sampled_from([1, 3, 8, 72]),
     hidden_dim=st.sampled_from([8, 256, 7168]),
 )
+@example(Phase.COMBINE, 4096, 1.0, 2, 1, "auto", (1, 1), (-1, -1), 8, 7168)
 def test_no_grid_exceeds_what_fits(
     phase, max_num_tokens, share, num_sms, max_sms, launch, config_numbers, call_numbers, world_size, hidden_dim
 ):
@@ -257,7 +258,8 @@ def test_no_grid_exceeds_what_fits(
     assert 1 <= chosen.num_programs <= max(least(phase), allowed)
     if phase is Phase.BULK_DISPATCH:
         assert chosen.num_programs <= MAX_DISPATCH_PROGRAMS
-    assert chosen.reason in ("analytic", "config", "caller")
+    reason = "config" if launch == "manual" else f"at most {sms} multiprocessors" if sms < num_sms else "analytic"
+    assert chosen.reason == ("caller" if max(call_numbers) > 0 else reason)
     assert min(chosen.send_elements, chosen.add_elements) >= 1
     # the same question has the same answer: ranks and replays must not differ
     assert chosen == choose_launch(config, *arguments)
