@@ -24,10 +24,10 @@ from ep_a2a.config.transports import register_internode_transport as register_in
 if TYPE_CHECKING:
     from ep_a2a.config.op_config import ALIGNMENT_BYTES as ALIGNMENT_BYTES
     from ep_a2a.config.op_config import COMBINE_DTYPES as COMBINE_DTYPES
-    from ep_a2a.config.op_config import FLAGGED_MAX_ROWS as FLAGGED_MAX_ROWS
-    from ep_a2a.config.op_config import FLAGGED_MAX_TOKENS as FLAGGED_MAX_TOKENS
     from ep_a2a.config.op_config import FP8_DTYPE as FP8_DTYPE
     from ep_a2a.config.op_config import FP8_GROUP_SIZE as FP8_GROUP_SIZE
+    from ep_a2a.config.op_config import LOW_LATENCY_MAX_ROWS as LOW_LATENCY_MAX_ROWS
+    from ep_a2a.config.op_config import LOW_LATENCY_MAX_TOKENS as LOW_LATENCY_MAX_TOKENS
     from ep_a2a.config.op_config import MAX_TOKENS_PER_RANK as MAX_TOKENS_PER_RANK
     from ep_a2a.config.op_config import MAX_TOPK as MAX_TOPK
     from ep_a2a.config.op_config import TOKEN_DTYPES as TOKEN_DTYPES

@@ -40,9 +40,9 @@ COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT_BYTES = 16
 MAX_TOPK = 32
 MAX_TOKENS_PER_RANK = 1 << 24
-FLAGGED_MAX_TOKENS = 128
+LOW_LATENCY_MAX_TOKENS = 128
 """The most tokens of a rank in a low-latency dispatch, which has a slot for each."""
-FLAGGED_MAX_ROWS = 264
+LOW_LATENCY_MAX_ROWS = 264
 """The most rows from all ranks in a low-latency dispatch: two programs on each of 132 multiprocessors. With more, bulk
 dispatch is as fast or faster (bench/results)."""
 
@@ -115,7 +115,7 @@ class EpDispatchCombineConfig:
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes; "float32" where there is none.
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
         flagged_max_tokens: steps of at most this max_num_tokens use low-latency dispatch, whose words are their own
-            flags: one hop less, one local copy more. 0 to FLAGGED_MAX_TOKENS, and FLAGGED_MAX_ROWS / W at most.
+            flags: one hop less, one local copy more. 0 to LOW_LATENCY_MAX_TOKENS, and LOW_LATENCY_MAX_ROWS / W at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles. 1 in other layouts.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
@@ -155,7 +155,7 @@ class EpDispatchCombineConfig:
     dispatch_quant_type: str | None = None
     scale_format: str = "float32"
     combine_dtype: torch.dtype | None = None
-    flagged_max_tokens: int = field(default=FLAGGED_MAX_TOKENS, metadata={"minimum": 0})
+    flagged_max_tokens: int = field(default=LOW_LATENCY_MAX_TOKENS, metadata={"minimum": 0})
     expert_alignment: int = field(default=1, metadata={"minimum": 1})
     compiled_calls: str = "all"
     chunk_tokens: int = field(default=8, metadata={"minimum": 1})
@@ -180,7 +180,7 @@ class EpDispatchCombineConfig:
             if getattr(self, name) is not None:
                 checked_timeout_secs(getattr(self, name), name)
         few = self.flagged_max_tokens
-        require(few <= FLAGGED_MAX_TOKENS, "flagged_max_tokens", f"<= {FLAGGED_MAX_TOKENS}", str(few))
+        require(few <= LOW_LATENCY_MAX_TOKENS, "flagged_max_tokens", f"<= {LOW_LATENCY_MAX_TOKENS}", str(few))
         if self.max_total_recv_tokens:
             expected = "'compact' with max_total_recv_tokens"
             require(self.layout == Layout.COMPACT, "layout", expected, repr(self.layout))
@@ -337,11 +337,11 @@ class EpDispatchCombineConfig:
         return self.uses_rings and INTERNODE_TRANSPORTS[self.internode_transport] is not None
 
     @functools.cached_property
-    def flagged_tokens(self) -> int:
+    def low_latency_tokens(self) -> int:
         """The largest max_num_tokens of a step that takes the low-latency dispatch."""
         if self.uses_rings:
             return 0
-        most = max(1, FLAGGED_MAX_ROWS // self.world_size)
+        most = max(1, LOW_LATENCY_MAX_ROWS // self.world_size)
         return min(self.flagged_max_tokens, self.max_num_inp_token_per_rank, most)
 
     @functools.cached_property

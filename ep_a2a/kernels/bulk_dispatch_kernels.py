@@ -95,7 +95,7 @@ def receive_rows(step, poison, S: tl.constexpr, FORM: tl.constexpr, FORWARDED: t
 
 
 class Loaded(NamedTuple):
-    """What has been loaded of a token: its row's tile where it is cast, its given scales, ids and weights."""
+    """A token in registers: the tile of its row if dispatch casts it, its given scales, its ids and weights."""
 
     tile: tl.tensor
     scales: tl.tensor

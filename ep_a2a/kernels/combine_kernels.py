@@ -160,7 +160,7 @@ def combine_kernel(
         num_senders: the programs after the first, which send. Program 0 exchanges flags with the peers.
         num_receivers: the last programs of the grid, which add.
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
-        S: Shape. SENT, ADDED, WEIGHTS: Block of what is sent, added, and of weights. COMBINE: Combine.
+        S: Shape. SENT, ADDED, WEIGHTS: the Block of sent rows, of added rows, and of weights. COMBINE: Combine.
         FORM: LaunchForm.
     """
     # addresses never change, so they may be read before the launch before this one has ended

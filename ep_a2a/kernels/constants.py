@@ -38,7 +38,7 @@ class LaunchForm(NamedTuple):
     """Stages and options of a launch.
 
     SEND, RECEIVE: stages. HAS_WEIGHTS: weights travel. DEPENDENT_LAUNCH: the launch is set up while the one before it
-    still runs. SPANS: programs note when they begin and end what they do.
+    still runs. SPANS: programs note when their parts of the step begin and end.
     """
 
     SEND: tl.constexpr
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     """A token's row on the wire.
 
     ROW_WORDS: its 4-byte words, of which a program moves BLOCK_WORDS at once. GROUP: elements that share a scale of the
-    fp8 cast, 0 for no cast. POWERS_OF_TWO: what scales are rounded up to. BYTE_SCALES: scales are exponents.
+    fp8 cast, 0 for no cast. POWERS_OF_TWO: scales are rounded up to powers of two. BYTE_SCALES: scales are exponents.
     """
 
     ROW_WORDS: tl.constexpr
@@ -113,8 +113,8 @@ class LowLatencyDispatch(NamedTuple):
 class Block(NamedTuple):
     """The block of a row that combine moves at once: GROUPS_LANES groups of GROUP elements. WIDTH: elements of a row.
 
-    ELEMENT: integers of an element's width, DTYPE: what their bits are. QUANTIZED: rows are cast to fp8; SCALED: with
-    one scale per GROUP elements.
+    ELEMENT: integers of an element's width, DTYPE: the dtype of their bits. QUANTIZED: rows are cast to fp8; SCALED:
+    with one scale per GROUP elements.
     """
 
     WIDTH: tl.constexpr

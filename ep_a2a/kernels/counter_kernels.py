@@ -1,4 +1,4 @@
-"""Device code that counts what an op's steps move and how long they wait: launches of their own beside the op's.
+"""Device code that counts the rows and the waiting time of an op's steps: launches of their own beside the op's.
 
 Counters are lines of LINE_WORDS words (int64). Line 0 has sums over all steps, and from FIRST_MAX on the largest value
 of a step; the lines behind it have one step each. All positions follow from line 0, so that replays of a graph count.

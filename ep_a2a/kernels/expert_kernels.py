@@ -2,7 +2,7 @@
 
 On the wire a token travels once per rank, as in layout rank_major, and the received rows lie by source. Behind dispatch
 number_expert_rows_kernel gives every local expert of a received row a row in the expert's block, and expand_kernel
-copies rows there. Before combine reduce_experts_kernel weighs and adds what the experts made of a row.
+copies rows there. Before combine reduce_experts_kernel adds the experts' results for a row, each times its weight.
 
 An id that is repeated within a token has one row, which counts with the sum of its weights: a block has room for each
 token once. All work is bounded by received counts that are read on the device.
@@ -234,7 +234,7 @@ def reduce_experts_kernel(
     Added in ascending order of the token's ids, in float32 from 0, each product rounded, and the sum rounded to DTYPE.
 
     Args:
-        rows_in: what the experts made, [num_local_experts, W * step_tokens, HIDDEN] of DTYPE.
+        rows_in: the experts' results, [num_local_experts, W * step_tokens, HIDDEN] of DTYPE.
         step_tokens: the bound of the step, rows per source.
     """
     begin_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)

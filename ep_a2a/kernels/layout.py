@@ -2,13 +2,13 @@
 
 An op uses six blocks of memory:
 
-control  symmetric, the op's own: flags, counts, expert ids and flagged rows that other ranks write.
+control  symmetric, the op's own: flags, counts, expert ids and low-latency rows that other ranks write.
 dispatch symmetric, shared by sequential ops: the rows that other ranks write.
 combine  symmetric, shared by sequential ops: the result rows that other ranks write. Between steps every bit in it is
          set, which is how a reader knows what has not arrived (kernels/primitives.py, EMPTY). Of an op with rings
          (kernels/ring_shape.py): the result rows that other ranks of the node read, and rings; they hold anything.
 local    this rank's only: step counters and the routing record.
-result   this rank's only, shared by sequential ops: what combine returns.
+result   this rank's only, shared by sequential ops: the tensors that combine returns.
 expert   this rank's only, shared by sequential ops: rows by expert, in layout expert_major; else empty.
 
 A kernel receives one table of addresses, `[number of regions, W]`: entry (region, rank) is where `rank` holds the
@@ -193,7 +193,7 @@ class Field:
     Attributes:
         region: which region.
         offset_bytes: from the start of the block, a multiple of REGION_ALIGNMENT_BYTES.
-        dtype, shape: what lies there.
+        dtype, shape: of the tensor there.
     """
 
     region: Region
@@ -275,8 +275,8 @@ def _control_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
         (Region.WEIGHT_EPOCHS, I32, (world_size,)),
         (Region.INDICES, I32, (rows, config.topk)),
         (Region.SOURCE_POSITIONS, I32, (rows,)),
-        (Region.LOW_LATENCY_ROWS, config.wire_dtype, (world_size * config.flagged_tokens, config.hidden_dim)),
-        (Region.LOW_LATENCY_SIDES, I64, (world_size * config.flagged_tokens, side_words(config))),
+        (Region.LOW_LATENCY_ROWS, config.wire_dtype, (world_size * config.low_latency_tokens, config.hidden_dim)),
+        (Region.LOW_LATENCY_SIDES, I64, (world_size * config.low_latency_tokens, side_words(config))),
         (Region.CHUNKS_ARRIVED, I64, (2, counted, channels)),
         (Region.CHUNKS_TAKEN, I64, (2, counted, channels)),
         (Region.MIRROR_POISON, I32, (mirrored and 1,)),
@@ -370,7 +370,7 @@ def _counted_nodes(rings: Rings) -> int:
 
 
 def side_words(config: EpDispatchCombineConfig) -> int:
-    """Words that travel beside a flagged row: a word for each scale, id and weight, and the source position."""
+    """Words that travel beside a low-latency row: a word for each scale, id and weight, and the source position."""
     return config.num_scales + 2 * config.topk + 1
 
 

@@ -1,7 +1,7 @@
 """IntraNode dispatch of few tokens: words that are their own flags, so that a row takes one hop and no fence.
 
 A sender writes a row into a region of its own at the receiver, and the receiver's programs wait for the words
-themselves and move them to where the experts read. What travels beside the row (scales, ids, weights, position) are
+themselves and move them to where the experts read. The words beside the row (scales, ids, weights, position) are
 words that carry the epoch. The row itself costs no extra bytes: a word of it is there when it is not EMPTY, and the
 reader leaves EMPTY behind. Rows of a fused cast never contain EMPTY; a row that does is written in full first, and then
 announced by a released position word with the highest bit set.
@@ -94,7 +94,7 @@ class Roles(NamedTuple):
 
 
 class SentToken(NamedTuple):
-    """A token of this rank: its number, what has been loaded of it, and fields (routing_kernels) as in slots_of."""
+    """A token of this rank: its number, the parts that are loaded, and fields (routing_kernels) as in slots_of."""
 
     number: tl.tensor
     tile: tl.tensor
@@ -124,7 +124,7 @@ def slots_of(
     Args:
         before: fields (routing_kernels), rows per rank of the tokens before it; own: of the token itself.
         healthy: nothing is sent without it.
-        own_slots: slots per source where this rank's own rows go. SLOTS: those of the flagged regions.
+        own_slots: slots per source where this rank's own rows go. SLOTS: those of LOW_LATENCY_ROWS.
     """
     slots = ()
     for step in tl.static_range(WORLD_SIZE):
@@ -231,7 +231,7 @@ def push_position(own_positions, to, position, written_in_full, epoch, POSITION:
 def send_token(
     given, step, places, token, poison, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
 ):
-    """Push a token's row and what travels beside it to the ranks it goes to; nothing when poisoned.
+    """Push a token's row and the words beside it to the ranks it goes to; nothing when poisoned.
 
     Args:
         given: DispatchInputs. step: DispatchStep. places: SendPlaces. token: SentToken.

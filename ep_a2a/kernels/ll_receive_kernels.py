@@ -1,4 +1,4 @@
-"""Device helpers that receive flagged rows: they wait for the words themselves and move them to where experts read."""
+"""Device helpers that receive low-latency rows: they poll the words of a row and move them to where experts read."""
 
 from typing import NamedTuple
 

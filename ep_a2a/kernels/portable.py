@@ -82,7 +82,7 @@ class PortableFunction(JITFunction):
 
     @property
     def cache_key(self) -> str:
-        """What names this function, with all that it calls, in Triton's disk cache.
+        """The name of this function, with all that it calls, in Triton's disk cache.
 
         Triton 3.6 takes a callee's globals into the key only if the callee has got its own key earlier. So the
         same kernel had another key in a process that compiled its kernels in another order, and was compiled again.

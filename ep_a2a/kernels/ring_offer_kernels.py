@@ -45,7 +45,7 @@ def offer_results_kernel(
 
     Args:
         rows_in, weights_in, step_tokens: as of combine_kernel.
-        S: Shape. B: Block of what is taken at once. POISON_LANES: at least the threads of a program.
+        S: Shape. B: the Block that a program takes at once. POISON_LANES: at least the threads of a program.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)

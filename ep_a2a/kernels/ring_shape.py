@@ -5,8 +5,8 @@ their way to experts, and results on their way back. The tokens of a rank are cu
 in turn: channel c has chunks c, c + num_channels, ... Each channel has a ring of `num_slots` chunks per peer and
 direction, at the receiving end.
 
-Where the host moves what crosses (config.is_staged), there is one chunk per channel, too. A rank's chunks of
-a step for a node lie behind one another, behind a head with counts, flags and failures for all ranks.
+Where the host moves the blocks between nodes (config.is_staged), there is one chunk per channel, too. A rank's chunks
+of a step for a node lie behind one another, behind a head with counts, flags and failures for all ranks.
 """
 
 import enum
@@ -115,7 +115,7 @@ class Rings:
 
     @property
     def by_host(self) -> bool:
-        """Whether the host moves what kernels have packed for other nodes (config.is_staged)."""
+        """Whether the host moves the blocks that kernels have packed for other nodes (config.is_staged)."""
         return self.head_words > 0
 
     def chunks_of_step(self, max_num_tokens: int) -> int:

@@ -58,14 +58,14 @@ WEIGHT_EPOCH = tl.constexpr(HeadMark.WEIGHT_EPOCH.value)
 POISON_MARK = tl.constexpr(HeadMark.POISON.value)
 
 AFTER_HOST = tl.constexpr(2)
-"""Timeouts that a kernel waits for what another rank's host exchanges: that one is the first to name who is missing."""
+"""Timeouts that a kernel waits for a block that another rank's host exchanges; that rank names who is missing."""
 AFTER_COMBINING_HOST = tl.constexpr(3)
 """The same in combine, where a host waits for two: for ranks that wait for others of their node first."""
 
 
 @portable
 def start_of(table, region: tl.constexpr, node, num_chunks, rank, S: tl.constexpr, R: tl.constexpr):
-    """Address (int64) of what goes to a node, or has come from it, in a step of so many chunks: its head."""
+    """Address (int64) of the head of the block to a node, or from it, in a step of so many chunks."""
     num_words = R.HEAD_WORDS + tl.cast(num_chunks, tl.int64) * R.SLOT_WORDS
     return tl.load(table + region * S.WORLD_SIZE + rank) + node * num_words * 4
 
@@ -86,7 +86,7 @@ def chunk_of(table, region: tl.constexpr, node, chunk, num_chunks, rank, S: tl.c
 
 @portable
 def write_heads(table, region: tl.constexpr, num_chunks, poison, rank, S: tl.constexpr, R: tl.constexpr):
-    """Writes the head for every node: what this rank's kernels have stored in the mirrors, and its poison word."""
+    """Writes the head for every node: this rank's mirrors and its poison word."""
     lanes = tl.arange(0, S.WORLD_LANES)
     line = address(table, MIRROR_COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank * (S.WORLD_SIZE + 1)
     counts = tl.load(line + lanes, mask=lanes < S.WORLD_SIZE, other=0)
@@ -126,7 +126,7 @@ def pack_kernel(
     x, scales, weights, ids, table, num_tokens, num_chunks, rank,
     S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, POISON_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Packs what this rank sends to each node, its own included: a line for each token, and the head.
+    """Packs this rank's block for each node, its own included: a line for each token, and the head.
 
     Args:
         x, scales, weights, ids, num_tokens: as of bulk_dispatch_kernel.

@@ -148,7 +148,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
     ) -> DispatchResult:
         """Begin a dispatch: send the tokens, and return the tensors that dispatch_recv fills.
 
-        It waits for no other rank, but for their counts in layout compact beyond config.flagged_tokens. Ranks may mix
+        In layout compact a bulk dispatch waits for all ranks' counts; any other waits for no rank. Ranks may mix
         whole and split calls. Make a split call once, or call `warmup_split`, before a graph captures one.
         `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments and errors.
         """

@@ -1,4 +1,4 @@
-"""Engine: what an op asks of the kernels that move its tokens, and what all engines do alike."""
+"""Engine: launches an op's kernels, compiles them and bounds the multiprocessors they use."""
 
 from __future__ import annotations
 

@@ -306,9 +306,11 @@ def _check_token_rows(
         raise ShapeError(f"{name} with a row for each of the {num_tokens} tokens dispatched", str(rows.shape[0]))
 
 
-def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, what: str) -> None:
-    """Raise InputError if a tensor overlaps `region`, which `what` names in the error."""
+def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, region_name: str) -> None:
+    """Raise InputError if a tensor overlaps `region`; the error calls it `region_name`."""
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
     region_first = region.data_ptr()
     if first < region_first + region.numel() * region.itemsize and region_first < last:
-        raise InputError(f"{name} outside of {what}", "an overlap", f"Pass {name}.clone(), or memory of your own.")
+        raise InputError(
+            f"{name} outside of {region_name}", "an overlap", f"Pass {name}.clone(), or memory of your own."
+        )

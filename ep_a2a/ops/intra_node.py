@@ -215,7 +215,7 @@ def dispatch_kernel(
         args: the call's.
         phase: LOW_LATENCY_DISPATCH or BULK_DISPATCH.
         launch: its launch numbers.
-        stages: what the launch does.
+        stages: the halves of the call that the launch does.
     """
     dependent = launch.dependent and kernels.can_depend
     shape = launch.num_warps, launch.sparse_polls, dependent, args.step_tokens <= MAX_COUNTED_ALONE
@@ -240,9 +240,9 @@ def dispatch_kernel(
 def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
     config, casts, threads = kernels.config, kernels.casts(args.tokens), 32 * launch.num_warps
     low_latency = {
-        "SLOTS": config.flagged_tokens,
-        "TOKEN_LANES": padded(config.flagged_tokens),
-        "COUNT_BITS": count_bits(config.flagged_tokens),
+        "SLOTS": config.low_latency_tokens,
+        "TOKEN_LANES": padded(config.low_latency_tokens),
+        "COUNT_BITS": count_bits(config.low_latency_tokens),
         "SCALE_WORDS": config.num_scales,
         "HAS_SCALES": casts or args.scales is not None,
         "COUNT_LANES": kernels.count_lanes(threads),

@@ -333,7 +333,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             if not self._process.is_current:
                 return
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize(self.device)  # what still runs may yet fail
+                torch.cuda.synchronize(self.device)  # running kernels may yet fail
             if self.has_open_step or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):
                 self.memory.acquired.shared_blocks.spoil()
             self._end_step()

@@ -1,4 +1,4 @@
-"""OpKernels: what the engines of all kinds hold: compiled kernels, bounds of launches, and launches around the step."""
+"""OpKernels: the compiled kernels of an op, the bounds of its launches, and constants that its engines share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class OpKernels:
 
     Attributes:
         num_sms: multiprocessors of the device; 0 in the interpreter. max_sms: the most that a launch may use; 0 = all.
-        made: kernels by what their constants depend on. plans: launches of calls, kept by the form of the call.
+        made: kernels, by the choices that their constants depend on.
+        plans: launches of calls, by the form of the call.
         tables: tuned launch numbers; None before the first `compile`.
         spans: whether kernels note times.
         compiled_stages: the kinds of calls whose kernels `Engine.compile` compiles.

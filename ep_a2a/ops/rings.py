@@ -55,7 +55,7 @@ class RingEngine(Engine):
 
     @property
     def num_channel_programs(self) -> int:
-        """Programs that take turns with the channels: by what ranks agree on, never by what a call asks for.
+        """Programs that take turns with the channels. Their number follows from the config, never from a call.
 
         A program goes on to its next channel when the one before is done. Ranks that went through them in different
         orders could wait for each other, where not all programs run at once; in the interpreter none do.

@@ -86,7 +86,7 @@ def _values(line: list[int], config: EpDispatchCombineConfig) -> dict[str, Any]:
         "num_kept_rows": line[Counter.KEPT_ROWS],
         "num_sent_rows": sent,
         "num_received_rows": received,
-        # what came as rows goes back as results
+        # every received row goes back as a result
         "sent_bytes": sent * dispatched + received * combined,
         "received_bytes": received * dispatched + sent * combined,
         "rank_rows": line[Counter.ALL_ROWS] / config.world_size,

@@ -35,7 +35,7 @@ class TraceSpan:
         phase: "dispatch" or "combine".
         step: counted from 1. On the host it counts its own calls, which are fewer where graphs are replayed.
         program: of the kernel, or HOST.
-        start_ns, end_ns: by time.monotonic_ns of the host, also for what a GPU did.
+        start_ns, end_ns: by time.monotonic_ns of the host, also for a GPU's work.
         lane: a second name to tell bars apart by, for example the op's set of buffers.
     """
 

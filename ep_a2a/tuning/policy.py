@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 INTERPRETED_PROGRAMS = 3
 """Programs per launch on CPU: more than one, to exercise memory that programs share; few, since they run in turn."""
 DISPATCH_WARPS = 8
-FLAGGED_WARPS = 8
+LOW_LATENCY_WARPS = 8
 COMBINE_WARPS = 4
 COUNT_WARPS = 4
 BLOCK_ELEMENTS = 1024
@@ -161,7 +161,9 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
     if phase is Phase.LOW_LATENCY_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
         num_programs = FLAG_PROGRAMS[phase] + senders + receivers
-        return Launch(num_programs, FLAGGED_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few)
+        return Launch(
+            num_programs, LOW_LATENCY_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few
+        )
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
     senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
     num_programs = FLAG_PROGRAMS[phase] + senders + receivers
@@ -210,7 +212,7 @@ def _tuned(
 
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
     """Returns the kind of a step's dispatch; the same on all ranks, since all agree on max_num_tokens."""
-    return Phase.LOW_LATENCY_DISPATCH if max_num_tokens <= config.flagged_tokens else Phase.BULK_DISPATCH
+    return Phase.LOW_LATENCY_DISPATCH if max_num_tokens <= config.low_latency_tokens else Phase.BULK_DISPATCH
 
 
 def launch_shapes(
@@ -221,7 +223,7 @@ def launch_shapes(
     Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
     """
     most = config.max_num_inp_token_per_rank
-    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.flagged_tokens, config.flagged_tokens + 1}
+    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.low_latency_tokens, config.low_latency_tokens + 1}
     sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, most}
     sizes |= tables.turning_points() if tables is not None else set()
     shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}

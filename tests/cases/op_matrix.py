@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE
+from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
 from ep_a2a.routing import ROUTINGS
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.cases.op_cases import Case
@@ -120,6 +120,7 @@ def _expert_major() -> dict[str, Case]:
         ),
         "zero-copy": replace(base, zero_copy=True),
         "biases": replace(base, num_biases=2),
+        "halves": replace(base, split="mixed", options={"expert_alignment": 4}),
         "direct": replace(base, options={"flagged_max_tokens": 0}),
         "nobody-has-tokens": replace(base, tokens=((0,),)),
         "few-experts": replace(base, world_size=5, num_experts=3, topk=2),
@@ -283,8 +284,8 @@ def _three_dispatches() -> dict[str, Case]:
         pad_id=-2,
         tokens=((9, 4), (0, 7), (16, 3), (1, 1), (5, 0)),
         max_num_tokens=(
-            FLAGGED_MAX_TOKENS,
-            FLAGGED_MAX_TOKENS + 1,
+            LOW_LATENCY_MAX_TOKENS,
+            LOW_LATENCY_MAX_TOKENS + 1,
             None,
             20,
             MAX_COUNTED_ALONE + 1,
@@ -312,7 +313,7 @@ def _direct(cases: dict[str, Case]) -> dict[str, Case]:
     return {
         f"{name}-direct": replace(case, options=case.options | never)
         for name, case in cases.items()
-        if case.max_tokens <= FLAGGED_MAX_TOKENS and name != "fifty-steps"
+        if case.max_tokens <= LOW_LATENCY_MAX_TOKENS and name != "fifty-steps"
     }
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops import EpDispatchCombineOp
     from ep_a2a.testing import RankContext
 
-FLAGGED, DIRECT = 128, 0
+LOW_LATENCY, BULK = 128, 0
 GPU_TIMEOUT_SECS = 3.0
 SECS_INTO_WAIT = 1.5
 """From before a call of the rank that dies to its death: what it sends has gone, and it has not given up."""
@@ -66,10 +66,10 @@ class Fault:
 
 
 OUTSIDE_FAULTS = {
-    "dispatch": Fault("dispatch", DIRECT, ("dispatch 0", "combine 0")),
-    "flagged dispatch": Fault("dispatch", FLAGGED, ("dispatch 0", "combine 0")),
-    "combine": Fault("combine", FLAGGED, ("combine 0", "dispatch 1")),
-    "replay": Fault("replay", FLAGGED, ("replay",)),
+    "dispatch": Fault("dispatch", BULK, ("dispatch 0", "combine 0")),
+    "low-latency dispatch": Fault("dispatch", LOW_LATENCY, ("dispatch 0", "combine 0")),
+    "combine": Fault("combine", LOW_LATENCY, ("combine 0", "dispatch 1")),
+    "replay": Fault("replay", LOW_LATENCY, ("replay",)),
 }
 
 

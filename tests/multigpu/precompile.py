@@ -20,7 +20,7 @@ from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import share_of
 from ep_a2a.topology.gpu_share import ranks_per_gpu
-from tests.cases.outside_fault_cases import DIRECT, FLAGGED, case_of
+from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
 from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
 from tests.multigpu.used_variants import find_tables, used_by
 
@@ -92,7 +92,7 @@ def other_cases() -> dict[str, Case]:
     cases = {f"op-{name}": case for name, case in op_cases()}
     cases |= {f"special-{name}": case for name, (_, case) in special_cases().items()}
     cases |= {f"rings-{number}": case for number, case in enumerate(ring_cases())}
-    return cases | {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((FLAGGED, DIRECT))}
+    return cases | {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((LOW_LATENCY, BULK))}
 
 
 def find_tasks(match: str, *, shared_only: bool, when_used: bool = False) -> list[Task]:

@@ -11,7 +11,7 @@ from ep_a2a.memory.arena import Arena
 from tests.cases import fault_cases
 from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
 from tests.cases.op_cases import make_inputs, make_op, run_step
-from tests.cases.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
+from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
 from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def test_a_killed_rank_is_named_and_what_is_left_closes(fault: str, tmp_path: Pa
     kill_and_look(OUTSIDE_FAULTS[fault], WORLD_SIZE, "cuda", tmp_path)
 
 
-@pytest.mark.parametrize("flagged_max_tokens", [FLAGGED, DIRECT])
+@pytest.mark.parametrize("flagged_max_tokens", [LOW_LATENCY, BULK])
 def test_a_rank_that_stops_for_a_while_is_waited_for(ranks: Any, flagged_max_tokens: int, tmp_path: Path) -> None:
     """Between its calls: a kernel that runs goes on while its process is stopped."""
     case = case_of(flagged_max_tokens, WORLD_SIZE)
@@ -39,7 +39,7 @@ def test_a_rank_that_stops_for_a_while_is_waited_for(ranks: Any, flagged_max_tok
 
 @pytest.mark.parametrize(("place", "call"), [("before dispatch", "dispatch 0"), ("before combine", "combine 0")])
 def test_a_rank_that_stops_for_long_is_called_late_by_all(ranks: Any, place: str, call: str, tmp_path: Path) -> None:
-    case = case_of(FLAGGED, WORLD_SIZE)
+    case = case_of(LOW_LATENCY, WORLD_SIZE)
     answers = ranks(fault_cases.stopped_for_long, WORLD_SIZE, case, place, str(tmp_path), device="cuda")
     for rank, seen in enumerate(answers):
         assert (seen["missing"], seen["late"]) == ([], [VICTIM])
@@ -48,7 +48,7 @@ def test_a_rank_that_stops_for_long_is_called_late_by_all(ranks: Any, place: str
 
 
 def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:
-    case = case_of(FLAGGED, WORLD_SIZE)
+    case = case_of(LOW_LATENCY, WORLD_SIZE)
     told = ranks(fault_cases.told_of_a_failure, WORLD_SIZE, case, TIMEOUT_SECS, device="cuda")
     assert told == [[[], [0]]] * WORLD_SIZE
 
@@ -77,5 +77,5 @@ def alarm_in_a_capture(context: RankContext, case: Case) -> None:
 
 
 def test_an_alarm_does_not_break_a_capture(ranks: Any) -> None:
-    case = case_of(FLAGGED, WORLD_SIZE, with_weights=False, combine_weights=False)
+    case = case_of(LOW_LATENCY, WORLD_SIZE, with_weights=False, combine_weights=False)
     ranks(alarm_in_a_capture, WORLD_SIZE, case, device="cuda")

@@ -11,7 +11,7 @@ import pytest
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases import fault_cases
 from tests.cases.fault_cases import LOCAL_SECS, SLACK_SECS, TIMEOUT_SECS, VICTIM
-from tests.cases.outside_fault_cases import DIRECT, FLAGGED, OUTSIDE_FAULTS, case_of, kill_and_look
+from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
 from tests.multiprocess.test_memory import files_of, process_id
 
 SURVIVORS = (0, 2)
@@ -27,13 +27,13 @@ def check_error(seen: dict[str, Any], call: str, *, lives: bool = False) -> None
 @pytest.mark.parametrize(
     ("place", "flagged_max_tokens", "call", "behind"),
     [
-        ("before dispatch", FLAGGED, "dispatch 0", ["counts", "flags"]),
-        ("sending dispatch", FLAGGED, "dispatch 0", []),
-        ("waiting in dispatch", FLAGGED, "combine 0", ["flags"]),
-        ("waiting in dispatch", DIRECT, "dispatch 0", ["flags"]),
-        ("before combine", DIRECT, "combine 0", ["flags"]),
-        ("sending combine", FLAGGED, "combine 0", []),
-        ("waiting in combine", DIRECT, "dispatch 1", ["counts", "flags"]),
+        ("before dispatch", LOW_LATENCY, "dispatch 0", ["counts", "flags"]),
+        ("sending dispatch", LOW_LATENCY, "dispatch 0", []),
+        ("waiting in dispatch", LOW_LATENCY, "combine 0", ["flags"]),
+        ("waiting in dispatch", BULK, "dispatch 0", ["flags"]),
+        ("before combine", BULK, "combine 0", ["flags"]),
+        ("sending combine", LOW_LATENCY, "combine 0", []),
+        ("waiting in combine", BULK, "dispatch 1", ["counts", "flags"]),
     ],
 )
 def test_a_killed_rank_is_named_and_what_is_left_closes(
@@ -65,7 +65,7 @@ def test_a_rank_killed_from_outside(fault: str, tmp_path: Path) -> None:
 
 def test_survivors_of_the_host_of_the_store_regroup_in_another(tmp_path: Path) -> None:
     with RankPool(3, timeout_secs=90, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
-        pool.run(fault_cases.host_of_the_store_killed, case_of(FLAGGED), str(tmp_path))
+        pool.run(fault_cases.host_of_the_store_killed, case_of(LOW_LATENCY), str(tmp_path))
     assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
     for rank in SURVIVORS:
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -76,9 +76,9 @@ def test_survivors_of_the_host_of_the_store_regroup_in_another(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("places", "flagged_max_tokens"),
     [
-        (("sending dispatch", "waiting in dispatch", "before combine"), FLAGGED),
-        (("waiting in dispatch", "sending dispatch", "sending combine"), DIRECT),
-        (("before dispatch", "before combine"), DIRECT),
+        (("sending dispatch", "waiting in dispatch", "before combine"), LOW_LATENCY),
+        (("waiting in dispatch", "sending dispatch", "sending combine"), BULK),
+        (("before dispatch", "before combine"), BULK),
     ],
 )
 def test_a_rank_that_stops_for_a_while_is_waited_for(
@@ -90,9 +90,9 @@ def test_a_rank_that_stops_for_a_while_is_waited_for(
 @pytest.mark.parametrize(
     ("place", "flagged_max_tokens", "call"),
     [
-        ("sending dispatch", FLAGGED, "dispatch 0"),
-        ("sending combine", DIRECT, "combine 0"),
-        ("before combine", FLAGGED, "combine 0"),
+        ("sending dispatch", LOW_LATENCY, "dispatch 0"),
+        ("sending combine", BULK, "combine 0"),
+        ("before combine", LOW_LATENCY, "combine 0"),
     ],
 )
 def test_a_rank_that_stops_for_long_is_called_late_by_all(
@@ -105,18 +105,18 @@ def test_a_rank_that_stops_for_long_is_called_late_by_all(
 
 def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:
     # the others live and had not begun the step
-    assert ranks(fault_cases.told_of_a_failure, 3, case_of(FLAGGED), TIMEOUT_SECS) == [[[], [0, 2]]] * 3
+    assert ranks(fault_cases.told_of_a_failure, 3, case_of(LOW_LATENCY), TIMEOUT_SECS) == [[[], [0, 2]]] * 3
 
 
 def test_an_exception_between_dispatch_and_combine(ranks: Any) -> None:
-    for rank, seen in enumerate(ranks(fault_cases.raises_between, 3, case_of(FLAGGED))):
+    for rank, seen in enumerate(ranks(fault_cases.raises_between, 3, case_of(LOW_LATENCY))):
         assert seen["close_secs"] < LOCAL_SECS
         if rank != VICTIM:
             check_error(seen, "combine 0", lives=True)
 
 
 def test_a_rank_that_leaves_a_step_out(ranks: Any) -> None:
-    case = case_of(FLAGGED, with_weights=False, combine_weights=False)
+    case = case_of(LOW_LATENCY, with_weights=False, combine_weights=False)
     for rank, seen in enumerate(ranks(fault_cases.skips_a_step, 3, case)):
         if rank != VICTIM:
             check_error(seen, "step 3", lives=True)
@@ -124,7 +124,7 @@ def test_a_rank_that_leaves_a_step_out(ranks: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "number"), [("shared", 1), ("shared", 3), ("local", 1), ("local", 3)])
 def test_no_memory_on_one_rank_is_an_error_on_all(ranks: Any, kind: str, number: int) -> None:
-    for rank, seen in enumerate(ranks(fault_cases.no_memory, 3, case_of(FLAGGED), kind, number)):
+    for rank, seen in enumerate(ranks(fault_cases.no_memory, 3, case_of(LOW_LATENCY), kind, number)):
         assert seen["secs"] < SLACK_SECS
         if rank != VICTIM:
             assert f"rank {VICTIM} failed with HostMemoryError" in seen["text"]

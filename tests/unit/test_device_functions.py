@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from ep_a2a.config import FLAGGED_MAX_TOKENS, FP8_DTYPE, MAX_TOKENS_PER_RANK
+from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS, MAX_TOKENS_PER_RANK
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
 from ep_a2a.kernels.constants import ExpertPlacement
@@ -420,7 +420,7 @@ def test_counts_do_not_read_beyond_the_range():
 
 @pytest.mark.parametrize(
     ("num_tokens", "tokens"),
-    [(FLAGGED_MAX_TOKENS, 128), (255, 256), (256, 256), (MAX_COUNTED_ALONE, 256), (65535, 8192)],
+    [(LOW_LATENCY_MAX_TOKENS, 128), (255, 256), (256, 256), (MAX_COUNTED_ALONE, 256), (65535, 8192)],
 )
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (4, 3), (8, 7), (9, 8)])
 def test_as_many_tokens_as_their_bits_allow(num_tokens, tokens, world_size, rank):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from ep_a2a.config import FLAGGED_MAX_ROWS, FLAGGED_MAX_TOKENS, EpDispatchCombineConfig
+from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
 from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
@@ -35,7 +35,7 @@ THREADS_PER_SM = 2048
 # Names under which device code loads what a wait looks at.
 POLLED = {"answer", "seen", "side", "words"}
 # The most ranks of which a flagged dispatch has tokens enough for sparse polls.
-SPARSE_RANKS = FLAGGED_MAX_ROWS // FEW_TOKENS
+SPARSE_RANKS = LOW_LATENCY_MAX_ROWS // FEW_TOKENS
 # Dispatch takes seconds to compile. What it can do is compiled at least once, but not every combination of it.
 DISPATCHES = {
     ("none", "compact", 8): (
@@ -295,14 +295,14 @@ def test_casts_change_dispatch_only():
     ("tokens", "flagged", "world_size", "kinds", "num_combines"),
     [
         # dispatch twice: its programs count alone up to a size
-        (4096, FLAGGED_MAX_TOKENS, 8, ("dependent", "alone", "many"), 8),
-        (MAX_COUNTED_ALONE, FLAGGED_MAX_TOKENS, 8, ("dependent", "alone"), 8),
-        (FLAGGED_MAX_ROWS // 8 + 1, FLAGGED_MAX_TOKENS, 8, ("dependent", "alone"), 4),
-        (FLAGGED_MAX_ROWS // 8, FLAGGED_MAX_TOKENS, 8, ("dependent",), 4),
-        (4096, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "alone", "many"), 8),
-        (FLAGGED_MAX_TOKENS + 1, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse", "alone"), 8),
-        (FLAGGED_MAX_TOKENS, FLAGGED_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
-        (FEW_TOKENS - 1, FLAGGED_MAX_TOKENS, 2, ("dependent",), 4),
+        (4096, LOW_LATENCY_MAX_TOKENS, 8, ("dependent", "alone", "many"), 8),
+        (MAX_COUNTED_ALONE, LOW_LATENCY_MAX_TOKENS, 8, ("dependent", "alone"), 8),
+        (LOW_LATENCY_MAX_ROWS // 8 + 1, LOW_LATENCY_MAX_TOKENS, 8, ("dependent", "alone"), 4),
+        (LOW_LATENCY_MAX_ROWS // 8, LOW_LATENCY_MAX_TOKENS, 8, ("dependent",), 4),
+        (4096, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse", "alone", "many"), 8),
+        (LOW_LATENCY_MAX_TOKENS + 1, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse", "alone"), 8),
+        (LOW_LATENCY_MAX_TOKENS, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
+        (FEW_TOKENS - 1, LOW_LATENCY_MAX_TOKENS, 2, ("dependent",), 4),
         (16, 16, 8, ("dependent",), 4),
         (16, 0, 8, ("alone",), 4),
         (MAX_COUNTED_ALONE, 0, 8, ("alone",), 8),
@@ -311,8 +311,8 @@ def test_casts_change_dispatch_only():
 )
 def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flagged, world_size, kinds, num_combines):
     """With and without weights; with a cast also fp8 tokens that come cast, with scales or (no tokens) without."""
-    assert FLAGGED_MAX_ROWS // 8 + 1 < FEW_TOKENS <= FLAGGED_MAX_TOKENS <= FLAGGED_MAX_ROWS // 2
-    assert FLAGGED_MAX_TOKENS < MAX_COUNTED_ALONE
+    assert LOW_LATENCY_MAX_ROWS // 8 + 1 < FEW_TOKENS <= LOW_LATENCY_MAX_TOKENS <= LOW_LATENCY_MAX_ROWS // 2
+    assert LOW_LATENCY_MAX_TOKENS < MAX_COUNTED_ALONE
     config = config_of(
         quant_type=quant, max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size
     )
@@ -377,14 +377,14 @@ def test_an_older_gpu_has_fewer_variants():
 
 
 @pytest.mark.parametrize(
-    "tokens", [1, FLAGGED_MAX_TOKENS, 255, 256, MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, 65535, 65536, 2**24 - 1]
+    "tokens", [1, LOW_LATENCY_MAX_TOKENS, 255, 256, MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, 65535, 65536, 2**24 - 1]
 )
-@pytest.mark.parametrize("flagged", [0, FLAGGED_MAX_TOKENS])
+@pytest.mark.parametrize("flagged", [0, LOW_LATENCY_MAX_TOKENS])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_fields_hold_every_count(tokens, flagged, world_size):
     """A rank may send all its tokens to one rank: that number fits a field, and of few tokens each has a lane."""
     config = config_of(max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size)
-    most = {Phase.LOW_LATENCY_DISPATCH: config.flagged_tokens, Phase.BULK_DISPATCH: tokens}
+    most = {Phase.LOW_LATENCY_DISPATCH: config.low_latency_tokens, Phase.BULK_DISPATCH: tokens}
     dispatches = [variant for variant, _ in variants_of(config) if is_dispatch(variant)]
     for variant in dispatches:
         constants, count = variant.named_constants, most[Phase(kind_of(variant))]

@@ -115,7 +115,7 @@ def test_roles_have_programs_of_their_own(phase, num_tokens, max_num_tokens):
 
 @pytest.mark.parametrize("layout", ["compact", "rank_major", "expert_major"])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_few_flagged_tokens_have_a_program_for_every_row_that_travels(world_size, layout):
+def test_few_low_latency_tokens_have_a_program_for_every_row_that_travels(world_size, layout):
     """A rank's own rows travel in layout compact only; there is a receiver all the same."""
     config = config_of(world_size=world_size, layout=layout)
     launch = choose_launch(config, Phase.LOW_LATENCY_DISPATCH, 4, 5, H200_SMS)

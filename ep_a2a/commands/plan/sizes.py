@@ -128,7 +128,7 @@ def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
         "scale_format": config.scale_format if config.casts_in_dispatch else None,
         "combine_quant": config.combine_quant.value,
         "max_total_recv_tokens": config.max_total_recv_tokens,
-        "flagged_max_tokens": config.flagged_tokens,
+        "flagged_max_tokens": config.low_latency_tokens,
     }
 
 
