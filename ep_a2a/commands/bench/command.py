@@ -107,12 +107,13 @@ def run(options: SimpleNamespace) -> bool:
         num_rounds=options.rounds,
     )
     if options.shared_gpu:
-        require_shareable(kind, joined=dist.is_torchelastic_launched())
+        require_shareable(kind)
     with contextlib.closing(make_runner(kind, shared_gpu=options.shared_gpu)) as runner:
         options.ranks = ranks_of(options, kind, runner.world_size)
         workloads = workloads_of(options)
         if kind == "cuda" and runner.world_size is None:
-            check_budgets(options.max_sms, options.ranks, runner.num_gpus, multiprocessors())
+            num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+            check_budgets(options.max_sms, options.ranks, runner.num_gpus, num_sms)
         return execute(runner, workloads, names, settings, kind, options)
 
 
@@ -245,24 +246,11 @@ def _progress_text(record: Record, device: str) -> str:
     return f"{_part_text(record['num_tokens'], record['max_sms'], record['contender'], device)}: {found}"
 
 
-def multiprocessors() -> int:
-    """Returns the number of multiprocessors of the GPU with the fewest."""
-    gpus = range(torch.cuda.device_count())
-    return min(int(torch.cuda.get_device_properties(gpu).multi_processor_count) for gpu in gpus)
-
-
-def require_shareable(device: str, *, joined: bool) -> None:
-    """Checks that --shared-gpu can be had.
-
-    Args:
-        device: "cpu" or "cuda". joined: whether torchrun has started the ranks.
-
-    Raises:
-        ConfigError: there is no GPU, or ranks have GPUs already.
-    """
+def require_shareable(device: str) -> None:
+    """Checks that --shared-gpu can be had on "cpu" or "cuda": raises ConfigError without GPUs, or under torchrun."""
     if device != "cuda":
         raise ConfigError("GPUs with --shared-gpu", f"ranks on {device}", "Leave --shared-gpu out.")
-    if joined:
+    if dist.is_torchelastic_launched():
         remedy = "Start bench without torchrun, or leave --shared-gpu out and set CUDA_VISIBLE_DEVICES to one GPU."
         raise ConfigError("no torchrun with --shared-gpu, which starts ranks itself", "ranks of torchrun", remedy)
 

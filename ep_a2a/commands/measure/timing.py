@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,18 +53,6 @@ class TimingSettings:
     num_host_calls: int = 200
     cold_cache: bool = False
     num_rounds: int = 1
-
-
-class Statistic(NamedTuple):
-    """Microseconds of one call over all runs and ranks.
-
-    Attributes:
-        p50_us: median over the runs of each rank, maximum over ranks.
-        p99_us: 99th percentile over the runs of the maximum over ranks in each run.
-    """
-
-    p50_us: float
-    p99_us: float
 
 
 class Clock:
@@ -149,7 +137,7 @@ class Timer:
 
     def median_us(self, call: Callable[[], Any]) -> float:
         """Returns microseconds of one of `num_round_trips` calls in a row: medians of each rank, the slowest rank."""
-        return self._over_ranks(time_calls(call, self._clock, self._settings)).p50_us
+        return self._over_ranks(time_calls(call, self._clock, self._settings))[0]
 
     def measure(self, dispatch: Callable[[], Any], combine: Callable[[Any], Any]) -> dict[str, Any]:
         """Times a dispatch, and a combine of what it returns, each alone and as round trips in a row.
@@ -168,7 +156,7 @@ class Timer:
         round_trip_us = time_calls(round_trip, clock, settings)
         cold_us, host = None, {}
         if self._is_cold:
-            cold_us = self._over_ranks(time_calls(round_trip, clock, settings, flushes=True)).p50_us
+            cold_us = self._over_ranks(time_calls(round_trip, clock, settings, flushes=True))[0]
         if self.on_gpu:
             # Ranks that share cores slow each other down here, as they do in an engine.
             own = time_on_host(dispatch, combine, clock, settings.num_host_calls)
@@ -176,19 +164,26 @@ class Timer:
             host = dict(zip(("dispatch_host_us", "combine_host_us"), slowest, strict=True))
         found: dict[str, Any] = {}
         for phase, times_us in (("dispatch", dispatch_us), ("combine", combine_us), ("round_trip", round_trip_us)):
-            statistic = self._over_ranks(times_us)
-            found |= {f"{phase}_us": statistic.p50_us, f"{phase}_p99_us": statistic.p99_us}
+            found[f"{phase}_us"], found[f"{phase}_p99_us"] = self._over_ranks(times_us)
         return found | {"round_trip_cold_us": cold_us, "in_graph": self.on_gpu} | host
 
-    def _over_ranks(self, times_us: list[float]) -> Statistic:
+    def _over_ranks(self, times_us: list[float]) -> tuple[float, float]:
         return summarize(self._rendezvous.exchange("times", times_us))
 
 
-def summarize(times_us: Sequence[Sequence[float]]) -> Statistic:
-    """Returns the statistic of `times_us` [ranks][runs]; every rank has as many runs."""
+def summarize(times_us: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Returns two figures of a call over all runs and ranks.
+
+    Args:
+        times_us: microseconds [ranks][runs]; every rank has as many runs.
+
+    Returns:
+        The median over the runs of each rank, of these the largest; and the 99th percentile over the runs of the
+        slowest rank in each.
+    """
     slowest = sorted(max(run) for run in zip(*times_us, strict=True))
     nearest_rank = math.ceil(0.99 * len(slowest)) - 1
-    return Statistic(max(statistics.median(of_rank) for of_rank in times_us), slowest[nearest_rank])
+    return max(statistics.median(of_rank) for of_rank in times_us), slowest[nearest_rank]
 
 
 def time_apart(
