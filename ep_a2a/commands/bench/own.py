@@ -21,15 +21,11 @@ from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.errors import CheckFailedError, EpA2AError, without_section
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.nvshmem import library_folder
-from ep_a2a.ops.factory import OpFactory
-from ep_a2a.topology import classify, gather_report
 
 if TYPE_CHECKING:
     import torch
 
     from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.testing.worker import RankContext
 
 PEER_MEMORY, STAGED, NVSHMEM = "peer_memory", "torch.distributed", "nvshmem"
@@ -43,9 +39,7 @@ class NodesRoundTrip(OpRoundTrip):
     """
 
     def __init__(self, workload: Workload, context: RankContext, variant: OpVariant) -> None:
-        self._transport = variant.internode_transport
-        self._factory: OpFactory | None = None
-        self._has_rings = variant.kernel_type is not KernelType.InterNode and self._transport != STAGED
+        self._has_rings = variant.kernel_type is not KernelType.InterNode and variant.internode_transport != STAGED
         super().__init__(workload, context, variant=variant)
         once, flat = workload.rows_between_nodes
         if variant.kernel_type is KernelType.InterNode:
@@ -67,24 +61,6 @@ class NodesRoundTrip(OpRoundTrip):
         if crossed != once:
             raise CheckFailedError(f"{once} rows to cross between nodes, one per token and node", str(crossed))
         self.details |= {"rows_between_nodes": crossed, "rows_between_nodes_flat": flat}
-
-    def close(self) -> None:
-        """Closes the op and gives back its memory and its transport between nodes."""
-        super().close()
-        if self._factory is not None:
-            self._factory.close()
-
-    def _make_op(self, config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
-        if self._transport == PEER_MEMORY:
-            return super()._make_op(config)
-        self._factory = OpFactory(self._arena)
-        topology = classify(gather_report(self._context.group, self._context.device), self._workload.gpus_per_node)
-        try:
-            op: EpDispatchCombineOp = self._factory.make(config, topology, None)
-            return op
-        except Exception:
-            self._factory.close()
-            raise
 
 
 class LowLatencyRoundTrip(InputsRoundTrip):

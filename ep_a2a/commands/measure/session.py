@@ -19,7 +19,9 @@ from ep_a2a.config import (
 from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.errors import CheckFailedError, UnsupportedError
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops.factory import OpFactory
 from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.topology import classify, gather_report
 
 if TYPE_CHECKING:
     from ep_a2a.commands.measure.timing import Timer
@@ -199,12 +201,13 @@ class OpRoundTrip(InputsRoundTrip):
     ) -> None:
         super().__init__(workload, context, inputs, casts_before=variant.casts_before)
         self._step_bound = workload.num_tokens if variant.bounds_step else None
-        self._arena, self._index = arena or Arena(context.group, context.device), index
-        self._owns_arena = arena is None
+        self._arena, self._owns_arena = arena or Arena(context.group, context.device), arena is None
+        # It makes arenas and transports between nodes where the op needs them.
+        self._factory = OpFactory(self._arena)
         try:
-            self.op = self._make_op(make_config(workload, context.rank, variant))
+            self.op = self._make_op(make_config(workload, context.rank, variant), index)
         except Exception:
-            self._close_arena()
+            self._close_memory()
             raise
         if not self.op.config.uses_rings:
             for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
@@ -247,21 +250,25 @@ class OpRoundTrip(InputsRoundTrip):
         self.op.check()
 
     def close(self) -> None:
-        """Closes the op, and its arena unless it was given."""
+        """Closes the op, its transport between nodes, and its arena unless it was given."""
         self.op.close()
-        self._close_arena()
+        self._close_memory()
 
     def _copies(self) -> torch.Tensor:
         weighs = self._workload.layout == Layout.EXPERT_MAJOR
         return self._workload.valid_weights(self._context.rank) if weighs else super()._copies()
 
-    def _make_op(self, config: EpDispatchCombineConfig) -> EpDispatchCombineOp:
-        """Returns the op, in this session's arena. Collective."""
+    def _make_op(self, config: EpDispatchCombineConfig, index: int | None) -> EpDispatchCombineOp:
         from ep_a2a.ops.op import EpDispatchCombineOp
 
-        return EpDispatchCombineOp(config, arena=self._arena, index=self._index)
+        workload, context = self._workload, self._context
+        if workload.num_nodes == 1:
+            return EpDispatchCombineOp(config, arena=self._arena, index=index)
+        topology = classify(gather_report(context.group, context.device), workload.gpus_per_node)
+        return self._factory.make(config, topology, index)
 
-    def _close_arena(self) -> None:
+    def _close_memory(self) -> None:
+        self._factory.close()
         if self._owns_arena:
             self._arena.close()
 
