@@ -46,7 +46,7 @@ def some_spans(us: int) -> list[TraceSpan]:
 
 
 def self_test(device: str, num_ranks: int) -> SelfTest:
-    pairs = {pair: PairResult((120.0, 98.5), 1.0, 1, 1) for pair in itertools.combinations(range(num_ranks), 2)}
+    pairs = {pair: PairResult((120.0, 98.5), 1, 1) for pair in itertools.combinations(range(num_ranks), 2)}
     return SelfTest(device, num_ranks, pairs | {(0, 1): PairResult(error="RankTimeoutError: late")})
 
 

@@ -76,20 +76,19 @@ class SelfTest:
         return "\n".join(lines) + "\n"
 
     def as_json_object(self) -> dict[str, Any]:
-        """Returns everything that was found; None in place of rates and times on CPU, which say nothing."""
+        """Returns everything that was found; None in place of rates on CPU, which say nothing."""
         on_cpu = self.device == "cpu"
-
-        def fields(result: PairResult) -> dict[str, Any]:
-            found = {name: value for name, value in asdict(result).items() if name != "gb_per_s"}
-            return found | ({"step_us": None} if on_cpu else {})
-
+        results = [{"ranks": list(pair), **asdict(result)} for pair, result in self.pairs.items()]
+        together = asdict(self.together)
+        for each in (*results, together):
+            del each["gb_per_s"]
         return {
             "device": self.device,
             "note": CPU_NOTE if on_cpu else self.note,
             "num_ranks": self.num_ranks,
             "gb_per_s": None if on_cpu else self.gb_per_s,
-            "pairs": [{"ranks": list(pair), **fields(result)} for pair, result in self.pairs.items()],
-            "together": fields(self.together),
+            "pairs": results,
+            "together": together,
         }
 
 

@@ -18,12 +18,12 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.reference import combine_reference, dispatch_reference
 from ep_a2a.testing.worker import RankContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.config import EpDispatchCombineConfig
 
 PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 PUSH_LAUNCH = {"cpu": (1, 4096), "cuda": (132, 1024)}
@@ -41,13 +41,11 @@ class PairResult:
 
     Attributes:
         gb_per_s: of pushes, 1e9 bytes per second: from the first to the second, and back; 0 where that is not known.
-        step_us: one dispatch and combine of the op.
         num_pushes, num_steps: how many were made; each push ends with a flag, and all results were right.
         error: why they failed; "" where they did not.
     """
 
     gb_per_s: tuple[float, float] = (0.0, 0.0)
-    step_us: float = 0.0
     num_pushes: int = 0
     num_steps: int = 0
     error: str = ""
@@ -66,35 +64,36 @@ def check_pair(context: RankContext, pair: tuple[int, int], secs: float) -> Pair
     try:
         inside = RankContext(pair.index(context.rank), len(pair), context.device, group)
         rates, num_pushes = _push(inside, secs / 2)
-        step = check_op(inside, secs / 2)
+        num_steps = check_op(inside, secs / 2).num_steps
     finally:
         destroy_subgroup(group)
-    return PairResult(rates, step.step_us, num_pushes, step.num_steps)
+    return PairResult(rates, num_pushes, num_steps)
 
 
 def check_op(context: RankContext, secs: float) -> PairResult:
     """Runs steps of the op with identity experts for about `secs` seconds and compares every result. Collective."""
     rank, world_size, device = context.rank, context.world_size, context.device
-    ids = [_ids(source, world_size) for source in range(world_size)]
-    owners = [each // EXPERTS_PER_RANK for each in ids]
-    copies = (owners[rank].sort(1).values.diff(dim=1) != 0).sum(1) + 1
-    weights = torch.ones(NUM_TOKENS, TOPK, device=device)
-    own_ids = ids[rank].to(device, torch.int32)
-    with Arena(context.group, device) as arena, EpDispatchCombineOp(_config(context), arena=arena) as op:
+    num_experts, none = world_size * EXPERTS_PER_RANK, [None] * world_size
+    ids = [_ids(source, num_experts) for source in range(world_size)]
+    own_ids, weights = ids[rank].to(device), torch.ones(NUM_TOKENS, TOPK, device=device)
+    workload = Workload(world_size, NUM_TOKENS, NUM_TOKENS, HIDDEN, TOPK, num_experts)
+    # All ranks are running, so a late flag never comes.
+    config = replace(make_config(workload, rank), first_timeout_secs=env.TIMEOUT_SECS.get())
+    with Arena(context.group, device) as arena, EpDispatchCombineOp(config, arena=arena) as op:
 
         def step(number: int) -> None:
             tokens = [_tokens(source, number) for source in range(world_size)]
+            sent = dispatch_reference(tokens, none, none, ids, num_experts=num_experts, max_num_tokens=NUM_TOKENS)
+            expert_rows = [each.valid_rows(each.tokens) for each in sent]
+            want = combine_reference(expert_rows, sent, [NUM_TOKENS] * world_size, torch.bfloat16)[rank]
             rows, _, _, _, count = op.dispatch(tokens[rank].to(device), weights, None, own_ids)
-            here = torch.cat([tokens[source][(owners[source] == rank).any(1)] for source in range(world_size)])
             rows = rows.clone()
-            _require(torch.equal(rows[: int(count)].cpu(), here), f"dispatch of step {number}", rank)
+            _require(torch.equal(rows[: int(count)].cpu(), expert_rows[rank]), f"dispatch of step {number}", rank)
             result, _ = op.combine(rows, None, own_ids)
-            want = (tokens[rank].float() * copies[:, None]).bfloat16()
             _require(torch.equal(result[:NUM_TOKENS].cpu(), want), f"combine of step {number}", rank)
             op.check()
 
-        step_us, num_steps = _repeat(step, arena.rendezvous, secs)
-        return PairResult(step_us=step_us, num_steps=num_steps)
+        return PairResult(num_steps=_repeat(step, arena.rendezvous, secs)[1])
 
 
 def _push(context: RankContext, secs: float) -> tuple[tuple[float, float], int]:
@@ -152,17 +151,10 @@ def _repeat(work: Callable[[int], None], rendezvous: Rendezvous, secs: float) ->
     return seconds_of(range(2, 2 + rounds)) / rounds * 1e6, rounds + 2
 
 
-def _config(context: RankContext) -> EpDispatchCombineConfig:
-    num_experts = context.world_size * EXPERTS_PER_RANK
-    workload = Workload(context.world_size, NUM_TOKENS, NUM_TOKENS, HIDDEN, TOPK, num_experts)
-    # Both ranks are running, so a late flag never comes.
-    return replace(make_config(workload, context.rank), first_timeout_secs=env.TIMEOUT_SECS.get())
-
-
-def _ids(rank: int, world_size: int) -> torch.Tensor:
+def _ids(rank: int, num_experts: int) -> torch.Tensor:
     """Returns ids [NUM_TOKENS, TOPK] of a rank's tokens: all ranks get some, and some tokens name one rank twice."""
-    first = torch.arange(NUM_TOKENS) + rank
-    return torch.stack((first, first * 2 + 1), 1) % (world_size * EXPERTS_PER_RANK)
+    first = torch.arange(NUM_TOKENS, dtype=torch.int32) + rank
+    return torch.stack((first, first * 2 + 1), 1) % num_experts
 
 
 def _tokens(rank: int, step: int) -> torch.Tensor:
