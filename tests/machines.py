@@ -39,7 +39,7 @@ H200_HOST = Machine(
         packages=PACKAGES | {"cuda-bindings": "13.0", "nvidia-nccl-cu13": "2.28.9"},
         tuned_tables=("sm_90_intra_node_ep2_combine.json",),
     ),
-    torch=Torch("2.11.0+cu130", cuda_build="13.0", num_gpus=NUM_GPUS, nccl="2.28.9", nccl_built="2.28.9"),
+    torch=Torch("2.11.0+cu130", cuda_build="13.0", num_gpus=NUM_GPUS),
     triton=Triton(version="3.6.0", cache_directory="/home/user/.triton/cache"),
     driver=Driver("", "580.95", (13, 0), (H200,) * NUM_GPUS, access=ALL, atomics=ALL, num_gpus_of_host=NUM_GPUS),
     host=Host(

@@ -9,7 +9,7 @@ import pytest
 
 from ep_a2a.commands.doctor.checks import GROUP
 from ep_a2a.commands.doctor.finding import Level
-from ep_a2a.commands.doctor.machine import Atom, Backend, Driver, Request
+from ep_a2a.commands.doctor.machine import Atom, Driver, Request
 from ep_a2a.commands.doctor.probe import choose
 from tests.machines import CPU_HOST, GIB, H200, H200_HOST, changed, findings_of, without_pair
 
@@ -124,11 +124,6 @@ ERRORS: dict[str, tuple[Machine, str, str]] = {
         "missing between GPUs 0 and 1",
         "allgather_reducescatter",
     ),
-    "an older NCCL is loaded than torch was built with (peers: compile and run NCCL differ)": (
-        changed(H200_HOST, torch={"nccl": "2.27.3"}),
-        "2.27.3 is loaded",
-        "LD_PRELOAD",
-    ),
     "no /dev/shm": (
         changed(CPU_HOST, host={"shared_memory": replace(SHM, problem="does not exist")}),
         "does not exist",
@@ -240,7 +235,6 @@ HARMLESS: dict[str, tuple[Machine, str]] = {
         "launches are worked out",
     ),
     "some GPUs are hidden": (changed(H200_HOST, driver={"num_gpus_of_host": 8}), "6 of the host hidden"),
-    "a newer NCCL is loaded": (changed(H200_HOST, torch={"nccl": "2.30.4"}), "2.30.4"),
     "the host's name is a loopback address": (changed(H200_HOST, host={"addresses": ("127.0.1.1",)}), "cannot reach"),
     "the host's name has no address": (changed(H200_HOST, host={"addresses": ()}), "has no address"),
     "imported from a folder": (changed(CPU_HOST, installation={"installed_version": None}), "not installed"),
@@ -386,50 +380,27 @@ def test_sizes_that_the_backend_refuses_are_an_error_with_its_remedy():
 
 # --- backends on other projects' libraries ---
 
-PPLX = Backend("pplx", library="some-library", install="pip install some-library", version="1.0", runs_on_cpu=False)
-FOR_AMD = {"gpus": ("AMD",), "runs_on_cpu": False}
 ROCM_HOST = changed(
     H200_HOST,
-    torch={"cuda_build": None, "hip_build": "7.2", "nccl": None},
+    torch={"cuda_build": None, "hip_build": "7.2"},
     host={"compiler": ""},
     driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
 )
 """A host of AMD GPUs, which NVIDIA's driver and tools know nothing of."""
 
 
-def test_a_library_is_reported_and_one_that_cannot_be_used_is_an_error():
-    def library(machine: Machine) -> tuple[Level, str]:
-        (finding,) = [each for each in findings_of(machine) if each.subject == "library"]
-        return finding.level, f"{finding.found} > {finding.remedy}"
-
-    assert library(replace(H200_HOST, backend=PPLX)) == (Level.OK, "some-library 1.0 > ")
-    level, text = library(replace(H200_HOST, backend=replace(PPLX, problem="some-library is not installed")))
-    assert level is Level.ERROR
-    assert text == "pplx: some-library is not installed > To install it: pip install some-library."
-    unknown = replace(H200_HOST, backend=Backend("pplx", declaration_problem="ImportError: no"))
-    assert library(unknown)[0] is Level.ERROR
-    assert library(changed(unknown, torch={"version": None}))[0] is Level.NOTE
-
-
-def test_gpus_of_another_maker_are_an_error():
-    assert errors_of(H200_HOST, Request("mori"), **FOR_AMD) == ["GPUs of the backend"]
-    assert errors_of(CPU_HOST, Request("mori"), **FOR_AMD) == ["GPUs of the backend"]
-    assert errors_of(ROCM_HOST, Request("ep_a2a")) == ["GPUs of the backend"]
-    assert errors_of(ROCM_HOST, Request("naive"), gpus=("NVIDIA", "AMD")) == []
+def test_what_a_backend_lacks_is_an_error():
+    problems = ("no GPU found: needs AMD GPUs", "amd-mori is not installed")
+    request = Request("mori", ranks_per_node=(2, 2))
+    errors = [each for each in findings_of(H200_HOST, request, problems=problems) if each.level is Level.ERROR]
+    assert [each.found for each in errors] == [f"mori: {problem}" for problem in problems]
+    assert all("`ep-a2a backends`" in each.remedy for each in errors)
+    assert errors_of(changed(H200_HOST, torch={"version": None}), request, problems=("No module named 'torch'",)) == []
 
 
 def test_rocm_is_no_error_for_backends_that_are_for_it():
-    everything = findings_of(ROCM_HOST, Request("mori", ranks_per_node=(2, 2)), rdma="across nodes", **FOR_AMD)
+    everything = findings_of(ROCM_HOST, Request("mori", ranks_per_node=(2, 2)))
     assert [each for each in everything if each.level in LOUD] == []
     assert [each for each in everything if each.subject == "GPUs" and "2 visible to torch" in each.found]
     hidden = changed(ROCM_HOST, torch={"num_gpus": 0, "gpu_problem": "no HIP GPUs"})
     assert any("no HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in findings_of(hidden))
-
-
-def test_rdma_is_asked_for_where_the_backend_needs_it():
-    two, none = Request("pplx", ranks_per_node=(2, 2)), replace(H200_HOST, rdma=())
-    assert errors_of(H200_HOST, two, rdma="across nodes") == []
-    assert errors_of(none, two, rdma="across nodes") == ["network"]
-    assert errors_of(replace(none, rdma=(replace(PORT, state="DOWN"),)), two, rdma="across nodes") == ["network"]
-    assert errors_of(none, Request("pplx"), rdma="across nodes") == []
-    assert errors_of(none, two) == []

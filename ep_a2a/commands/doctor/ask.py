@@ -5,9 +5,9 @@
     ask.py driver                         fields of machine.Driver, from libcuda itself
     ask.py backend FOLDER BACKEND SIZES   fields of machine.Backend
 
-Each line of facts is MARK and a Python dictionary; the last one has `problem`. FOLDER is the one that the package
-ep_a2a lies in, SIZES a dictionary in JSON. What a backend's manager declares is printed before its library is imported,
-which may hang.
+Each line of facts is MARK and a Python dictionary; the last one has `problem` or `problems`. FOLDER is the one that the
+package ep_a2a lies in, SIZES a dictionary in JSON. What a backend's manager says is printed before its library is
+imported, which may hang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import importlib
 import json
 import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,9 +57,6 @@ def torch_facts() -> Iterator[Facts]:
         found |= {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip}
         if torch.version.cuda or torch.version.hip:
             found |= _gpus(torch)
-        if torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available():
-            built = ".".join(map(str, torch.cuda.nccl.version()))
-            found |= {"nccl_built": built, "nccl": _loaded_nccl() or built}
     yield found
 
 
@@ -77,17 +73,6 @@ def _gpus(torch: Any) -> Facts:
     said += [str(each.message) for each in caught]
     problem = "; ".join(text.strip().splitlines()[0] for text in said if text.strip())
     return {"num_gpus": count, "gpu_problem": "" if count else problem}
-
-
-def _loaded_nccl() -> str:
-    """Returns the version of the NCCL library that this process has loaded: torch's headers may be of another."""
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
-    for path in paths:
-        number = ctypes.c_int(0)
-        if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)) == 0:
-            major, rest = divmod(number.value, 10000)
-            return f"{major}.{rest // 100}.{rest % 100}"
-    return ""
 
 
 def triton_facts() -> Iterator[Facts]:
@@ -145,7 +130,7 @@ def _cuda_facts(library: ctypes.CDLL) -> Facts:
 
 
 def backend_facts(folder: str, name: str, sizes: str) -> Iterator[Facts]:
-    """Yield what a backend's manager says of a request, then its library's version and why it cannot be used.
+    """Yield what a backend's manager says of a request, then why the backend cannot be used here.
 
     Args:
         folder: where the package ep_a2a lies. name: of the backend.
@@ -156,20 +141,18 @@ def backend_facts(folder: str, name: str, sizes: str) -> Iterator[Facts]:
         sys.path.insert(0, folder)
         importlib.import_module("ep_a2a")
         sys.path.pop(0)
+        import torch
+
+        from ep_a2a.managers.capabilities import problems
         from ep_a2a.managers.registry import manager_type
 
         manager = manager_type(name)
         if manager is None:
             raise LookupError("it has no manager class")
-        library, can = manager.library, manager.capabilities
-        yield {"gpus": can.gpus, "runs_on_cpu": can.runs_on_cpu, "rdma": can.rdma}
-        if library is not None:
-            yield {"library": library.distribution, "install": library.install}
         yield request_facts(manager, **json.loads(sizes))
+        yield {"problems": problems(manager, "cuda" if torch.cuda.is_available() else "cpu")}
     except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
-        yield {"declaration_problem": _text(error), "problem": ""}
-    else:
-        yield {"problem": ""} if library is None else {"version": library.version, "problem": library.problem() or ""}
+        yield {"problems": (_text(error),)}
 
 
 def request_facts(manager: Any, ranks_per_node: list[int], **sizes: Any) -> Facts:

@@ -25,7 +25,6 @@ OTHER_LIBRARY = (
 TORCH_REMEDIES = {
     "undefined symbol": OTHER_LIBRARY,
     "version `": OTHER_LIBRARY,
-    "cannot open shared object": f"A library that this build needs is missing. {REINSTALL_TORCH}",
     "had not answered": "Look at the disk that it lies on, or give it time: --ask-secs.",
     "": REINSTALL_TORCH,
 }
@@ -215,17 +214,6 @@ def locked_memory(m: Machine) -> Finding:
     if m.rdma and limit < LITTLE_LOCKED_BYTES:
         return warning(f"at most {limit >> 10} KiB: too little to register memory for RDMA", "ulimit -l unlimited")
     return ok(f"at most {limit >> 10} KiB")
-
-
-def nccl(m: Machine) -> Finding | None:
-    """Check that the NCCL which is loaded is no older than the one that torch was built with."""
-    loaded, built = m.torch.nccl, m.torch.nccl_built
-    if loaded is None:
-        return None
-    if version_numbers(loaded) < version_numbers(built):
-        remedy = "Unset LD_PRELOAD, LD_LIBRARY_PATH and VLLM_NCCL_SO_PATH, or install the version that torch names."
-        return error(f"{loaded} is loaded, torch was built with {built}", remedy)
-    return ok(loaded)
 
 
 def libraries(m: Machine) -> Iterator[Finding]:

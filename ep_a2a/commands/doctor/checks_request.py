@@ -128,23 +128,15 @@ def switches(m: Machine) -> Iterator[Finding]:
 # --- what a group gets ---
 
 
-def library(m: Machine) -> Finding | None:
-    """Check that the requested backend's manager can be asked, and that its library can be used."""
-    it = m.backend
-    if it.declaration_problem and not m.torch.works:
-        return note(f"not asked: {it.name} needs torch, which cannot be imported")
-    if it.declaration_problem:
-        return error(f"{it.name}: {it.declaration_problem}", USE_ANOTHER)
-    if it.problem:
-        return error(f"{it.name}: {it.problem}", f"To install it: {it.install}.")
-    return ok(f"{it.library} {it.version or 'of unknown version'}") if it.library else None
-
-
-def backend(m: Machine) -> Finding:
-    """Report the backend and who chose it."""
+def backend(m: Machine) -> Iterator[Finding]:
+    """Report the backend and who chose it, and check that it can be used here."""
     if m.choice.problem:
-        return error(m.choice.problem, m.choice.remedy)
-    return ok(f"{m.choice.backend}: {m.choice.backend_reason}")
+        yield error(m.choice.problem, m.choice.remedy)
+        return
+    yield ok(f"{m.choice.backend}: {m.choice.backend_reason}")
+    # Without torch no backend can be asked.
+    for problem in m.backend.problems if m.torch.works else ():
+        yield error(f"{m.backend.name}: {problem}", USE_ANOTHER)
 
 
 def kernel(m: Machine) -> Finding:
@@ -188,24 +180,6 @@ def reach(m: Machine) -> Iterator[Finding]:
             yield error(found, USE_PORTABLE, way)
         else:
             yield ok(f"between all {len(reached)} GPUs", subject=way)
-
-
-def maker(m: Machine) -> Finding | None:
-    """Check that the backend runs on these GPUs, or without any."""
-    found = "no" if not m.torch.num_gpus else "AMD" if m.torch.hip_build else "NVIDIA"
-    if found in m.backend.gpus or (found == "no" and m.backend.runs_on_cpu):
-        return None
-    return error(f"{found} GPUs here; {m.backend.name} needs {' or '.join(m.backend.gpus)}", USE_ANOTHER)
-
-
-def network(m: Machine) -> Finding | None:
-    """Check that the backend gets the RDMA that it needs."""
-    if m.backend.rdma == "no" or len(m.choice.ranks_per_node) < 2:
-        return None
-    if any(port.state == "ACTIVE" for port in m.rdma):
-        return ok(f"RDMA between nodes, as {m.backend.name} needs")
-    remedy = f"Mend the links of the RDMA devices, or use {PORTABLE}."
-    return error(f"{m.backend.name} needs RDMA between nodes; no port here is active", remedy)
 
 
 def ranks(m: Machine) -> Finding | None:

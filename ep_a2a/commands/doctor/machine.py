@@ -1,4 +1,4 @@
-"""A machine as the checks see it: facts without judgement. The defaults describe a machine that has nothing."""
+"""A machine as the checks see it: facts without judgement."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Imported:
     """A package that a subprocess imports.
 
     Attributes:
-        version: None where it is not installed.
+        version: None where it is not installed, "?" where its import fails.
         problem: why its import fails; "" where it does not.
     """
 
-    version: str | None = None
+    version: str | None = "?"
     problem: str = ""
 
     @property
@@ -73,16 +73,12 @@ class Torch(Imported):
     Attributes:
         cuda_build, hip_build: CUDA or ROCm version that it was built for, or None.
         num_gpus: GPUs that it sees. gpu_problem: why a build for GPUs sees none.
-        nccl: version of the NCCL that it uses, None without one.
-        nccl_built: version of the NCCL that it was built with, None where that is not known.
     """
 
     cuda_build: str | None = None
     hip_build: str | None = None
     num_gpus: int = 0
     gpu_problem: str = ""
-    nccl: str | None = None
-    nccl_built: str | None = None
 
 
 @dataclass(frozen=True)
@@ -241,27 +237,16 @@ class Backend:
 
     Attributes:
         name: "" where there is no such backend.
-        declaration_problem: why its manager cannot be asked; "" where the other fields are known.
         kernel, kernel_reason: what moves tokens between the requested ranks, and why.
-        gpus: makers of the GPUs that it runs on. runs_on_cpu: whether it works without. rdma: whether it needs RDMA.
-        library, install: the package it needs and how to get it, "" for none.
-        version: of the installed package, None where no metadata says it.
-        problem: why the library cannot be used; "" where it can.
+        problems: why it cannot be used here: its library, the GPUs; () where it can.
         refusal, remedy: why it does not take the requested sizes, and what to do; "" where it does.
         needed_bytes: memory that the request takes on each rank; None where it is not known.
     """
 
     name: str = ""
-    declaration_problem: str = ""
     kernel: str = "not known"
     kernel_reason: str = "its manager could not be asked"
-    gpus: tuple[str, ...] = ("NVIDIA",)
-    runs_on_cpu: bool = True
-    rdma: str = "no"
-    library: str = ""
-    install: str = ""
-    version: str | None = None
-    problem: str = ""
+    problems: tuple[str, ...] = ()
     refusal: str = ""
     remedy: str = ""
     needed_bytes: int | None = None

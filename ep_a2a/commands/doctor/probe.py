@@ -64,13 +64,12 @@ def find_machine(ask_secs: float = ASK_SECS) -> Machine:
     """
     with ThreadPoolExecutor() as asking:
         torch, triton, driver = asking.map(lambda name: ask_library(name, ask_secs), ("torch", "triton", "driver"))
-    # A program that crashes leaves "?" for a version; nvidia-smi knows the driver's.
     gpus = tuple(Gpu(**gpu) for gpu in driver.get("gpus", ()))
     return Machine(
         installation=find_installation(),
         torch=Torch(**torch),
         triton=Triton(**triton),
-        driver=add_nvidia_smi(Driver(**{**driver, "version": None, "gpus": gpus})),
+        driver=add_nvidia_smi(Driver(**{**driver, "gpus": gpus})),
         host=find_host(triton.get("cache_directory", "")),
         rdma=find_rdma_ports(),
         vllm=find_vllm(),
@@ -104,11 +103,11 @@ def ask_library(name: str, timeout_secs: float, *arguments: str) -> dict[str, An
         printed, problem = done.stdout, _end_of(done)
     except subprocess.TimeoutExpired as late:
         printed, problem = late.stdout or b"", f"it had not answered within {timeout_secs:g} s"
-    facts = {"version": "?"}
+    facts: dict[str, Any] = {"problem": problem}
     for line in printed.decode(errors="replace").splitlines():
         if line.startswith(ask.MARK):
             facts |= ast.literal_eval(line.removeprefix(ask.MARK))
-    return {"problem": problem, **facts}
+    return facts
 
 
 def _end_of(done: subprocess.CompletedProcess[bytes]) -> str:
@@ -126,9 +125,8 @@ def find_backend(choice: Choice, request: Request, timeout_secs: float = ASK_SEC
     sizes = given({"hidden": request.hidden_dim, "max_tokens": request.max_tokens})
     asked = {"ranks_per_node": choice.ranks_per_node, "quant": request.quant, **sizes}
     found = ask_library("backend", timeout_secs, str(PACKAGE.parent), choice.backend, json.dumps(asked))
-    if "kernel" not in found:
-        return Backend(choice.backend, found.get("declaration_problem") or found["problem"])
-    return Backend(choice.backend, **found)
+    problem = found.pop("problem")
+    return Backend(choice.backend, **{"problems": (problem,), **found})
 
 
 def add_nvidia_smi(driver: Driver) -> Driver:
