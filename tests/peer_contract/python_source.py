@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,41 +14,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call must fit.
+    """What a call must fit: its parameters, and the members of the tuple that it returns, None for unknown."""
 
-    Attributes:
-        parameters: names that can be passed by position or keyword, without self, in order.
-        keyword_only: names that can be passed by keyword only.
-        required: those of both without a default.
-        num_returned: members of the tuple that it returns; None where the source does not say.
-    """
-
-    parameters: tuple[str, ...]
-    keyword_only: tuple[str, ...] = ()
-    required: frozenset[str] = frozenset()
+    parameters: inspect.Signature
     num_returned: int | None = None
 
-    def problems(self, num_positional: int, keywords: tuple[str, ...]) -> list[str]:
-        """Why a call with that many positional arguments and these keywords does not fit; [] where it does."""
-        found = []
-        if num_positional > len(self.parameters):
-            found.append(f"{num_positional} positional arguments for {self.parameters}")
-        given = (*self.parameters[:num_positional], *keywords)
-        found += [f"{name} twice" for name in keywords if name in self.parameters[:num_positional]]
-        found += [f"no parameter {name}" for name in keywords if name not in (*self.parameters, *self.keyword_only)]
-        return found + [f"{name} missing" for name in sorted(self.required - set(given))]
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """Names that can be passed by position."""
+        return tuple(each.name for each in self.parameters.parameters.values() if each.kind < each.KEYWORD_ONLY)
+
+    def problem(self, num_positional: int, keywords: tuple[str, ...]) -> str:
+        """Why a call with that many positional arguments and these keywords does not fit; "" where it does."""
+        try:
+            self.parameters.bind(*range(num_positional), **dict.fromkeys(keywords))
+        except TypeError as error:
+            return str(error)
+        return ""
+
+
+def parsed(parameters: str) -> inspect.Signature:
+    """Of parameters as Python writes them, without annotations."""
+    return inspect.signature(eval(f"lambda {parameters}: None"))
 
 
 def signature_of(path: Path, name: str) -> Signature:
     """The signature of `function`, `Class.method` or `Class` (its constructor, or its fields if a dataclass)."""
     found = find(path, name)
+    is_method = "." in name
     if isinstance(found, ast.ClassDef):
-        init = next(
-            (each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None
-        )
-        return _of_fields(found) if init is None else _of_function(init, is_method=True)
-    is_static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in found.decorator_list)
-    return _of_function(found, is_method="." in name and not is_static)
+        inits = [each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        if not inits:
+            fields = field_defaults(path, name).items()
+            return Signature(parsed(", ".join(each if default is None else f"{each}=0" for each, default in fields)))
+        found, is_method = inits[0], True
+    args = found.args
+    for node in ast.walk(args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    args.defaults = [ast.Constant(0) for _ in args.defaults]
+    args.kw_defaults = [default and ast.Constant(0) for default in args.kw_defaults]
+    if is_method and "staticmethod" not in map(ast.unparse, found.decorator_list):
+        del args.args[0]
+    return Signature(parsed(ast.unparse(args)), _num_returned(found))
 
 
 def find(path: Path, name: str) -> ast.FunctionDef | ast.ClassDef:
@@ -93,23 +102,6 @@ def _targets(node: ast.AST) -> Iterator[ast.expr]:
             yield from target.elts if isinstance(target, ast.Tuple) else (target,)
     elif isinstance(node, ast.AnnAssign):
         yield node.target
-
-
-def _of_fields(found: ast.ClassDef) -> Signature:
-    fields = [each for each in found.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-    names = {each.target.id: each.value for each in fields if isinstance(each.target, ast.Name)}
-    return Signature(tuple(names), required=frozenset(name for name, value in names.items() if value is None))
-
-
-def _of_function(found: ast.FunctionDef, *, is_method: bool) -> Signature:
-    args = found.args
-    names = [each.arg for each in (*args.posonlyargs, *args.args)]
-    required = set(names[: len(names) - len(args.defaults)])
-    if is_method:
-        required.discard(names.pop(0))
-    keyword_only = [each.arg for each in args.kwonlyargs]
-    required |= {name for name, default in zip(keyword_only, args.kw_defaults) if default is None}
-    return Signature(tuple(names), tuple(keyword_only), frozenset(required), _num_returned(found))
 
 
 def _num_returned(found: ast.FunctionDef) -> int | None:

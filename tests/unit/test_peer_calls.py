@@ -11,7 +11,7 @@ import pytest
 
 from ep_a2a.managers.external import deepep
 from tests.peer_contract.calls import attributes_of, calls_of
-from tests.peer_contract.python_source import Signature
+from tests.peer_contract.python_source import Signature, parsed
 
 PINNED = tomllib.loads((Path(__file__).parents[1] / "peer_contract" / "pinned.toml").read_text())
 
@@ -59,9 +59,7 @@ def names_of(pinned_names: str | tuple[str, ...]) -> tuple[str, ...]:
 def pinned(name: str) -> Signature:
     entries: list[dict[str, Any]] = [*PINNED["deep_ep"]["function"], *PINNED["pplx_kernels"]["function"]]
     entry = next(each for each in entries if each["name"] == name)
-    plain = tuple(each.removesuffix("=") for each in entry["parameters"])
-    required = frozenset(each for each in entry["parameters"] if not each.endswith("="))
-    return Signature(plain, required=required, num_returned=entry.get("returned"))
+    return Signature(parsed(", ".join(each.replace("=", "=0") for each in entry["parameters"])), entry.get("returned"))
 
 
 @pytest.mark.parametrize("module", CALLS)
@@ -71,7 +69,7 @@ def test_every_call_fits_the_signature_that_was_read(module: str) -> None:
     for spelled, made in calls.items():
         for call, name in itertools.product(made, names_of(CALLS[module][spelled])):
             signature = pinned(name)
-            assert signature.problems(call.num_positional, call.keywords) == [], (spelled, call)
+            assert signature.problem(call.num_positional, call.keywords) == "", (spelled, call)
             assert call.num_taken in (None, signature.num_returned), (spelled, call)
 
 
@@ -91,8 +89,9 @@ def test_members_of_handles_are_where_they_are_read() -> None:
 
 
 def test_a_call_that_does_not_fit_is_found() -> None:
-    signature = Signature(("a", "b"), ("c",), frozenset({"a"}))
-    assert signature.problems(1, ("c",)) == []
-    assert signature.problems(0, ("b",)) == ["a missing"]
-    assert signature.problems(1, ("a",)) == ["a twice"]
-    assert signature.problems(3, ("d",)) == ["3 positional arguments for ('a', 'b')", "no parameter d"]
+    signature = Signature(parsed("a, b=0, *, c=0"))
+    assert signature.problem(1, ("c",)) == ""
+    assert signature.problem(0, ("b",)) == "missing a required argument: 'a'"
+    assert signature.problem(1, ("a",)) == "multiple values for argument 'a'"
+    assert signature.problem(3, ()) == "too many positional arguments"
+    assert signature.problem(1, ("d",)) == "got an unexpected keyword argument 'd'"
