@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.protocol import chunks, rules
 from tests.protocol.chunks import ChunkRules, Chunks
-from tests.protocol.deaths import DISAGREEMENT, WRONG_NAME, DeathRules, Deaths, explore_deaths
-from tests.protocol.explorer import Outcome, explore
+from tests.protocol.deaths import DISAGREEMENT, WRONG_NAME, DeathRules, Deaths
+from tests.protocol.explorer import Outcome, explore, search
 from tests.protocol.intra_node import IntraNode
-from tests.protocol.machine import DEADLOCK, OVERWRITTEN, STALE_READ, Model
+from tests.protocol.machine import DEADLOCK, OVERWRITTEN, STALE_READ
 from tests.protocol.residency import Residency, ResidencyRules
 from tests.protocol.rules import Calls, Path, Rules
 
@@ -39,15 +39,11 @@ class Case:
     def outcome(self) -> Outcome:
         """What exploring it has shown; explored once per process."""
         if isinstance(self.rules, DeathRules):
-            return explore_deaths(Deaths(self.rules))
-        return explore(_model(self.rules))
+            return search(Deaths(self.rules))
+        return explore(MODELS[type(self.rules)](self.rules))
 
 
-def _model(rules: Rules | ChunkRules | ResidencyRules) -> Model:
-    if isinstance(rules, Rules):
-        return IntraNode(rules)
-    return Chunks(rules) if isinstance(rules, ChunkRules) else Residency(rules)
-
+MODELS: dict[type, Any] = {Rules: IntraNode, ChunkRules: Chunks, ResidencyRules: Residency}
 
 # A protocol that the product does not have: flagged words with two parities, and a combine that waits for nobody.
 TWO_PARITIES: dict[str, Any] = {"paths": FLAGGED, "num_copies": 2, "combine_waits": False}

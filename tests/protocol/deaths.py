@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ep_a2a.memory.agreement import judge
 from ep_a2a.memory.peers import GivenUp, Presence, Verdict
-from tests.protocol.explorer import Outcome
-from tests.protocol.machine import DEADLOCK, Violation
+from tests.protocol.machine import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_STATES = 500_000
 DISPATCH, COMBINE, DONE = range(3)
 WRONG_NAME = "a survivor names a rank that is not gone"
 NOT_NAMED = "a survivor does not name a rank that is gone"
@@ -81,12 +79,19 @@ class Deaths:
         self.rules = rules
         self.everyone = frozenset(range(rules.num_ranks))
 
-    def initial(self) -> State:
+    def initial(self) -> Iterator[tuple[State, list[str]]]:
         """All ranks begin a dispatch."""
-        return State((Rank(),) * self.rules.num_ranks)
+        yield State((Rank(),) * self.rules.num_ranks), []
 
-    def successors(self, state: State) -> Iterator[tuple[State, str]]:
+    def successors(self, state: State) -> Iterator[tuple[State, list[str]]]:
         """(what can come next, what was done)."""
+        return ((after, [done]) for after, done in self._successors(state))
+
+    def who_waits(self, _state: State) -> list[str]:
+        """Nobody: every wait expires."""
+        return []
+
+    def _successors(self, state: State) -> Iterator[tuple[State, str]]:
         moved = list(self._progress(state))
         yield from moved
         if not moved:
@@ -167,41 +172,11 @@ class Deaths:
         """The state with a rank's error; raises Violation where that is wrong."""
         dead = {r for r, rank in enumerate(state.ranks) if not rank.lives}
         if not set(named.missing) <= dead:
-            raise Violation(WRONG_NAME)
+            raise Violation(WRONG_NAME, [])
         if named.late:
-            raise Violation(LATE)
+            raise Violation(LATE, [])
         if not named.missing:
-            raise Violation(NOT_NAMED)
+            raise Violation(NOT_NAMED, [])
         if any(rank.named not in (None, named) for rank in state.ranks if rank.lives):
-            raise Violation(DISAGREEMENT)
+            raise Violation(DISAGREEMENT, [])
         return self._with(state, number, named=named)
-
-
-def explore_deaths(model: Deaths, max_states: int = MAX_STATES) -> Outcome:
-    """All states, breadth first, or those until the first violation."""
-    parents: dict[State, tuple[State, str] | None] = {model.initial(): None}
-    queue = [model.initial()]
-    for state in queue:
-        is_stuck = True
-        try:
-            for after, done in model.successors(state):
-                is_stuck = False
-                if after not in parents:
-                    parents[after] = state, done
-                    queue.append(after)
-        except Violation as violation:
-            return Outcome(len(parents), str(violation), _trace(parents, state))
-        if is_stuck and not model.is_finished(state):
-            return Outcome(len(parents), DEADLOCK, _trace(parents, state))
-        if len(parents) > max_states:
-            raise RuntimeError(f"more than {max_states} states")
-    return Outcome(len(parents))
-
-
-def _trace(parents: dict[State, tuple[State, str] | None], state: State) -> tuple[str, ...]:
-    lines: list[str] = []
-    step = parents[state]
-    while step is not None:
-        lines.append(step[1])
-        step = parents[step[0]]
-    return tuple(reversed(lines))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
-from tests.protocol.machine import DEADLOCK, Machine, Model, State, Violation
+from tests.protocol.machine import DEADLOCK, Machine, Model, Violation
 
 MAX_STATES = 500_000
 
@@ -30,16 +31,21 @@ class Outcome:
 
 def explore(model: Model, max_states: int = MAX_STATES) -> Outcome:
     """All states of a model, or those until the first violation."""
-    return _Search(Machine(model)).run(max_states)
+    return search(Machine(model), max_states)
+
+
+def search(machine: Any, max_states: int = MAX_STATES) -> Outcome:
+    """All states of a Machine, or of what has its `initial`, `successors`, `is_finished` and `who_waits`."""
+    return _Search(machine).run(max_states)
 
 
 class _Search:
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Any) -> None:
         self.machine = machine
-        self.states: list[State] = []
+        self.states: list[Any] = []
         self.parents: list[int] = []
         self.starts: list[list[str]] = []
-        self.seen: set[State] = set()
+        self.seen: set[Any] = set()
 
     def run(self, max_states: int) -> Outcome:
         try:
@@ -59,13 +65,13 @@ class _Search:
                 what, done = violation.args
                 return Outcome(len(self.states), what, (*self.trace(number), *done))
             if is_stuck and not self.machine.is_finished(state):
-                return Outcome(len(self.states), DEADLOCK, (*self.trace(number), *self.who_waits(state)))
+                return Outcome(len(self.states), DEADLOCK, (*self.trace(number), *self.machine.who_waits(state)))
             if len(self.states) > max_states:
                 raise RuntimeError(f"more than {max_states} states")
             number += 1
         return Outcome(len(self.states))
 
-    def reach(self, state: State, parent: int) -> None:
+    def reach(self, state: Any, parent: int) -> None:
         if state not in self.seen:
             self.seen.add(state)
             self.states.append(state)
@@ -81,13 +87,4 @@ class _Search:
         for before, after in itertools.pairwise(path):
             successors = self.machine.successors(self.states[before])
             lines += next(done for state, done in successors if state == self.states[after])
-        return lines
-
-    def who_waits(self, state: State) -> list[str]:
-        lines = []
-        for number, rank in enumerate(state.ranks):
-            early, late = self.machine.next_actions(rank)
-            lines += [f"rank {number}: waits in vain until it {action.name}" for _program, action in (*early, *late)]
-            if rank.step == self.machine.model.num_steps:
-                lines.append(f"rank {number}: has ended")
         return lines

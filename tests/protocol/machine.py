@@ -207,6 +207,16 @@ class Machine:
         """Whether all ranks have made all steps and nothing is under way."""
         return all(rank.step == self.model.num_steps and not rank.pending for rank in state.ranks)
 
+    def who_waits(self, state: State) -> list[str]:
+        """What each rank waits for in a state from which nothing leads on."""
+        lines = []
+        for number, rank in enumerate(state.ranks):
+            early, late = self.next_actions(rank)
+            lines += [f"rank {number}: waits in vain until it {action.name}" for _program, action in (*early, *late)]
+            if rank.step == self.model.num_steps:
+                lines.append(f"rank {number}: has ended")
+        return lines
+
     def successors(self, state: State) -> Iterator[tuple[State, list[str]]]:
         """(what can come next, what was done); raises Violation, with what was done as its second argument."""
         for number, rank in enumerate(state.ranks):
