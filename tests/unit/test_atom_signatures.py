@@ -178,8 +178,9 @@ def attributes_of(name: str, variable: str) -> set[str]:
         ("patches", "moe.moe_parallel_config", "atom/model_ops/moe.py", "FusedMoEParallelConfig."),
         ("options", "config", "atom/config.py", "Config."),
         ("options", "config.parallel_config", "atom/config.py", "ParallelConfig."),
-        ("prepare_finalize", "self._atom.modular_kernel", f"{FUSED}/modular_kernel.py", ""),
-        ("atom_modules", "ubatching", "atom/utils/tbo/ubatching.py", ""),
+        ("prepare_finalize", "self._kernels", f"{FUSED}/modular_kernel.py", ""),
+        ("prepare_finalize", "self._ubatching", "atom/utils/tbo/ubatching.py", ""),
+        ("patches", "ubatching", "atom/utils/tbo/ubatching.py", ""),
         (
             "manager",
             "communicator",
@@ -199,7 +200,7 @@ def test_attributes_that_are_used_were_read(module, variable, file, owner):
 
 
 def test_environment_variables_that_are_used_were_read():
-    used = attributes_of("options", "envs") | attributes_of("patches", "atom.envs")
+    used = attributes_of("options", "envs") | attributes_of("patches", "envs")
     assert {f"{name} variable" for name in used} <= set(ATOM["files"]["atom/utils/envs.py"])
 
 

@@ -8,6 +8,7 @@ mori: without an installed MORI, `import mori` imports ep_a2a.compat.mori; ATOM 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -15,7 +16,6 @@ from typing import Any
 
 from ep_a2a.compat import mori
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.atom.atom_modules import AtomModules
 from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
 from ep_a2a.integrations.atom.options import check_options, why_inactive
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
@@ -75,13 +75,15 @@ def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize
     Raises:
         UnsupportedError: a setting of ATOM does not work with it; see check_options.
     """
-    atom = AtomModules.imported()
-    check_options(atom.get_config(), atom.envs)
-    manager = install_manager(atom.get_ep_group().device_communicator)
-    kwargs = handle_kwargs(moe, manager, atom.envs.ATOM_MORI_COMBINE_QUANT)
-    num_ubatches = NUM_UBATCHES if atom.tbo_enabled() else 0
+    envs, ubatching = _atom("utils.envs"), _atom("utils.tbo.ubatching")
+    check_options(_atom("config").get_current_atom_config(), envs)
+    parallel_state = importlib.import_module("aiter.dist.parallel_state")
+    manager = install_manager(parallel_state.get_ep_group().device_communicator)
+    kwargs = handle_kwargs(moe, manager, envs.ATOM_MORI_COMBINE_QUANT)
+    num_ubatches = NUM_UBATCHES if ubatching.tbo_enabled() else 0
     ubatch_ops = [manager.get_handle(kwargs, 1 + number) for number in range(num_ubatches)]
-    return AtomPrepareAndFinalize(manager.get_handle(kwargs), ubatch_ops, atom)
+    kernels = _atom("model_ops.fused_moe.modular_kernel")
+    return AtomPrepareAndFinalize(manager.get_handle(kwargs), ubatch_ops, kernels, ubatching)
 
 
 def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) -> dict[str, Any]:
@@ -108,6 +110,11 @@ def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) ->
 
 @functools.cache
 def _warn_inactive() -> None:
-    config = AtomModules.imported().get_config()
+    config = _atom("config").get_current_atom_config()
     why = None if config is None else why_inactive(config)
     logger.warning("EP_A2A_BACKEND has no effect on ATOM's MoE layers: %s", why or "they exchange no tokens")
+
+
+def _atom(name: str) -> Any:
+    """Imports a module of ATOM."""
+    return importlib.import_module(f"atom.{name}")

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ep_a2a.compat.mori.ops import EpDispatchCombineOp
-    from ep_a2a.integrations.atom.atom_modules import AtomModules
     from ep_a2a.interface import DispatchResult
 
 
@@ -25,16 +24,19 @@ class AtomPrepareAndFinalize:
     Args:
         op: for whole steps.
         ubatch_ops: one for each half of an overlapped batch (TBO); empty without overlap.
-        atom: ATOM's modules and functions.
+        kernels: ATOM's module atom.model_ops.fused_moe.modular_kernel.
+        ubatching: ATOM's module atom.utils.tbo.ubatching, which knows the half that the calling thread runs.
     """
 
-    def __init__(self, op: EpDispatchCombineOp, ubatch_ops: Sequence[EpDispatchCombineOp], atom: AtomModules) -> None:
-        self._op, self._ubatch_ops, self._atom = op, list(ubatch_ops), atom
+    def __init__(
+        self, op: EpDispatchCombineOp, ubatch_ops: Sequence[EpDispatchCombineOp], kernels: Any, ubatching: Any
+    ) -> None:
+        self._op, self._ubatch_ops, self._kernels, self._ubatching = op, list(ubatch_ops), kernels, ubatching
 
     @property
     def activation_format(self) -> Any:
         """ATOM's standard format: one row per received token."""
-        return self._atom.modular_kernel.FusedMoEActivationFormat.Standard
+        return self._kernels.FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> torch.dtype:
         """The dtype of the ids that dispatch takes."""
@@ -54,7 +56,7 @@ class AtomPrepareAndFinalize:
 
     def supports_async(self) -> bool:
         """Whether the calling thread runs a half of an overlapped batch."""
-        return bool(self._ubatch_ops) and self._atom.tbo_active()
+        return bool(self._ubatch_ops) and self._ubatching.tbo_active()
 
     def prepare(
         self,
@@ -129,13 +131,12 @@ class AtomPrepareAndFinalize:
         return op.combine_recv, lambda: result[: topk_ids.shape[0]]
 
     def _ubatch_op(self) -> EpDispatchCombineOp:
-        return self._ubatch_ops[self._atom.tbo_current_ubatch_id()]
+        number: int = self._ubatching.tbo_current_ubatch_id()
+        return self._ubatch_ops[number]
 
     def _received(self, result: DispatchResult) -> Any:
         rows, weights, scales, ids, total_recv = result
-        metadata = self._atom.modular_kernel.ExpertTokensMetadata(
-            expert_num_tokens=total_recv, expert_num_tokens_cpu=None
-        )
+        metadata = self._kernels.ExpertTokensMetadata(expert_num_tokens=total_recv, expert_num_tokens_cpu=None)
         return rows, scales, metadata, ids, weights
 
     @staticmethod
