@@ -202,18 +202,7 @@ def test_no_parameter_has_two_rows_for_the_same_values():
 
 # --- each warning comes once, each refusal is an error with the remedy of its row ---
 
-CONFIG = EpDispatchCombineConfig(
-    data_type=torch.float32,
-    rank=0,
-    world_size=2,
-    hidden_dim=32,
-    scale_dim=0,
-    scale_type_size=0,
-    max_token_type_size=4,
-    max_num_inp_token_per_rank=8,
-    num_experts_per_rank=2,
-    num_experts_per_token=2,
-)
+CONFIG = EpDispatchCombineConfig(torch.float32, 0, 2, 32, 0, 0, 4, 8, 2, 2)
 IDS = torch.zeros(3, 2, dtype=torch.int32)
 WEIGHTS = torch.ones(3, 2)
 RECEIVED = DispatchResult(

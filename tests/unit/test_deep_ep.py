@@ -201,13 +201,15 @@ def test_experts_are_the_same_number_on_each_rank():
 # --- handles, hooks ---
 
 
-def test_a_low_latency_handle_is_a_sequence():
+def test_a_low_latency_handle_is_a_sequence(monkeypatch):
     handle = LowLatencyHandle(
         OpShape(torch.bfloat16, 512, 2, 8, 16, Layout.EXPERT_MAJOR), torch.zeros(1, 2), torch.zeros(1, 2), False
     )
     assert len(handle) == 5
     assert handle[2:] == (16, 512, 8)
     assert handle[-1] == 8
+    monkeypatch.setattr(handle, "_source_tensors", lambda: ("src_info", "layout_range"))
+    assert list(handle) == ["src_info", "layout_range", 16, 512, 8]
     with pytest.raises(IndexError):
         handle[5]
 

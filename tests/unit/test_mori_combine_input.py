@@ -15,18 +15,7 @@ from ep_a2a.errors import InputError
 from ep_a2a.interface import DispatchResult
 
 TOPK, NUM_TOKENS, NUM_RECEIVED, NUM_ROWS = 2, 3, 5, 16
-CONFIG = EpDispatchCombineConfig(
-    data_type=torch.float32,
-    rank=0,
-    world_size=2,
-    hidden_dim=32,
-    scale_dim=0,
-    scale_type_size=0,
-    max_token_type_size=4,
-    max_num_inp_token_per_rank=8,
-    num_experts_per_rank=2,
-    num_experts_per_token=TOPK,
-)
+CONFIG = EpDispatchCombineConfig(torch.float32, 0, 2, 32, 0, 0, 4, 8, 2, TOPK)
 
 
 @pytest.fixture

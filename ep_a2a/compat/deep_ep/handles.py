@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat.expert_row_sources import expert_row_sources
 from ep_a2a.errors import StateError
@@ -62,7 +61,7 @@ class NormalHandle(tuple[Any, ...]):
         return handle
 
 
-class LowLatencyHandle(Sequence[Any]):
+class LowLatencyHandle:
     """Handle of `low_latency_dispatch`, with DeepEP's five places: src_info, layout_range,
     num_max_dispatch_tokens_per_rank, hidden, num_experts.
 
@@ -80,11 +79,8 @@ class LowLatencyHandle(Sequence[Any]):
         self.step: Step
         self._sources: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @overload
-    def __getitem__(self, place: int) -> Any: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Any]: ...
     def __getitem__(self, place: int | slice) -> Any:
+        # an IndexError past the end is what ends a loop, or an unpacking, of the handle
         places = range(len(self))[place]
         return tuple(map(self._at, places)) if isinstance(places, range) else self._at(places)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,31 +16,21 @@ if TYPE_CHECKING:
     from ep_a2a.memory.device_groups import DeviceGroups
 
 
-class DispatchLayout(NamedTuple):
-    """The result of DeepEP's get_dispatch_layout, without the event.
-
-    Attributes:
-        num_tokens_per_rank: int32 [W], of this rank's tokens. num_tokens_per_rdma_rank: None inside one node.
-        num_tokens_per_expert: int32 [num_experts], of this rank's tokens.
-        is_token_in_rank: bool [T, W].
-    """
-
-    num_tokens_per_rank: torch.Tensor
-    num_tokens_per_rdma_rank: None
-    num_tokens_per_expert: torch.Tensor
-    is_token_in_rank: torch.Tensor
-
-
-def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> DispatchLayout:
+def dispatch_layout(
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int
+) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
     """Returns the counts of this rank's tokens by rank and by expert; ids outside [0, num_experts) select nothing.
 
     Args:
         topk_idx: [T, K], int64 or int32.
+
+    Returns:
+        The first four results of Buffer.get_dispatch_layout.
     """
     check_num_experts(num_experts, num_ranks)
     is_token_in_rank = destination_mask(topk_idx, num_experts, num_ranks)
     per_rank, per_expert = is_token_in_rank.sum(0, dtype=torch.int32), count_ids(topk_idx, 0, num_experts)
-    return DispatchLayout(per_rank, None, per_expert, is_token_in_rank)
+    return per_rank, None, per_expert, is_token_in_rank
 
 
 def routed_ids(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:
