@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from ep_a2a.commands.bench import report
-from ep_a2a.commands.bench.contenders import CONTENDERS, check_names
 from ep_a2a.commands.bench.picture import choose_x, make_lines, plot_bench
 from ep_a2a.commands.bench.report import (
     CPU_NOTE,
@@ -30,7 +29,6 @@ from ep_a2a.commands.bench.report import (
 from ep_a2a.commands.bench.runner import Runner, Status, make_record, run_sweep
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
-from ep_a2a.errors import ConfigError, UnknownNameError
 
 HEADER = {"record": "header", "device": "cuda", "torch": "2.13", "note": CPU_NOTE}
 
@@ -212,16 +210,6 @@ def test_markdown_is_one_table(tmp_path):
     assert "- torch: 2.13" in path.read_text()
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_the_picture_is_written(tmp_path, suffix, magic):
-    records = [record for tokens in (1, 8, 64) for record in compare(rows_of(workload_of(tokens)))]
-    path = tmp_path / f"round_trip.{suffix}"
-    plot_bench(records, path, HEADER)
-    assert path.read_bytes().startswith(magic)
-    # nothing timed is a picture too
-    plot_bench([record for record in records if record["status"] != "ok"], path, HEADER)
-
-
 def test_lines_of_the_picture_are_named_by_what_varies():
     records = [
         record
@@ -308,18 +296,6 @@ def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
     more = records + records_of_bounds(16)[0]
     assert choose_x(more) == "num_tokens"
     assert list(make_lines(more)) == ["wire_limit", "ep_a2a, max SMs 0", "ep_a2a, max SMs 8", "ep_a2a, max SMs 32"]
-
-
-@pytest.mark.parametrize(("name", "text"), [("x.pdf", "named"), ("nowhere/x.png", "a folder")])
-def test_impossible_pictures_are_refused(tmp_path, name, text):
-    with pytest.raises(ConfigError, match=text):
-        plot_bench([], tmp_path / name, HEADER)
-
-
-def test_unknown_contenders_are_refused():
-    check_names(tuple(CONTENDERS))
-    with pytest.raises(UnknownNameError, match="nccl_agrs"):
-        check_names(("nccl_agrs", "smoke_signals"))
 
 
 def test_the_header_says_where_numbers_come_from():

@@ -157,20 +157,6 @@ def test_rows_between_nodes_are_counted_once_per_node_and_once_per_rank():
     assert Workload(4, 5, 5, topk=3, num_experts=8).rows_between_nodes == (0, 0)
 
 
-def test_bounds_on_multiprocessors_vary_fastest():
-    points = points_of(max_sms=(0, 8), layout=("compact", "rank_major"))
-    assert [(w.layout, w.num_tokens, w.max_sms) for w in points] == [
-        ("compact", 1, 0),
-        ("compact", 1, 8),
-        ("compact", 4, 0),
-        ("compact", 4, 8),
-        ("rank_major", 1, 0),
-        ("rank_major", 1, 8),
-        ("rank_major", 4, 0),
-        ("rank_major", 4, 8),
-    ]
-
-
 def test_only_weights_of_valid_ids_count():
     workload = workload_of(routing="out_of_range")
     inputs = workload.inputs(0)
