@@ -10,7 +10,7 @@ import stat
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands import messages
-from ep_a2a.errors import ConfigError, EpA2AError
+from ep_a2a.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,8 +122,6 @@ def _as_error(path: Path) -> Iterator[None]:
     """Lets the system's errors be errors of this package."""
     try:
         yield
-    except EpA2AError:
-        raise
     except OSError as error:
         raise cannot_write(path, error) from error
 

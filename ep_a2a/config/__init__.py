@@ -1,7 +1,8 @@
 """Configuration: the op's fields and enumerations, the handle kwargs of engines, TOML files.
 
-`EpDispatchCombineConfig` and the constants beside it need torch and are loaded on first use (PEP 562), so that
-`ep-a2a doctor` can read the enums where torch is absent or broken.
+`EpDispatchCombineConfig` and all that stands beside it need torch and are loaded on first use (PEP 562), so that
+`ep-a2a doctor` can read the enums where torch is absent or broken. Those that this package takes from here are listed
+for the type checker.
 """
 
 from __future__ import annotations
@@ -26,12 +27,7 @@ if TYPE_CHECKING:
     from ep_a2a.config.op_config import COMBINE_DTYPES as COMBINE_DTYPES
     from ep_a2a.config.op_config import FP8_DTYPE as FP8_DTYPE
     from ep_a2a.config.op_config import FP8_GROUP_SIZE as FP8_GROUP_SIZE
-    from ep_a2a.config.op_config import LOW_LATENCY_MAX_ROWS as LOW_LATENCY_MAX_ROWS
-    from ep_a2a.config.op_config import LOW_LATENCY_MAX_TOKENS as LOW_LATENCY_MAX_TOKENS
-    from ep_a2a.config.op_config import MAX_TOKENS_PER_RANK as MAX_TOKENS_PER_RANK
     from ep_a2a.config.op_config import MAX_TOPK as MAX_TOPK
-    from ep_a2a.config.op_config import TOKEN_DTYPES as TOKEN_DTYPES
-    from ep_a2a.config.op_config import WIRE_FORMAT_VERSION as WIRE_FORMAT_VERSION
     from ep_a2a.config.op_config import EpDispatchCombineConfig as EpDispatchCombineConfig
     from ep_a2a.config.op_config import num_owned_experts as num_owned_experts
     from ep_a2a.config.op_config import parse_enum as parse_enum

@@ -101,60 +101,40 @@ def test_copies_are_planned(ranks):
     assert ranks(copied, WORLD_SIZE) == [sum(part.num_bytes for part in plan.later[1:])] * 2
 
 
-def allocated_by_layer(context: RankContext) -> int:
-    """What post_init_setup of a vLLM layer makes, whose GPU has vLLM round scales to powers of two."""
+def bytes_of_layer(context: RankContext, cast: str, max_num_tokens: int, nodes: dict[str, Any], experts: int) -> int:
+    """Bytes that the op of a vLLM layer takes, with scales as vLLM rounds them on some GPUs."""
     with create_manager("ep_a2a", context.group) as manager:
         manager.device = context.device
-        wire = TokenFormat("fp8_per_1x128", "float32_power_of_two")
-        manager.get_handle(
-            handle_kwargs(
-                wire,
-                rank=context.rank,
-                world_size=WORLD_SIZE,
-                dtype=torch.bfloat16,
-                hidden_dim=256,
-                topk=2,
-                num_experts=8,
-                num_local_experts=4,
-                max_num_tokens=200,
-            )
+        kwargs = handle_kwargs(
+            TokenFormat(cast, "float32" if cast == "none" else "float32_power_of_two"),
+            rank=context.rank,
+            world_size=context.world_size,
+            dtype=torch.bfloat16,
+            hidden_dim=256,
+            topk=2,
+            num_experts=experts,
+            num_local_experts=num_owned_experts(experts, context.world_size, context.rank),
+            max_num_tokens=max_num_tokens,
         )
-        return int(manager.arena.num_bytes)
+        op = manager.get_handle(nodes | kwargs)
+        assert op.config.internode_transport == nodes.get("internode_transport", "auto")
+        return int(manager.num_buffer_bytes)
 
 
 def test_vllms_op_allocates_what_is_planned(ranks):
     options = VllmOptions(data_parallel_size=WORLD_SIZE, max_num_batched_tokens=200)
     plan = plan_of(vllm_configs(model_of(MODEL), options), brings_own_rows=True)
-    assert tuple(ranks(allocated_by_layer, WORLD_SIZE)) == plan.bytes_by_rank
-
-
-def logged_between_nodes(context: RankContext, quantization: dict[str, Any] | None, max_num_tokens: int) -> int:
-    """What the engine's log says of a layer's op on two nodes of two that share no memory: bytes of the manager."""
-    with create_manager("ep_a2a", context.group) as manager:
-        manager.device = context.device
-        wire = TokenFormat("fp8_per_1x128" if quantization else "none")
-        kwargs = handle_kwargs(
-            wire,
-            rank=context.rank,
-            world_size=4,
-            dtype=torch.bfloat16,
-            hidden_dim=256,
-            topk=2,
-            num_experts=9,
-            num_local_experts=num_owned_experts(9, 4, context.rank),
-            max_num_tokens=max_num_tokens,
-        )
-        # between virtual nodes of one host the default would be peer_memory
-        op = manager.get_handle({"gpu_per_node": 2, "internode_transport": "torch.distributed", **kwargs})
-        assert op.config.internode_transport == "torch.distributed"
-        return int(manager.num_buffer_bytes)
+    assert tuple(ranks(bytes_of_layer, WORLD_SIZE, "fp8_per_1x128", 200, {}, 8)) == plan.bytes_by_rank
 
 
 def test_vllms_op_between_nodes_allocates_what_is_planned(ranks):
+    # between virtual nodes of one host the default would be peer_memory
+    nodes = {"gpu_per_node": 2, "internode_transport": "torch.distributed"}
     # more than 512 tokens have another kernel
-    for quantization, max_num_tokens in ((MODEL["quantization_config"], 200), (None, 600)):
+    for cast, max_num_tokens in (("fp8_per_1x128", 200), ("none", 600)):
+        quantization = MODEL["quantization_config"] if cast != "none" else None
         model = model_of({**MODEL, "n_routed_experts": 9, "quantization_config": quantization})
         options = VllmOptions(data_parallel_size=4, gpus_per_node=2, max_num_batched_tokens=max_num_tokens)
         plan = vllm_plan(model, options)
-        assert tuple(ranks(logged_between_nodes, 4, quantization, max_num_tokens)) == plan.bytes_by_rank
+        assert tuple(ranks(bytes_of_layer, 4, cast, max_num_tokens, nodes, 9)) == plan.bytes_by_rank
         assert sum(part.num_bytes for part in plan.parts) == plan.bytes_by_rank[0]

@@ -26,12 +26,8 @@ def test_json_of_predictions():
     result = run(f"--nodes 2,3 --gpus-per-node 4 --nic-gbps 200 --credits 2 --chunk-tokens 16 {SMALL} --json")
     assert result.exit_code == 0, result.exception
     found = json.loads(result.stdout)["predictions"]
-    assert [(each["ranks"], each["copy_per"]) for each in found] == [
-        (8, "node"),
-        (8, "rank"),
-        (12, "node"),
-        (12, "rank"),
-    ]
+    rows = [(each["ranks"], each["copy_per"]) for each in found]
+    assert rows == [(8, "node"), (8, "rank"), (12, "node"), (12, "rank")]
     assert all(each["predicted"] and each["nic_gbps"] == 200 for each in found)
     first = found[0]
     assert first["nic_combine_bytes"] == pytest.approx(first["remote_copies_per_token"] * 32 * 512, abs=2)
@@ -79,10 +75,7 @@ def test_published_times(monkeypatch, tmp_path):
     ("arguments", "error", "text"),
     [
         ("--nodes 2 --gpus-per-node 8 --ranks 8", ConfigError, "--ranks 16, which is --nodes 2 x --gpus-per-node 8"),
-        ("--nodes 2 --nic-gbps 0", ConfigError, "--nic-gbps above 0"),
         ("--nodes 0", ConfigError, "--nodes above 0"),
-        ("--nodes two", ConfigError, "numbers separated by commas"),
-        ("--nodes 2 --credits 0", ConfigError, "--credits above 0"),
         ("--nodes 2 --chunk-tokens 0", ConfigError, "--chunk-tokens above 0"),
         ("--nodes 2 --topk 9 --experts 8", ConfigError, "Lower --topk"),
         ("--nodes 2 --quant fp8_per_token", UnsupportedError, "fp8_per_1x128"),
@@ -92,8 +85,6 @@ def test_published_times(monkeypatch, tmp_path):
         ("--published --nodes 2 --hidden 128", ConfigError, "no --nodes, --hidden with --published"),
         ("--published --plot found.png", ConfigError, "no --plot with --published"),
         ("--published --vllm README.md", ConfigError, "no --vllm with --nodes or --published"),
-        ("--nodes 2 --plot picture.gif", ConfigError, "*.png or *.svg"),
-        ("--nodes 2 --markdown missing/found.md", ConfigError, "a folder"),
     ],
 )
 def test_refusals(arguments, error, text, monkeypatch):
