@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ep_a2a.commands import messages
@@ -33,7 +33,7 @@ class Backend:
         capabilities: of its manager.
         package, version: of the library that it needs, "" without one; the version that is installed, if any.
         install: how to get the library.
-        problems: why it cannot be used here; () where it can, or where that was not checked.
+        problems: why it cannot be used here; () where it can.
     """
 
     name: str
@@ -60,7 +60,7 @@ def execute(options: SimpleNamespace) -> None:
         UnknownNameError: there is no such backend.
     """
     check_can_write(options.output)
-    backends = list(registered_backends(looks_here=not options.markdown))
+    backends = registered_backends()
     chosen = backends if options.name is None else [_named(options.name, backends)]
     found = {each.name: {**dataclasses.asdict(each), "available": not each.problems} for each in chosen}
     give_json(found, options.output, as_json=options.as_json)
@@ -70,7 +70,7 @@ def execute(options: SimpleNamespace) -> None:
     elif options.name is not None and not options.as_json:
         console.print(_all_about(chosen[0]))
     elif not options.as_json:
-        console.print(_table_of_use(backends, reasons=options.verbose))
+        console.print(_table_of_use(backends, in_full=options.verbose))
         if options.verbose:
             for title, headings, rows in _capabilities(backends):
                 console.print(*fitting_tables(title, headings, rows, num_names=1, width=console.width))
@@ -78,23 +78,18 @@ def execute(options: SimpleNamespace) -> None:
             messages.note("`ep-a2a backends NAME` describes one and says why it cannot be used; -v describes all.")
 
 
-def registered_backends(*, looks_here: bool) -> Iterator[Backend]:
-    """Yields all registered backends that are manager classes.
-
-    Args:
-        looks_here: import their libraries and look for GPUs.
-    """
+def registered_backends() -> list[Backend]:
+    """Returns all registered backends that are manager classes; imports their libraries and looks for GPUs."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    backends = []
     for name in available_backends():
         manager = manager_type(name)
         if manager is None:
             continue
-        package, install, version = "", "", None
-        if manager.library is not None:
-            package, install = manager.library.distribution, manager.library.install
-            version = manager.library.version if looks_here else None
-        here = problems(manager, device_type) if looks_here else ()
-        yield Backend(name, aliases_of(name), manager.capabilities, package, version or "", install, here)
+        found, here = manager.library, problems(manager, device_type)
+        library = ("", "", "") if found is None else (found.distribution, found.version or "", found.install)
+        backends.append(Backend(name, aliases_of(name), manager.capabilities, *library, here))
+    return backends
 
 
 def _named(name: str, backends: Iterable[Backend]) -> Backend:
@@ -104,17 +99,14 @@ def _named(name: str, backends: Iterable[Backend]) -> Backend:
     return known[name]
 
 
-def _table_of_use(backends: Iterable[Backend], *, reasons: bool) -> Table:
+def _table_of_use(backends: Iterable[Backend], *, in_full: bool) -> Table:
     """Returns a table of the backends that can be used here, and why the others cannot: in full, or in a few words."""
-    columns = ("backend", "also called", "here", "why not") if reasons else ("backend", "here", "why not")
-    table = new_table("Backends on this machine", columns)
+    table = new_table("Backends on this machine", ("backend", "here", "why not"))
     table.columns[0].no_wrap = True
-    if not reasons:
-        table.box = None
+    table.box = None
     for each in backends:
-        why = "; ".join(each.problems) if reasons else "".join(each.problems[:1]).partition(" (")[0]
-        also_called = [", ".join(each.aliases)] if reasons else []
-        table.add_row(*map(Text, (each.name, *also_called, "no" if each.problems else "yes", why)))
+        why = "; ".join(each.problems) if in_full else "".join(each.problems[:1]).partition(" (")[0]
+        table.add_row(*map(Text, (each.name, "no" if each.problems else "yes", why)))
     return table
 
 
@@ -122,9 +114,7 @@ def _all_about(backend: Backend) -> Table:
     """Returns all about one backend, a line for each ability or limit."""
     here = "; ".join(backend.problems) or "yes"
     facts = {"backend": backend.name, "also called": ", ".join(backend.aliases) or "-", "can be used here": here}
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(overflow="fold")
-    grid.add_column(overflow="fold")
+    grid = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for title, rows in ("", facts), *((title, backend.cells(name)) for name, title in TABLES.items()):
         if title:
             grid.add_row()
