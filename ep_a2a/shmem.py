@@ -8,7 +8,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import InputError, NotInitializedError, StateError, UnknownNameError
-from ep_a2a.memory.arena import Arena, allocate_symmetric, default_device
+from ep_a2a.memory.arena import Arena, default_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,13 +72,10 @@ def shmem_finalize() -> int:
     The ranks wait for each other for 3 seconds at most.
     """
     global _arena
-    memories = tuple(_allocations.values())
-    _allocations.clear()
     if _arena is not None:
-        _arena.close(also=memories)
+        _arena.close()
         _arena = None
-    for memory in memories:
-        memory.close()  # those of an arena that its user has closed
+    _allocations.clear()
     return 0
 
 
@@ -107,8 +104,7 @@ def shmem_malloc(num_bytes: int) -> torch.Tensor:
     """
     if num_bytes <= 0:
         raise InputError("num_bytes > 0", str(num_bytes))
-    arena = default_arena()
-    memory = allocate_symmetric(arena.rendezvous, arena.device, num_bytes)
+    memory = default_arena().symmetric(num_bytes)
     _allocations[memory.local.data_ptr()] = memory
     return memory.local
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -35,6 +37,7 @@ from unittest import mock
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels.portable import PortableFunction
+from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_record
 from ep_a2a.memory.agreement import PATIENCE_SECS
 from ep_a2a.memory.arena import Arena
@@ -44,9 +47,10 @@ from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import await_file, settle
 from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.cases.staged_cases import node_arena, over_torch_distributed
+from tests.messages import messages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ep_a2a.testing import RankContext
 
@@ -160,31 +164,26 @@ def draw(seed: int, number: int, device: str = "cpu") -> Run:
     return Run(path, world_size, *others, faults, device, phase)
 
 
+def strike(sign: Path, kind: str) -> None:
+    """Ends or stops this process, and leaves a sign of it."""
+    sign.touch()
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
 class FaultyCalls:
     """Counts this process' calls of device functions; `fault` comes at the call of number `at`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fault: Callable[[], None]) -> None:
         self.count, self.at = 0, -1
-        self.fault = ""
         original = PortableFunction.__call__
 
         def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
             self.count += 1
             if self.count == self.at:
-                self.strike()
+                fault()
             return original(function, *args, **kwargs)
 
-        self._original = original
         PortableFunction.__call__ = counted  # type: ignore[method-assign]
-
-    def strike(self) -> None:
-        """Ends or stops this process, and leaves a sign of it."""
-        path, _, kind = self.fault.partition("|")
-        Path(path).touch()
-        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-
-    def undo(self) -> None:
-        PortableFunction.__call__ = self._original  # type: ignore[method-assign]
 
 
 def hosts_apart(ranks_per_host: int, rank: int) -> contextlib.AbstractContextManager[Any]:
@@ -219,75 +218,64 @@ def seen_in_a_phase(context: RankContext, run: Run, arena: Arena, folder: str) -
     """What this rank sees while ranks build, reset or close, and some of them die at a meeting."""
     case, fault = run.case, run.faults.get(context.rank)
     op = None if run.phase == "build" else make_op(context, case, arena)
-    left: list[Any] = []
-    leave = arena.rendezvous.leave
-    arena.rendezvous.leave = lambda secs: left.append(leave(secs))  # type: ignore[method-assign]
     reset = None if op is None else op.reset
     work = {"build": lambda: make_op(context, case, arena), "reset": reset, "close": arena.close}[run.phase]
     arena.rendezvous.barrier("before the faults")
     if fault is not None:
         die_at_a_meeting(Path(folder, f"struck {context.rank}"), 1 + int(fault.share * MEETINGS[run.phase]))
-    seen: dict[str, Any] = {"named": None}
-    start = time.monotonic()
-    try:
-        work()
-        if run.phase == "close":
-            gone = [rank for rank in range(run.world_size) if left[0] and str(rank) in left[0].partition("ranks")[2]]
-            seen = {"named": [gone, []], "text": str(left), "at": time.time()}
-    except RankTimeoutError as error:
-        seen = {"named": [error.missing_ranks, error.late_ranks], "text": str(error), "at": time.time()}
-    seen["secs"] = time.monotonic() - start
+    began = time.monotonic()
+    with messages_of(arena_module.logger, logging.INFO) as texts:
+        seen = named_by(lambda: [work()])
+    seen["secs"] = time.monotonic() - began
+    if run.phase == "close":
+        # a close raises nothing, and says in the log who did not come
+        absent, _, why = texts[0].partition(": ")[2].partition(":") if texts else ("", "", "")
+        gone = [rank for rank in range(run.world_size) if str(rank) in absent]
+        seen |= {"named": [gone, []], "text": why, "at": time.time()}
     return seen
 
 
-def die_at_a_meeting(sign: Path, number: int) -> None:
-    """Lets this process die before the exchange of this number from now on, or when it leaves."""
-    original, calls = Rendezvous.exchange, itertools.count(1)
+def named_by(calls: Callable[[], Iterable[None]]) -> dict[str, Any]:
+    """Makes calls until one fails: whom its error names, when, and seconds of the last call."""
+    seen: dict[str, Any] = {"named": None}
+    start = time.monotonic()
+    try:
+        for _ in calls():
+            start = time.monotonic()
+    except RankTimeoutError as error:
+        seen = {"named": [error.missing_ranks, error.late_ranks], "text": str(error), "at": time.time()}
+    return seen | {"secs": time.monotonic() - start}
 
-    def die(*_: Any) -> None:
-        sign.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+
+def die_at_a_meeting(sign: Path, number: int) -> None:
+    """Lets this process die before the exchange of this number from now on."""
+    original, calls = Rendezvous.exchange, itertools.count(1)
 
     def exchange(meeting: Rendezvous, label: str, message: Any) -> list[Any]:
         if next(calls) == number:
-            die()
+            strike(sign, "kill")
         return original(meeting, label, message)
 
     Rendezvous.exchange = exchange  # type: ignore[method-assign]
-    Rendezvous.leave = die  # type: ignore[method-assign]
 
 
 def seen_in_a_step(context: RankContext, run: Run, arena: Arena, folder: str) -> dict[str, Any]:
     """What this rank sees in steps in which some ranks die or stop."""
-    case, rank = run.case, context.rank
+    case, fault = run.case, run.faults.get(context.rank)
     op = make_op(context, case, arena)
-    calls = FaultyCalls()
+    strike_here = functools.partial(strike, Path(folder, f"struck {context.rank}"), fault.kind if fault else "")
+    calls = FaultyCalls(strike_here)
     run_step(case, op, 0, context.device)
     before, began = calls.count, time.monotonic()
     run_step(case, op, 1, context.device)
     num_calls, step_secs = calls.count - before, time.monotonic() - began
     op.set_timeout(BOUND_SECS)
     arena.rendezvous.barrier("before the faults")
-    fault = run.faults.get(rank)
-    if fault is not None:
-        calls.fault = f"{folder}/struck {rank}|{fault.kind}"
-        if run.device == "cpu":
-            calls.at = calls.count + 1 + int(fault.share * num_calls)
-        else:
-            threading.Timer(fault.share * step_secs, calls.strike).start()
-    seen: dict[str, Any] = {"named": None}
-    start = time.monotonic()
-    try:
-        for number in step_numbers(run.device):
-            for call in calls_of(case, op, number):
-                start = time.monotonic()
-                next(call, None)
-                settle(op)
-    except RankTimeoutError as error:
-        seen = {"named": [error.missing_ranks, error.late_ranks], "text": str(error), "at": time.time()}
-    seen["secs"] = time.monotonic() - start
-    calls.undo()
-    return seen
+    if fault is not None and run.device == "cpu":
+        calls.at = calls.count + 1 + int(fault.share * num_calls)
+    elif fault is not None:
+        threading.Timer(fault.share * step_secs, strike_here).start()
+    return named_by(lambda: (settle(op) for number in step_numbers(run.device) for _ in calls_of(case, op, number)))
 
 
 def step_numbers(device: str) -> Iterator[int]:
@@ -298,24 +286,15 @@ def step_numbers(device: str) -> Iterator[int]:
         number += 1
 
 
-def calls_of(case: Case, op: Any, number: int) -> Iterator[Iterator[None]]:
-    """The two calls of a step, each to be begun by its caller; results are compared with the oracle."""
-    made: list[Step] = []
-
-    def dispatches() -> Iterator[None]:
-        made.append(Step.dispatch(case, op, number, op.device))
-        yield
-
-    yield dispatches()
-    made[0].check_dispatched()
-    rows, weights, expected, sums = made[0].before_combine()
-
-    def combines() -> Iterator[None]:
-        made.append(op.combine(rows, weights, made[0].ids))
-        yield
-
-    yield combines()
-    made[0].check_combined(made[1], expected, sums)  # type: ignore[arg-type]
+def calls_of(case: Case, op: Any, number: int) -> Iterator[None]:
+    """Makes the two calls of a step; results are compared with the oracle once the caller has settled them."""
+    step = Step.dispatch(case, op, number, op.device)
+    yield
+    step.check_dispatched()
+    rows, weights, expected, sums = step.before_combine()
+    combined = op.combine(rows, weights, step.ids)
+    yield
+    step.check_combined(combined, expected, sums)
 
 
 def problems_of(run: Run) -> list[str]:

@@ -51,7 +51,7 @@ def agree(peers: Peers, given_up: GivenUp, bound_secs: float, left_secs: float =
             {rank: peers.presence(rank, bound_secs) for rank in range(peers.world_size)},
             peers.given_up(),
             host=peers.host,
-            on_host=[rank for rank in range(peers.world_size) if peers.waits(rank)],
+            on_host=[rank for rank in peers.host if peers.host_record.waits(rank)],
             since=given_up.at - 2 * bound_secs,
             is_over=is_over,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,7 @@ from ep_a2a.memory.guards import SharedBlocks
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch.distributed as dist
 
@@ -152,6 +152,7 @@ class Arena:
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.group)
+        self._symmetric: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
         self._shared_blocks: dict[int, SharedBlocks] = {}
         self._memory: dict[tuple[str, int], OpMemory] = {}
         # held while memory is given back, which another thread may be about to write to
@@ -242,14 +243,21 @@ class Arena:
 
     def _allocate(self, shared: SharedBlocks, sizes: BlockSizes) -> OpMemory:
         symmetric = {
-            role: shared.symmetric_block(role, num_bytes, sizes.fill_bytes.get(role), self._symmetric)
+            role: shared.symmetric_block(role, num_bytes, sizes.fill_bytes.get(role), self.symmetric)
             for role, num_bytes in sizes.shared.items()
         }
-        symmetric["own"] = self._symmetric(sizes.own)
+        symmetric["own"] = self.symmetric(sizes.own)
         return self._with_local_memory(symmetric, shared, sizes)
 
-    def _symmetric(self, num_bytes: int) -> SymmetricMemory:
-        return (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
+    def symmetric(self, num_bytes: int) -> SymmetricMemory:
+        """Zeroed symmetric memory of num_bytes, equal on all ranks, until the arena is closed. Collective."""
+        memory = (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
+        self._symmetric.add(memory)
+        return memory
+
+    @property
+    def _open_symmetric(self) -> list[SymmetricMemory]:
+        return [memory for memory in self._symmetric if not memory.closed]
 
     def _with_local_memory(
         self, symmetric: dict[str, SymmetricMemory], shared: SharedBlocks, sizes: BlockSizes
@@ -285,16 +293,12 @@ class Arena:
         """Memory of this rank, uint8, at least num_bytes, that ops of `index` share for `role`. Local."""
         return self._shared_blocks[index].local_block(role, num_bytes, self._zeros)
 
-    def _all_symmetric(self) -> list[SymmetricMemory]:
-        shared = [block for each in self._shared_blocks.values() for block in each.symmetric_blocks]
-        return shared + [memory.symmetric["own"] for memory in self._memory.values()]
-
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank holds for ops, symmetric and local."""
+        """Bytes that this rank holds, symmetric and local."""
         local = sum(each.num_local_bytes for each in self._shared_blocks.values())
         own = sum(memory.local_own.numel() for memory in self._memory.values())
-        return sum(block.num_bytes for block in self._all_symmetric()) + local + own
+        return sum(memory.num_bytes for memory in self._open_symmetric) + local + own
 
     def together(self, label: str, work: Callable[[], Any]) -> None:
         """Do `work` on each rank's part of the memory while no rank uses it; if it fails on one rank, all raise."""
@@ -309,7 +313,7 @@ class Arena:
         failed = any(int(memory.record[0]) for memory in self._memory.values())
         return not failed and not any(each.spoilt or each.in_use for each in self._shared_blocks.values())
 
-    def close(self, *, alone: bool = False, also: Sequence[SymmetricMemory] = ()) -> None:
+    def close(self, *, alone: bool = False) -> None:
         """Give all memory back; a second call does nothing. No op of this arena may be used afterwards.
 
         If no op has failed here or is in the middle of a step, the call is collective: it returns when all ranks have
@@ -318,7 +322,6 @@ class Arena:
 
         Args:
             alone: wait for no rank. Other ranks can still use their mappings of this memory.
-            also: symmetric memory that no op uses, to give back with the arena's.
         """
         if self.closed:
             return
@@ -330,12 +333,12 @@ class Arena:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            meets = not alone and bool(self._memory or also) and self.healthy
+            meets = not alone and bool(self._open_symmetric) and self.healthy
             if meets and (absence := self.rendezvous.leave(CLOSE_PATIENCE_SECS)):
                 logger.info("rank %d closes alone: %s", self.rendezvous.rank, absence)
         finally:
-            for block in (*self._all_symmetric(), *also):
-                block.close()
+            for memory in self._open_symmetric:
+                memory.close()
             self._shared_blocks.clear()
             self._memory.clear()
 

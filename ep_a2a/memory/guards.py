@@ -145,11 +145,6 @@ class SharedBlocks:
         return self.local[role][-1]
 
     @property
-    def symmetric_blocks(self) -> list[SymmetricMemory]:
-        """All symmetric blocks."""
-        return [block for blocks in self.symmetric.values() for block in blocks]
-
-    @property
     def num_local_bytes(self) -> int:
         """Bytes of the memory of this rank."""
         return sum(block.numel() for blocks in self.local.values() for block in blocks)

@@ -11,8 +11,6 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     import torch.distributed as dist
 
@@ -56,12 +54,12 @@ class NodeArena(Arena):
         memory = made[0]
         by_rank = dict(zip(self._grid.node_ranks, memory.peer_addresses, strict=True))
         addresses = tuple(by_rank.get(rank, 0) for rank in range(everyone.world_size))
-        return replace(memory, peer_addresses=addresses, elements=tuple(range(everyone.world_size)))
+        return replace(memory, peer_addresses=addresses, elements=())
 
-    def close(self, *, alone: bool = False, also: Sequence[SymmetricMemory] = ()) -> None:
-        """Give back all memory, the node's process group and the transport; arguments are those of Arena.close."""
+    def close(self, *, alone: bool = False) -> None:
+        """Give back all memory, the node's process group and the transport; `alone` is that of Arena.close."""
         if not self.closed:
-            super().close(alone=alone, also=also)
+            super().close(alone=alone)
             if self.between_nodes is not None:
                 self.between_nodes.close()
             destroy_subgroup(self._node.group)

@@ -94,13 +94,14 @@ class Peers:
         group_store: `store`, where the ranks meet.
         gone: ranks that are known to have ended, ascending.
         alarms: objects whose `alarm(rank)` makes kernels leave that wait for a rank that is gone; held weakly.
+        host_record: the file that the ranks of this host share.
     """
 
     def __init__(self, rank: int, world_size: int, store: distributed_c10d.Store) -> None:
         self.rank, self.world_size, self.group_store = rank, world_size, store
         self.gone: tuple[int, ...] = ()
         self.alarms: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._rung: tuple[int, ...] = ()
+        self._alarmed: tuple[int, ...] = ()
         self._fallen: dict[int, float] = {}
         self._joined: set[int] = {rank}
         self._given_up: dict[int, GivenUp] = {}
@@ -112,26 +113,26 @@ class Peers:
         self._store = distributed_c10d.PrefixStore("ep_a2a/peers", store.clone())  # type: ignore[attr-defined]
         self._heard: dict[int, tuple[bytes, float]] = dict.fromkeys(range(world_size), (b"", clock.now()))
         self._num_beats = 0
-        self._record = HostRecord.join(self._store, rank, world_size)
-        self._record.append({"joined": rank})
+        self.host_record = HostRecord.join(self._store, rank, world_size)
+        self.host_record.append({"joined": rank})
         # at once: a rank that dies soon has been heard
         self.beat()
         stopping = threading.Event()
         threads = [
-            _start(self, stopping, "ep_a2a watches", BEAT_SECS, Peers.ring),
+            _start(self, stopping, "ep_a2a watches", BEAT_SECS, Peers.watch),
             _start(self, stopping, "ep_a2a beats", HEART_SECS, Peers.beat),
         ]
-        self._finalizer = weakref.finalize(self, _leave, stopping, threads, self._record)
+        self._finalizer = weakref.finalize(self, _leave, stopping, threads, self.host_record)
 
     def look(self) -> tuple[int, ...]:
         """Reads what is new on this host, and returns the ranks that are gone."""
         with self._reading:
-            for line in self._record.new_lines():
+            for line in self.host_record.new_lines():
                 self._take(line)
             if len(self._joined) == self.world_size:
-                self.forget_name()
+                self.host_record.unlink()
             for rank in self._joined - {self.rank} - self._fallen.keys():
-                if self._record.has_ended(rank):
+                if self.host_record.has_ended(rank):
                     self._fallen[rank] = clock.now()
             if self._fallen and clock.now() >= max(self._fallen.values()) + self._grace_secs:
                 self.gone = tuple(sorted(self._fallen))
@@ -189,17 +190,9 @@ class Peers:
         late = tuple(rank for rank in absent if self.presence(rank, 0.0) is Presence.ALIVE)
         return Verdict(gone or tuple(rank for rank in absent if rank not in late), () if gone else late)
 
-    def waits(self, rank: int) -> bool:
-        """Whether a rank of this host is inside of `waiting`."""
-        return rank in self._joined and self._record.waits(rank)
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Within, this rank waits for others on the host, so that it is not late."""
-        return self._record.waiting()
-
     def give_up(self, given_up: GivenUp) -> None:
         """Writes down that this rank has given up a call."""
-        self._record.append({"rank": self.rank, "given_up": given_up})
+        self.host_record.append({"rank": self.rank, "given_up": given_up})
 
     def withdraw(self) -> None:
         """Takes back that this rank has given up a call, since ranks have met after it."""
@@ -230,18 +223,14 @@ class Peers:
             found = within(STORE_SECS, lambda: self._store.compare_set(f"verdict/{failure}", "", text))
             with contextlib.suppress(ValueError, TypeError):
                 verdict = Verdict.from_json(json.loads(found)) if found is not None else verdict
-        self._record.append({"failure": failure, "verdict": verdict})
+        self.host_record.append({"failure": failure, "verdict": verdict})
         return self.verdict(failure) or verdict
 
-    def forget_name(self) -> None:
-        """Takes the name of the host's file away, once all ranks have met."""
-        self._record.unlink()
-
-    def ring(self) -> bool:
+    def watch(self) -> bool:
         """Calls the alarms where ranks have gone since the last call. Returns whether to go on."""
         gone = self.look()
-        if gone != self._rung:
-            self._rung = gone
+        if gone != self._alarmed:
+            self._alarmed = gone
             for each in list(self.alarms):
                 # a GPU that is lost has no kernels that wait; this thread goes on
                 with contextlib.suppress(RuntimeError):

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
-from ep_a2a.errors import ConfigMismatchError, RankTimeoutError
+from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.agreement import described
 from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.memory.peers import Verdict, peers_of, within
@@ -131,7 +131,7 @@ class Rendezvous:
                 answers = [parsed(text) for text in self._texts(label, own)]
             finally:
                 if self._has_all:
-                    self.peers.forget_name()
+                    self.peers.host_record.unlink()
         require_one_version(answers, self.ranks)
         return [self._message_of(*each, label, message) for each in zip(self.ranks, answers, strict=True)]
 
@@ -184,16 +184,17 @@ class Rendezvous:
         Returns:
             None when all ranks have come; else the reason why some may not have. Raises nothing.
         """
-        keys = [f"left/{self._generation}/{rank}" for rank in self.ranks]
+        self.timeout_secs = patience_secs
 
-        def meet() -> tuple[int, ...]:
-            self._store.set(keys[self._place], "")
-            return await_keys(self._store, keys, self.ranks, self.peers, clock.now() + patience_secs)
+        def meet() -> str:
+            try:
+                self.barrier("the last meeting")
+            except EpA2AError as error:
+                return error.got
+            return ""
 
-        absent = within(patience_secs + STORE_PATIENCE_SECS, meet)
-        if absent is None:
-            return NO_ANSWER
-        return f"no sign of ranks {', '.join(map(str, absent))}" if absent else None
+        found = within(patience_secs + STORE_PATIENCE_SECS, meet)
+        return NO_ANSWER if found is None else found or None
 
     def _key(self, sequence: int, place: int) -> str:
         return f"{sequence}/{place}"
@@ -207,10 +208,7 @@ class Rendezvous:
         keys = [self._key(sequence, place) for place in range(self.world_size)]
         decision = self._decision_key(sequence)
         store.set(keys[self._place], own)
-        deadline = clock.now() + self.timeout_secs
-        absent = await_keys(store, keys, self.ranks, self.peers, deadline, lambda: store.check([decision]))
-        # a rank that has come and is gone would not come to the next exchange
-        absent = absent or tuple(rank for rank in self.peers.look() if rank in self.ranks)
+        absent = self._absent(keys, decision)
         judged = self.peers.part(absent) if absent else Verdict()
         try:
             verdict = Verdict.from_json(parsed(store.compare_set(decision, "", json.dumps(judged))))
@@ -225,6 +223,22 @@ class Rendezvous:
             store.delete_key(self._decision_key(sequence - 2))
         return texts
 
+    def _absent(self, keys: list[str], decision: str) -> tuple[int, ...]:
+        """Waits for the keys of all ranks, and returns the ranks that have not come or are gone."""
+        poll_secs = min(POLL_SECS_PER_RANK * len(keys), LONGEST_POLL_SECS)
+        deadline = clock.now() + self.timeout_secs
+        while True:
+            # before the keys: a rank that is gone may have come before
+            gone = tuple(rank for rank in self.peers.look() if rank in self.ranks)
+            is_over = clock.now() > deadline or self._store.check([decision])
+            if self._store.check(keys):
+                # a rank that has come and is gone would not come to the next exchange
+                return gone
+            absent = tuple(rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key]))
+            if absent and (is_over or any(map(self.peers.has_gone, absent))):
+                return absent
+            clock.sleep(poll_secs)
+
     def _timeout(self, verdict: Verdict, label: str) -> RankTimeoutError:
         absent = sorted((*verdict.missing, *verdict.late))
         return RankTimeoutError(
@@ -235,36 +249,6 @@ class Rendezvous:
             missing_ranks=verdict.missing,
             late_ranks=verdict.late,
         )
-
-
-def await_keys(
-    store: distributed_c10d.Store,
-    keys: Sequence[str],
-    ranks: Sequence[int],
-    peers: Peers,
-    deadline: float,
-    is_decided: Callable[[], bool] = lambda: False,
-) -> tuple[int, ...]:
-    """Waits until the store has all keys, and returns the ranks of those that it has not.
-
-    Args:
-        store: where they are set.
-        keys: one of each rank. ranks: their ranks in the group of `peers`.
-        peers: a rank that is gone is not waited for.
-        deadline: end of the wait, a clock.now().
-        is_decided: whether another rank has ended this wait.
-    """
-    poll_secs = min(POLL_SECS_PER_RANK * len(keys), LONGEST_POLL_SECS)
-    while True:
-        # before the keys: a rank that is gone may have come before
-        peers.look()
-        is_over = clock.now() > deadline or is_decided()
-        if store.check(list(keys)):
-            return ()
-        absent = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key]))
-        if absent and (is_over or any(map(peers.has_gone, absent))):
-            return absent
-        clock.sleep(poll_secs)
 
 
 def parsed(text: bytes) -> Any:

@@ -134,7 +134,7 @@ class StagedEngine(Engine):
         if running is None:
             return
         try:
-            with self._memory.peers.waiting():
+            with self._memory.peers.host_record.waiting():
                 self._between.end(running, self._bound_secs(back=back))
         except RankTimeoutError as error:
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value

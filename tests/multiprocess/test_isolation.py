@@ -59,7 +59,7 @@ def be_visited(context: RankContext, case: Case, user: int) -> dict[str, Any]:
             run_step(case, op, 0, context.device)
             arena.rendezvous.barrier("tokens are in memory")
             if context.rank == 0:
-                address = arena._all_symmetric()[0].local.data_ptr()
+                address = op.memory.acquired.symmetric["own"].local.data_ptr()
                 folder = os.path.dirname(os.readlink(f"/proc/self/fd/{stacks_descriptor()}"))
                 visits["memory"] = intrude(user, address, folder, *pids)
             arena.rendezvous.barrier("visited")

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory import agreement, host_record, peers
+from ep_a2a.memory import agreement, host_record, peers, rendezvous
 from ep_a2a.memory.agreement import agree, described, judge, remedy_of, with_verdict
 from ep_a2a.memory.peers import GivenUp, Peers, Presence, Verdict
-from ep_a2a.memory.rendezvous import await_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -228,20 +227,24 @@ def test_what_a_stranger_writes_into_the_store_is_no_death(view: Any, store: dis
     assert first.settle() == ()
 
 
-def test_a_meeting_ends_with_a_death_and_not_with_one_that_has_come(view: Any, store: dist.Store, time: Time) -> None:
+def test_a_meeting_ends_with_a_death_and_not_with_one_that_has_come(
+    view: Any, store: dist.Store, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, *_ = all_of(view)
-    keys = ["0", "1", "2"]
-    store.set("0", "")
-    store.set("2", "")
+    monkeypatch.setattr(rendezvous, "peers_of", lambda _: first)
+    group: Any = None
+    meeting = rendezvous.Rendezvous(group)
+    store.set(f"ep_a2a/{(1 << 32) + 1}/2", "")
     time.at = {101.0: lambda: view.dead.add(2), 105.0: lambda: view.dead.add(1)}
-    assert await_keys(store, keys, range(3), first, 400.0) == (1,)
+    with pytest.raises(RankTimeoutError) as caught:
+        meeting.barrier("a meeting")
+    assert caught.value.missing_ranks == (1,)
     assert time.now < 105.0 + peers.GRACE_SECS + 0.2
-    assert first.part((1,)) == Verdict((1,))
 
 
 def test_ranks_without_the_file_count_as_another_host(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = view(0)
-    first.forget_name()
+    first.host_record.unlink()
     second = view(1)
     second.look()
     assert (first._joined, second._joined) == ({0}, {1})
@@ -256,7 +259,7 @@ import sys, time
 import torch.distributed as dist
 from ep_a2a.memory.peers import Peers
 there = Peers(1, 2, dist.FileStore(sys.argv[1]))
-with there.waiting():
+with there.host_record.waiting():
     print("waits", flush=True)
     sys.stdin.readline()
 print("goes on", flush=True)
@@ -270,11 +273,11 @@ def test_the_lock_of_a_process_falls_with_it(tmp_path: Any) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "waits\n"
         own.look()
-        assert own.waits(1)
+        assert own.host_record.waits(1)
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "goes on\n"
-        assert not own.waits(1)
+        assert not own.host_record.waits(1)
         assert own.settle() == ()
         process.kill()
         process.wait()
