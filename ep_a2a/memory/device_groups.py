@@ -47,14 +47,14 @@ class DeviceGroups:
         """Waits for a collective of all ranks: on CPU until it is done, on CUDA by making the current stream wait.
 
         Args:
-            work: what the collective returned.
+            work: the collective's handle.
             device: where its tensors lie.
             timeout_secs: bound on CPU; on CUDA the process group's own timeout holds.
 
         Raises:
             RankTimeoutError: on CPU, when timeout_secs have passed or the connection to a rank is lost; at most
-                PATIENCE_SECS later (memory/agreement.py). A collective does not tell who did not come, so
-                missing_ranks are those that are gone, late_ranks those that live and do not give up, too.
+                PATIENCE_SECS later (memory/agreement.py). A collective does not tell who did not come. So
+                missing_ranks are the ranks that are gone, late_ranks the ranks that live and do not give up.
         """
         rank, peers = self.rendezvous.rank, self.rendezvous.peers
         self._num_waits += 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ep_a2a.memory.node_grid import NodeGrid
 
 GLOO_PATIENCE_SECS = 5.0
-"""What gloo waits beyond our own bound before it closes its connections: those of ranks that came later, too."""
+"""From our own bound to gloo's, which closes its connections, also to ranks that came late."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class NodeAllToAll(NodeTransport):
                 work = None
             return Exchange(work, (received, sent))
         options = dist.AllToAllOptions()
-        # all_to_all_single takes no bound; without one, whoever lets go of the group waits for the group's.
+        # all_to_all_single takes no bound; without one, dropping the group waits for the group's.
         options.timeout = timedelta(seconds=timeout_secs + GLOO_PATIENCE_SECS)
         self._number += 1
         self._numbers.set(str(self.grid.node), str(self._number))

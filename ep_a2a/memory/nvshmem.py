@@ -4,7 +4,7 @@ The library is called by ctypes: each release of its Python packages asks for ot
 below are version 1 of NVSHMEM's own (host/nvshmemx_api.h), which 3.x accepts.
 
 One NVSHMEM serves a process for as long as it lives: it is never ended, and its memory never given back, since both
-wait for all ranks, one of which may be gone. What an owner gives up is lent to the next.
+wait for all ranks, one of which may be gone. A block that its owner gives back serves the next allocation of its size.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Nvshmem:
             DeviceMemoryError: a rank had not enough.
         """
         own = [i for i, block in enumerate(self.blocks) if not block.is_lent and block.num_bytes == num_bytes]
-        # a rank may not have given up yet what others have
+        # a block is free when all ranks have given it back, at different times
         free = rendezvous.exchange("NVSHMEM memory that is free", own)
         again = sorted(set(free[0]).intersection(*free[1:]))
         if not again:

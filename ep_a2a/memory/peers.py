@@ -1,4 +1,4 @@
-"""Peers: which ranks of a group live, as this process sees it, and what ranks have written down about failures."""
+"""Peers: the ranks of a group as this process sees them: who lives, which calls they gave up, and the verdicts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ UNHEARD_SECS = 1.0
 SILENT_SECS = 30.0
 """A rank of another host that was heard, and has been silent for so long, is not waited for in a meeting."""
 GRACE_SECS = 0.8
-"""From the last death that is seen to the alarm. Ranks often die together, so that all of them are named; and a rank
-that ends behind its last step has sent the others what they need to end theirs."""
+"""From the last death that is seen to the alarm, for two reasons. Ranks often die together, and all of them are to be
+named. A rank that ends after its last step has sent its rows, and the others need time to end their steps."""
 STORE_SECS = 2.0
 """Bound on an answer of the store, behind a link that may be cut."""
 
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> Verdict:
-        """Reads what JSON has made of a verdict."""
+        """Returns the verdict that JSON has turned into lists; TypeError or ValueError where there is none."""
         missing, late, calls = value
         return cls(tuple(missing), tuple(late), tuple((int(rank), str(call)) for rank, call in calls))
 
@@ -109,7 +109,7 @@ class Peers:
         self._reading = threading.RLock()
         # a store that has ended says so here; a new connection would try for the store's time-out
         store.check(["ep_a2a"])
-        # a connection of its own, since whoever waits for a key occupies one
+        # a connection of its own, since a thread that waits for a key occupies one
         self._store = distributed_c10d.PrefixStore("ep_a2a/peers", store.clone())  # type: ignore[attr-defined]
         self._heard: dict[int, tuple[bytes, float]] = dict.fromkeys(range(world_size), (b"", clock.now()))
         self._num_beats = 0
@@ -150,7 +150,7 @@ class Peers:
         return GRACE_SECS if is_one_host else GRACE_SECS + 2 * HEART_SECS
 
     def _take(self, line: dict[str, Any]) -> None:
-        """Takes in a line of the host's record, this rank's own ones included."""
+        """Keeps what a line of the host's record says; this rank's own lines are read, too."""
         if "joined" in line:
             self._joined.add(line["joined"])
         elif "given_up" in line:
@@ -160,7 +160,7 @@ class Peers:
             self._verdicts.setdefault(line["failure"], Verdict.from_json(line["verdict"]))
 
     def settle(self) -> tuple[int, ...]:
-        """Waits until a death of this moment would be seen, and returns the ranks that are gone."""
+        """Waits for as long as a death takes to count, and returns the ranks that are gone."""
         until = clock.now() + self._grace_secs + BEAT_SECS
         while not self.look() and clock.now() < until:
             clock.sleep(BEAT_SECS / 4)
@@ -180,12 +180,15 @@ class Peers:
         return Presence.GONE if silence >= silent_secs else Presence.UNHEARD
 
     def has_gone(self, rank: int) -> bool:
-        """Whether to wait no more for a rank that has not come to a meeting; one that was never seen may be slow."""
+        """Whether a meeting stops waiting for a rank. A rank that was never seen may be slow to start."""
         was_seen = rank in self._joined or bool(self._heard[rank][0])
         return was_seen and self.presence(rank, SILENT_SECS) is Presence.GONE
 
     def part(self, absent: tuple[int, ...]) -> Verdict:
-        """The verdict on a meeting in which ranks were absent: those that are gone, or not seen to live; else late."""
+        """The verdict on a meeting that ranks did not come to.
+
+        Absent ranks that are gone are missing. Where none is, the absent ranks that live are late, the others missing.
+        """
         gone = tuple(rank for rank in self.look() if rank in absent)
         late = tuple(rank for rank in absent if self.presence(rank, 0.0) is Presence.ALIVE)
         return Verdict(gone or tuple(rank for rank in absent if rank not in late), () if gone else late)
@@ -200,7 +203,7 @@ class Peers:
             self.give_up(GivenUp("", "", (), waited=False, at=0.0))
 
     def given_up(self) -> dict[int, GivenUp]:
-        """The last call that each rank of this host has given up, without those that were taken back."""
+        """By rank of this host, the last call that it gave up and has not taken back."""
         self.look()
         return {rank: each for rank, each in self._given_up.items() if each.failure}
 
@@ -257,7 +260,7 @@ class Peers:
         return True
 
     def _hear(self, value: bytes) -> None:
-        """Takes in which ranks another host has seen end; anybody who reaches the store can write there."""
+        """Keeps which ranks another host has seen end. Strangers can write to the store, so any text may come."""
         with contextlib.suppress(ValueError, TypeError), self._reading:
             _, gone = json.loads(value)
             for rank in gone:

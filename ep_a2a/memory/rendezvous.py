@@ -96,10 +96,10 @@ class Rendezvous:
         self._sequence = self._generation << 32
 
     def _new_generation(self) -> int:
-        """A number that the other ranks give this Rendezvous, too.
+        """Returns a number for this Rendezvous that is equal on all ranks.
 
-        All ranks of a group make the same ones in the same order. Some ranks, which may meet again after a failure,
-        take the first number whose first exchange nobody has decided.
+        All ranks of a group make theirs in the same order, so each rank counts. Some ranks of a group may meet again
+        after a failure, and take the first number whose first exchange has no decision.
         """
         if self._has_all:
             return int(self._store.add(f"generation/{self.rank}", 1))
@@ -291,7 +291,7 @@ def require_one_version(messages: Sequence[Any], ranks: Sequence[int] | None = N
     """Refuses ranks of different wire formats; to be called before anything else of a message is read.
 
     Args:
-        messages: by rank, what `with_version` returned there. A message without a version is of an older package.
+        messages: by rank, made by `with_version`. A message without a version is of an older package.
         ranks: the ranks that the messages are from; None counts from 0.
 
     Raises:

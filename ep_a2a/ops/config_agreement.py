@@ -33,7 +33,7 @@ def agree_on_config(
     """
     fields: dict[str, str] = {}
     try:
-        # what the environment says counts, too, and may not be readable on this rank
+        # variables of the environment count, too, and one may not be readable on this rank
         fields = {} if config is None else config.shared_fields() | {"index": str(index)}
     except EpA2AError as unreadable:
         error = error or unreadable

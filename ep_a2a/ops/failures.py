@@ -18,12 +18,12 @@ from ep_a2a.errors import (
 from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
 from ep_a2a.memory.agreement import RESET, agree, described, remedy_of
 from ep_a2a.memory.peers import GivenUp, Verdict
-from ep_a2a.ops.timeouts import FIRST_EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ep_a2a.ops.memory import BoundMemory
+    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.ops.timeouts import Timeouts
 
 DISPATCH_PHASE, COMBINE_PHASE = StepPhase.DISPATCH, StepPhase.COMBINE
@@ -36,7 +36,7 @@ class Failure:
     """The first failure of an op as its kernels saw it; the codes are FailureCode's.
 
     Attributes:
-        code: what went wrong.
+        code: the kind of failure.
         accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
         phase: a StepPhase; 0 if a peer has reported no more than code and accused.
         epoch: step of the op, counted from 1 and wrapping.
@@ -133,7 +133,7 @@ class Failure:
 
     def _disagreement(self, where: str) -> ConfigMismatchError:
         if not self.detail:
-            # reported by a peer: per_rank holds who was late here, not what the ranks said
+            # reported by a peer: per_rank holds the ranks that were late here, not their choices
             found = f"another rank reported a difference before {where}"
             remedy = f"That rank's error says what differs. {RESET}"
             return ConfigMismatchError("all ranks to agree on each step", found, remedy)
@@ -227,11 +227,6 @@ def describe_wire_word(word: int) -> str:
     return " with ".join(parts[:2]) + ", " + ", ".join(parts[2:])
 
 
-def bound_of(timeouts: Timeouts, epoch: int) -> float:
-    """Seconds that a wait of a step may take."""
-    return timeouts.of_step(is_first=epoch == FIRST_EPOCH)
-
-
 def error_of(
     failure: Failure, memory: BoundMemory, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None
 ) -> EpA2AError:
@@ -251,5 +246,22 @@ def error_of(
         posted = failure.epoch & UINT32_MASK in own_flags or (bool(failure.absent) and rank not in failure.absent)
         waited = seen is not None and (not seen or posted)
         given_up = GivenUp(memory.failure_key, failure.call(memory), failure.awaited(rank), waited, clock.now())
-        verdict = agree(memory.peers, given_up, bound_of(timeouts, failure.epoch))
+        verdict = agree(memory.peers, given_up, timeouts.of_step(failure.epoch))
     return failure.exception(rank, timeouts, seen, verdict)
+
+
+def check_peers(op: EpDispatchCombineOp) -> None:
+    """Raise the first failure of an op that any rank has reported, for a rank that uses results of others.
+
+    `op.check` raises what kernels of this rank have met. Where the last kernel of a step fails on another rank only,
+    this one learns of it by its next kernel. That is too late if it has used results of the other rank's step. A report
+    is here before the failed kernel of its rank ends.
+
+    Raises:
+        RankTimeoutError, AlternationError, ConfigMismatchError, CapacityError, ForeignIndicesError: as found.
+    """
+    failure = op.memory.poison.read()
+    if failure is not None:
+        # this rank's own kernels know more
+        op.check()
+        raise error_of(failure, op.memory, op.timeouts)

@@ -25,7 +25,7 @@ class PoisonWord:
         self._word, self._device = word, word.device
         on_gpu = word.is_cuda
         self._stream = torch.cuda.Stream(word.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        with torch.inference_mode(False):  # whoever reads may be in this mode or not
+        with torch.inference_mode(False):  # a reader may be in this mode or not
             self._seen, self._posted = (
                 torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(2)
             )

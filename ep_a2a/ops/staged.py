@@ -21,7 +21,7 @@ from ep_a2a.kernels.staged_kernels import (
 from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.engine import Engine
-from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure, bound_of
+from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure
 from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, RingLaunches
@@ -118,7 +118,7 @@ class StagedEngine(Engine):
         except RankTimeoutError as error:
             memory = self._memory
             failure = Failure.from_record(memory.synchronized_record(), self.kernels.config.world_size)
-            key, call, bound_secs = memory.failure_key, failure.call(memory), bound_of(memory.timeouts, failure.epoch)
+            key, call, bound_secs = memory.failure_key, failure.call(memory), memory.timeouts.of_step(failure.epoch)
             raise agreed_error(error, memory.peers, key, call, error.missing_ranks, bound_secs, start) from error
 
     def _begin(self, step_tokens: int, *, back: bool) -> Exchange:
@@ -148,7 +148,7 @@ class StagedEngine(Engine):
         Ranks of a node in which one is missing are the first to name it.
         """
         ended = int(self._memory.steps[Stage.COMBINE_RECEIVE]) if self.kernels.interpreted else 0
-        return self._memory.timeouts.of_step(is_first=ended == 0) * (2 if back else 1)
+        return self._memory.timeouts.of_step(ended + 1) * (2 if back else 1)
 
     def quiet(self) -> None:
         """Connect anew where an exchange has failed, or not ended, on any rank. Collective."""

@@ -41,9 +41,9 @@ class Timeouts:
         timeout_secs = checked_timeout_secs(timeout_secs)
         return cls(timeout_secs, timeout_secs)
 
-    def of_step(self, *, is_first: bool) -> float:
-        """The time-out of a step, in seconds."""
-        return self.first_step_secs if is_first else self.step_secs
+    def of_step(self, epoch: int) -> float:
+        """The time-out of a step, in seconds; steps count from 1."""
+        return self.first_step_secs if epoch == FIRST_EPOCH else self.step_secs
 
     def in_nanoseconds(self) -> tuple[int, int]:
         """In the order in which kernels read them: of a step, of the first step."""

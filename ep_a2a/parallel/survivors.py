@@ -1,4 +1,4 @@
-"""Goes on after ranks are gone: the group and manager of those who are left, and the experts that they hold."""
+"""survivors: the group, manager and experts of the ranks that are left after others are gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Survivors:
-    """Those who are left, and what they hold.
+    """The ranks that are left, and their experts.
 
     Attributes:
         ranks: their ranks in the former group, ascending; `ranks[i]` is rank i now.
@@ -106,7 +106,7 @@ def survivors(
     Raises:
         ConfigError: the error names nobody who is gone, or experts_of_ranks does not fit the group.
         RankTimeoutError: survivors did not come; or the former group's store has ended, and another was not given. Its
-            missing_ranks are all that are gone now, those of `error` among them, so it can take that one's place.
+            missing_ranks are all ranks that are gone now, also those of `error`, so pass it to the next call.
     """
     former = manager.cpu_group
     world_size, own = dist.get_world_size(former), dist.get_rank(former)

@@ -1,4 +1,4 @@
-"""Gathers where the ranks of a group run, by two exchanges in its store; topology.classify judges what was found."""
+"""Gathers where the ranks of a group run, by two exchanges in its store; `classify` turns the report into nodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankFacts:
         gpu_name, gpu_uuid: the rank's GPU; the uuid separates GPUs that all ranks see as cuda:0.
         visible_device_index: CUDA device index among the devices that the rank sees.
         sm_count: multiprocessors of the rank's GPU.
-        errors: what went wrong while asking, as text.
+        errors: questions about this rank that failed, as text.
     """
 
     rank: int

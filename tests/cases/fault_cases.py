@@ -30,7 +30,7 @@ from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.ops.peer_failures import PeerFailures
+from ep_a2a.ops.failures import check_peers
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.cases.op_checks import raised
@@ -130,15 +130,16 @@ def steps_until_error(
             call, start = "combine", time.monotonic()
             combine(step)
         except RankTimeoutError as error:
-            secs = time.monotonic() - start
-            return {
-                "call": f"{call} {number - first}",
-                "missing": list(error.missing_ranks),
-                "late": list(error.late_ranks),
-                "secs": secs,
-                "behind": sorted(kind for kind, epochs in error.seen.items() if epochs[VICTIM] != error.wanted),
-            }
+            behind = sorted(kind for kind, epochs in error.seen.items() if epochs[VICTIM] != error.wanted)
+            return told_by(error, f"{call} {number - first}", start) | {"behind": behind}
     raise AssertionError("no rank was missed")
+
+
+def told_by(error: EpA2AError, call: str, start: float) -> dict[str, Any]:
+    """What a rank has seen: the call that failed, whom its error names, seconds since `start`."""
+    assert isinstance(error, RankTimeoutError)
+    missing, late = list(error.missing_ranks), list(error.late_ranks)
+    return {"call": call, "missing": missing, "late": late, "secs": time.monotonic() - start}
 
 
 def _nothing() -> None:
@@ -302,10 +303,9 @@ def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> 
     """One rank gives up in a step that the others have not begun: they are told, though no kernel of theirs sees it."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        told = PeerFailures(op)
         run_step(case, op, 0, context.device)
         settle(op)
-        told.check()
+        check_peers(op)
         op.set_timeout(timeout_secs)
         arena.rendezvous.barrier("a step that went well")
         if context.rank == VICTIM:
@@ -318,9 +318,11 @@ def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> 
         arena.rendezvous.barrier("one rank has given up")
         if context.rank != VICTIM:
             op.check()
-        error = raised(RankTimeoutError, told.check, "had not come when" if context.rank == VICTIM else "reported it")
+        error = raised(
+            RankTimeoutError, lambda: check_peers(op), "had not come when" if context.rank == VICTIM else "reported it"
+        )
         op.reset()
-        told.check()
+        check_peers(op)
         run_step(case, op, 2, context.device)
         return [list(error.missing_ranks), list(error.late_ranks)]
 
@@ -337,8 +339,7 @@ def stop_until_let_go(case: Case, op: EpDispatchCombineOp, place_name: str, goes
         run_step(case, op, 2, op.device)
 
     error = raised(RankTimeoutError, two_steps)
-    assert isinstance(error, RankTimeoutError)
-    return {"call": "any", "missing": list(error.missing_ranks), "late": list(error.late_ranks), "secs": 0.0}
+    return told_by(error, "any", time.monotonic())
 
 
 # --- ranks that leave the order of calls ---
@@ -388,16 +389,10 @@ def skips_a_step(context: RankContext, case: Case) -> dict[str, Any]:
             try:
                 check_echo(case, op, number, context.rank)
             except RankTimeoutError as error:
-                secs = time.monotonic() - start
-                seen = {
-                    "call": f"step {number}",
-                    "missing": list(error.missing_ranks),
-                    "late": list(error.late_ranks),
-                    "secs": secs,
-                }
+                seen = told_by(error, f"step {number}", start)
                 break
         else:
-            seen = {"call": "none", "missing": [], "secs": 0.0}
+            seen = {"call": "none"}
         arena.rendezvous.barrier("all have seen it")
         op.reset()
         run_step(case, op, 4, context.device)
@@ -463,10 +458,8 @@ def no_memory(context: RankContext, case: Case, kind: str, number: int) -> dict[
         run_step(case, op, 0, context.device)
         # what the failed op had got serves this one
         assert len(arena._shared_blocks) == 1
-        for blocks in (
-            *arena._shared_blocks[op.index].symmetric.values(),
-            *arena._shared_blocks[op.index].local.values(),
-        ):
+        shared = arena._shared_blocks[op.index]
+        for blocks in (*shared.symmetric.values(), *shared.local.values()):
             assert len(blocks) == 1
         return seen
 

@@ -31,6 +31,7 @@ from tests.cases.fault_cases import (
     echo_of,
     settle,
     steps_until_error,
+    told_by,
 )
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, same_bits
 from tests.cases.op_checks import raised, synchronize
@@ -156,17 +157,10 @@ def killed_in_a_replay(context: RankContext, fault: Fault, case: Case, folder: s
     for _ in range(NUM_QUEUED_REPLAYS):
         captured.replay()
     synchronize(context)
-    seen: dict[str, Any] = {"call": "replay", "secs": time.monotonic() - start}
-    error = raised(RankTimeoutError, op.check)
-    assert isinstance(error, RankTimeoutError)
+    seen = told_by(raised(RankTimeoutError, op.check), "replay", start)
     # those behind the one that failed have received nothing
     assert op.recv_counts.tolist() == [0] * context.world_size
-    _leave(
-        op,
-        arena,
-        seen | {"missing": list(error.missing_ranks), "late": list(error.late_ranks)},
-        Path(folder, f"{rank}.json"),
-    )
+    _leave(op, arena, seen, Path(folder, f"{rank}.json"))
 
 
 def _leave(op: EpDispatchCombineOp, arena: Arena, seen: dict[str, Any], report: Path) -> None:

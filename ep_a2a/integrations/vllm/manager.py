@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
-    from ep_a2a.ops.peer_failures import PeerFailures
     from ep_a2a.telemetry.counters import InstrumentedOp
 
 MIB = 1 << 20
@@ -74,7 +73,6 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
         self._ops: list[EpDispatchCombineOp] = []
-        self._peer_failures: list[PeerFailures] = []
         self._step_timeout_secs: float | None = None
         self._unreadable = unreadable_variable()
         # raised on all ranks together, when the first op is made
@@ -99,11 +97,6 @@ class VllmAll2AllManager(NativeAll2AllManager):
         op: EpDispatchCombineOp = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._ops:
             self._ops.append(op)
-            if self.tp_group.world_size > 1:
-                # Triton is loaded when the first op is made
-                from ep_a2a.ops.peer_failures import PeerFailures
-
-                self._peer_failures.append(PeerFailures(op))
             if self._step_timeout_secs is not None:
                 op.set_timeout(self._step_timeout_secs)
             if self.rank == 0:
@@ -142,8 +135,12 @@ class VllmAll2AllManager(NativeAll2AllManager):
         """
         for op in self._ops:
             op.check()
-        for failures in self._peer_failures:
-            failures.check()
+        if self._ops and self.tp_group.world_size > 1:
+            # Triton is loaded when the first op is made
+            from ep_a2a.ops.failures import check_peers
+
+            for op in self._ops:
+                check_peers(op)
 
     def close_open_steps(self) -> None:
         """Closes ops that an error has left between dispatch and combine, so that later calls raise and do not wait."""
@@ -183,7 +180,6 @@ class VllmAll2AllManager(NativeAll2AllManager):
 
     def _release(self) -> None:
         self._ops.clear()
-        self._peer_failures.clear()
         # a reader that still holds this manager must find the counters of the next engine
         self.counters = None
         live_managers.discard(self)
