@@ -9,7 +9,6 @@ be named or not, but by all alike.
 
 With `--device cuda` the ranks share a GPU where there are fewer, by time slices, and a thread of the rank strikes at a
 random time of a step. With `--log FILE` each run is noted there, and the next call with the same file leaves it out.
-`--match TEXT` makes only those of the runs whose path contains the text.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ from tests.cases.staged_cases import node_arena, over_torch_distributed
 from tests.messages import messages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ep_a2a.testing import RankContext
 
@@ -361,17 +360,9 @@ def is_right(run: Run, missing: set[int], late: set[int], sure: set[int], died: 
     return bool(late) and late <= stopped
 
 
-def tried(seed: int, number: int, device: str) -> tuple[int, list[str]]:
-    """A run's number and what was wrong, for another process to call."""
-    return number, problems_of(draw(seed, number, device))
-
-
-def outcomes(seed: int, numbers: Sequence[int], device: str, jobs: int) -> Iterator[tuple[int, list[str]]]:
-    """Tries runs, `jobs` at a time, in the order in which they end."""
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(tried, seed, number, device) for number in numbers]
-        for future in as_completed(futures):
-            yield future.result()
+def tried(seed: int, device: str, number: int) -> list[str]:
+    """What was wrong in a run, for another process to call."""
+    return problems_of(draw(seed, number, device))
 
 
 def table(outcomes_by_number: Mapping[int, list[str]], seed: int, device: str) -> str:
@@ -391,28 +382,29 @@ def main() -> None:
     """Runs them, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; each has 3 or 4 processes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--match", default="", help="only runs whose path contains this")
     parser.add_argument("--log", type=Path, help="where runs are noted; those that stand there are not repeated")
     options = parser.parse_args()
-    seed, device, log = options.seed, options.device, options.log
-    lines = log.read_text().splitlines() if log is not None and log.exists() else []
-    noted = [json.loads(line) for line in lines]
+    seed, device = options.seed, options.device
+    log = options.log or Path(os.devnull)
+    noted = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     found = {each["number"]: each["wrong"] for each in noted if (each["seed"], each["device"]) == (seed, device)}
-    numbers = range(options.first, options.first + options.runs)
-    wanted = [number for number in numbers if options.match in draw(seed, number, device).path]
-    for number, problems in outcomes(seed, [n for n in wanted if n not in found], device, options.jobs):
-        found[number] = problems
-        if log is not None:
-            with log.open("a") as file:
-                file.write(json.dumps({"seed": seed, "device": device, "number": number, "wrong": problems}) + "\n")
-        for problem in problems:
-            sys.stdout.write(f"{number} {draw(seed, number, device)}: {problem}\n")
-        sys.stdout.flush()
-    sys.stdout.write(table({number: found[number] for number in wanted}, seed, device) + "\n")
+    numbers = [number for number in range(options.runs) if number not in found]
+    with (
+        ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        log.open("a") as file,
+    ):
+        outcomes = pool.map(functools.partial(tried, seed, device), numbers)
+        for number, problems in zip(numbers, outcomes, strict=True):
+            found[number] = problems
+            file.write(json.dumps({"seed": seed, "device": device, "number": number, "wrong": problems}) + "\n")
+            file.flush()
+            for problem in problems:
+                sys.stdout.write(f"{number} {draw(seed, number, device)}: {problem}\n")
+            sys.stdout.flush()
+    sys.stdout.write(table({number: found[number] for number in range(options.runs)}, seed, device) + "\n")
 
 
 if __name__ == "__main__":

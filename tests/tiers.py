@@ -24,8 +24,6 @@ QUICK = (
     "multiprocess/test_mori.py::test_the_complete_program",
     # the pools of ranks that all of these stand on
     "multiprocess/test_launch.py",
-    # a rank that is killed
-    "multiprocess/test_memory.py::test_a_killed_rank_is_named_and_leaves_nothing",
     # two of the random kills and stops
     "multiprocess/test_deaths.py::test_survivors_name_exactly_those_that_are_gone",
 )

@@ -246,8 +246,28 @@ class Arena:
             role: shared.symmetric_block(role, num_bytes, sizes.fill_bytes.get(role), self.symmetric)
             for role, num_bytes in sizes.shared.items()
         }
-        symmetric["own"] = self.symmetric(sizes.own)
-        return self._with_local_memory(symmetric, shared, sizes)
+        own = symmetric["own"] = self.symmetric(sizes.own)
+        on_gpu = self.device.type == "cuda"
+
+        def with_local_memory() -> OpMemory:
+            try:
+                return OpMemory(
+                    symmetric,
+                    self._zeros(sizes.local_own),
+                    {role: shared.local_block(role, size, self._zeros) for role, size in sizes.local_shared.items()},
+                    torch.zeros(sizes.record_words, dtype=torch.int32, device="cpu", pin_memory=on_gpu),
+                    shared,
+                )
+            except (RuntimeError, MemoryError) as cause:  # torch's own errors when memory runs out
+                kind = DeviceMemoryError if on_gpu else HostMemoryError
+                remedy = f"Free memory or lower {MAX_TOKENS}."
+                raise kind("memory of this rank for an op", str(cause), remedy) from cause
+
+        try:
+            return self.rendezvous.attempt("allocating memory of each rank", with_local_memory)
+        except EpA2AError:
+            own.close()
+            raise
 
     def symmetric(self, num_bytes: int) -> SymmetricMemory:
         """Zeroed symmetric memory of num_bytes, equal on all ranks, until the arena is closed. Collective."""
@@ -258,33 +278,6 @@ class Arena:
     @property
     def _open_symmetric(self) -> list[SymmetricMemory]:
         return [memory for memory in self._symmetric if not memory.closed]
-
-    def _with_local_memory(
-        self, symmetric: dict[str, SymmetricMemory], shared: SharedBlocks, sizes: BlockSizes
-    ) -> OpMemory:
-        """Allocate the memory that only this rank reaches: on all ranks or on none, so that no rank waits."""
-
-        def allocate() -> OpMemory:
-            try:
-                return OpMemory(
-                    symmetric,
-                    self._zeros(sizes.local_own),
-                    {role: shared.local_block(role, size, self._zeros) for role, size in sizes.local_shared.items()},
-                    torch.zeros(
-                        sizes.record_words, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda"
-                    ),
-                    shared,
-                )
-            except (RuntimeError, MemoryError) as cause:  # torch's own errors when memory runs out
-                kind = HostMemoryError if self.device.type == "cpu" else DeviceMemoryError
-                remedy = f"Free memory or lower {MAX_TOKENS}."
-                raise kind("memory of this rank for an op", str(cause), remedy) from cause
-
-        try:
-            return self.rendezvous.attempt("allocating memory of each rank", allocate)
-        except EpA2AError:
-            symmetric["own"].close()
-            raise
 
     def _zeros(self, num_bytes: int) -> torch.Tensor:
         return zeros_outside_pools(num_bytes, self.device)

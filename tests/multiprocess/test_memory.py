@@ -47,8 +47,6 @@ NUM_BYTES = 100_000
 GIB = 1 << 30
 SHORT_TIMEOUT_SECS = 6.0
 """Longer than ranks of a busy machine are apart that left a barrier together."""
-DEAD_TIMEOUT_SECS = 2.0
-"""In a step that one rank does not live to."""
 SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared={"local": 128}, record_words=10)
 
 
@@ -279,38 +277,6 @@ def test_files_of_dead_processes_are_removed():
 
 def process_id(_context: RankContext) -> int:
     return os.getpid()
-
-
-def die_after_a_step(context: RankContext, case: Case, dying_rank: int) -> None:
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
-        run_step(case, op, 0, context.device)
-        arena.rendezvous.barrier("before the kill")
-        op.set_timeout(DEAD_TIMEOUT_SECS)
-        if context.rank == dying_rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        inputs = make_inputs(case, 1, context.rank)
-        op.dispatch(inputs.tokens, None, None, inputs.ids)
-        op.check()
-
-
-@pytest.mark.parametrize("layout", ["compact", "rank_major"])
-def test_a_killed_rank_is_named_and_leaves_nothing(layout):
-    case = Case(world_size=3, num_experts=6, layout=layout)
-    with RankPool(3, timeout_secs=60, grace_secs=20) as pool:
-        processes = pool.run(process_id)
-        with pytest.raises(RankFailure) as caught:
-            pool.run(die_after_a_step, case, 1)
-    failure = caught.value
-    assert "exit code -9" in failure.tracebacks[1]
-    assert failure.unfinished == ()
-    assert sorted(failure.errors) == [0, 2]
-    for error in failure.errors.values():
-        assert isinstance(error, RankTimeoutError)
-        assert error.missing_ranks == (1,)
-        assert "rank 1 is gone" in str(error)
-    assert files_of(*processes) == []
-    assert not [process for process in processes if Path(f"/proc/{process}").exists()]
 
 
 def die_while_allocating(context: RankContext, dying_rank: int, step: str) -> Any:
