@@ -59,8 +59,8 @@ class Rendezvous:
     Args:
         group: the process group; any backend, since only its store is used.
         timeout_secs: how long to wait for the slowest rank of one exchange.
-        ranks: those of the group that meet, this one among them, equal on all of them; None for all. Where one gives
-            up, each makes a new Rendezvous of these ranks to meet again.
+        ranks: the ranks of the group that meet, this one among them, equal on all of them; None for all. To meet again
+            after one has given up, each makes a new Rendezvous.
         store: where they meet; None for the group's store.
 
     Attributes:
@@ -130,6 +130,7 @@ class Rendezvous:
             try:
                 answers = [parsed(text) for text in self._texts(label, own)]
             finally:
+                # all ranks of this host that came have opened the file
                 if self._has_all:
                     self.peers.host_record.unlink()
         require_one_version(answers, self.ranks)
@@ -160,13 +161,11 @@ class Rendezvous:
         texts = self.exchange(label, None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        failed = [rank for rank, text in enumerate(texts) if text is not None]
-        if failed:
-            raise ConfigMismatchError(
-                f"{label} to succeed on every rank",
-                f"rank {failed[0]} failed with {texts[failed[0]]}",
-                "See above.",
-            )
+        for rank, text in zip(self.ranks, texts, strict=True):
+            if text is not None:
+                raise ConfigMismatchError(
+                    f"{label} to succeed on every rank", f"rank {rank} failed with {text}", "See above."
+                )
 
     def attempt(self, label: str, work: Callable[[], Result]) -> Result:
         """Does `work` on every rank and returns its result; where it fails on one rank, all raise as `agree` does."""
