@@ -345,6 +345,17 @@ def test_what_no_backend_offers_is_no_method(manager):
         assert not hasattr(manager, method)
 
 
+def test_a_manager_that_makes_ops_needs_to_say_nothing_more(group):
+    class Mine(All2AllManagerBase):
+        def _make_op(self, *_: Any) -> Handle:
+            return Handle()
+
+    manager = Mine(group)
+    manager.device = "cpu"
+    op = manager.get_handle(small_kwargs())
+    assert manager.handle_cache.handles() == [op]
+
+
 def test_the_signatures_of_vllm_and_aiter():
     expected = {
         "get_handle": ["kwargs", "index"],

@@ -1,8 +1,8 @@
 """MORI's Python package on our kernels: `import ep_a2a.compat.mori as mori`, or `install()` and then `import mori`.
 
 It has `ops` and `shmem`, with the names, parameters and defaults of amd-mori 1.2.4. docs/mori.md lists what is
-equal, different and refused. Functions without a counterpart exist and raise UnsupportedError. MORI's other
-submodules (io, ccl, ir, ...) cannot be imported.
+equal, different and refused. Functions without a counterpart take any arguments, and raise UnsupportedError. MORI's
+other submodules (io, ccl, ir, ...) cannot be imported.
 """
 
 from __future__ import annotations
