@@ -50,22 +50,12 @@ def self_test(device: str, num_ranks: int) -> SelfTest:
     return SelfTest(device, num_ranks, pairs | {(0, 1): PairResult(error="RankTimeoutError: late")})
 
 
+HEADLINE = {"quant_type": "fp8_per_1x128", "combine_quant": "none", "max_sms": 0, "gpus_per_node": 0}
 DEMO = {"backend": "ep_a2a", "tokens_per_rank": (96,), "topk": 4, "experts": 16}
 DRAWN = {
     "traffic": lambda path: plot_traffic(DEMO | {"ranks": 2, "rows": [[9, 23], [2500, 0]]}, path),
     "traffic of many ranks": lambda path: plot_traffic(DEMO | {"ranks": 24, "rows": [[7] * 24] * 24}, path),
-    "bench": lambda path: plot_bench(
-        [
-            row
-            for row in bench_rows()
-            if row["quant_type"] == "fp8_per_1x128"
-            and row["combine_quant"] == "none"
-            and not row["max_sms"]
-            and not row["gpus_per_node"]
-        ],
-        path,
-        GPUS,
-    ),
+    "bench": lambda path: plot_bench([row for row in bench_rows() if HEADLINE.items() <= row.items()], path, GPUS),
     "bench, one size": lambda path: plot_bench([row for row in bench_rows() if row["num_tokens"] == 1], path, GPUS),
     "bench, nothing": lambda path: plot_bench([], path, GPUS),
     "bench, everything": lambda path: plot_bench(bench_rows(), path, GPUS),
