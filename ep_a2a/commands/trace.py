@@ -159,7 +159,7 @@ def plot_timeline(
             bars = [
                 ((each.start_ns - first_ns) / NS_PER_US / size, (each.end_ns - each.start_ns) / NS_PER_US / size)
                 for each in spans
-                if _row_name(each) == name
+                if name == ("host" if each.program == HOST else each.name)
             ]
             if bars:
                 rows.append((group, name, COLOURS.get(name), bars))
@@ -167,10 +167,6 @@ def plot_timeline(
     reading = CPU_READING if device == "cpu" else GPU_READING
     caption = Caption("What each rank does in the last step", f"{KEY}; {reading}", note)
     return plots.write(path, plots.bars, rows, f"{unit} since the first bar", caption)
-
-
-def _row_name(span: TraceSpan) -> str:
-    return "host" if span.program == HOST else span.name
 
 
 def last_step(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[int, list[TraceSpan]]:

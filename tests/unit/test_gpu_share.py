@@ -89,7 +89,7 @@ def test_the_bench_says_it_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     assert [Runner(device).note(8) for device in ("cuda", "cpu")] == [sharing_note(8, 1), ""]
     # 16 ranks of two hosts with eight GPUs each: this host's number of GPUs says nothing about the job
     joined = JoinedRunner.__new__(JoinedRunner)
-    joined._note = ""
+    joined.num_gpus = 16
     assert joined.note(16) == ""
 
 

@@ -23,7 +23,7 @@ from ep_a2a.commands.bench.contenders import (
 from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.bench.report import compare, describe, reasons, show, shown_name, write_lines, write_markdown
-from ep_a2a.commands.bench.runner import Status, make_runner, run_sweep
+from ep_a2a.commands.bench.runner import JoinedRunner, Runner, Status, run_sweep
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload, make_workloads
@@ -38,8 +38,6 @@ from ep_a2a.tuning.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ep_a2a.commands.bench.runner import Runner
 
     Record = dict[str, Any]
 
@@ -108,7 +106,9 @@ def run(options: SimpleNamespace) -> bool:
     )
     if options.shared_gpu:
         require_shareable(kind)
-    with contextlib.closing(make_runner(kind, shared_gpu=options.shared_gpu)) as runner:
+    starts_ranks = not dist.is_torchelastic_launched()
+    runner = Runner(kind, shared_gpu=options.shared_gpu) if starts_ranks else JoinedRunner(kind)
+    with contextlib.closing(runner):
         options.ranks = ranks_of(options, kind, runner.world_size)
         workloads = workloads_of(options)
         if kind == "cuda" and runner.world_size is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ep_a2a.commands.measure.session import make_config
-from ep_a2a.errors import EpA2AError, UnknownNameError, UnsupportedError, without_section
+from ep_a2a.errors import EpA2AError, UnknownNameError, without_section
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -83,14 +83,9 @@ class Contender:
     unavailable: Callable[[Workload, torch.device], str | None] = _always
 
     def prepare(self, workload: Workload, context: RankContext) -> Session:
-        """Returns a session for this workload. Collective.
-
-        Raises:
-            UnsupportedError: the contender does no such thing.
-        """
+        """Returns a session for this workload. Collective."""
         make = self.layer if workload.is_layer else self.round_trip
-        if make is None:
-            raise UnsupportedError(f"one of {', '.join(LAYERS if workload.is_layer else CONTENDERS)}", self.name)
+        assert make is not None, "names are checked before"
         return make(workload, context)
 
 

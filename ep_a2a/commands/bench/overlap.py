@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.testing.worker import RankContext
 
 SHARED_SEED = 78
@@ -84,7 +83,7 @@ class Lanes:
         """Divides the multiprocessors between ops and grouped products launched inside, as comm_sms says."""
         carve_out = getattr(torch._C, "_set_sm_carveout_experimental", None) if self._comm_sms else None
         for batch in batches:
-            batch.op.set_max_sms(self._comm_sms)
+            batch.communication.op.set_max_sms(self._comm_sms)
         if carve_out is not None:
             carve_out(self._comm_sms)
         try:
@@ -93,7 +92,7 @@ class Lanes:
             if carve_out is not None:
                 carve_out(None)
             for batch in batches:
-                batch.op.set_max_sms(0)
+                batch.communication.op.set_max_sms(0)
 
 
 class Batch(Layer):
@@ -101,27 +100,21 @@ class Batch(Layer):
 
     def send(self) -> None:
         """Sends the tokens."""
-        self.op.dispatch_send(self.gate.x, self.gate.weights, None, self.gate.ids)
+        self.communication.op.dispatch_send(self.gate.x, self.gate.weights, None, self.gate.ids)
 
     def receive(self) -> Received:
         """Waits for the tokens of all ranks."""
-        received: Received = self.communication.received(self.op.dispatch_recv())
+        received: Received = self.communication.received(self.communication.op.dispatch_recv())
         return received
 
     def send_back(self, received: Received) -> None:
         """Sends the experts' rows."""
-        self.op.combine_send(received.out)
+        self.communication.op.combine_send(received.out)
 
     def receive_back(self) -> torch.Tensor:
         """Waits for the rows of all ranks: the result `[T, H]`."""
-        result: torch.Tensor = self.op.combine_recv()[0]
+        result: torch.Tensor = self.communication.op.combine_recv()[0]
         return result[: self.workload.num_tokens]
-
-    @property
-    def op(self) -> EpDispatchCombineOp:
-        """The op of its round trip."""
-        op: EpDispatchCombineOp = self.communication.op
-        return op
 
 
 class SharedExpert:

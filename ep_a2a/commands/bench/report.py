@@ -52,7 +52,7 @@ Columns = dict[str, "Callable[[Record], str]"]
 ROUND_TRIP: Columns = {
     "dispatch µs": lambda record: f"{record['dispatch_us']:.1f}",
     "combine µs": lambda record: f"{record['combine_us']:.1f}",
-    "round trip µs": lambda record: f"{record['round_trip_us']:.1f}{'' if record['in_graph'] else ' eager'}",
+    "round trip µs": lambda record: f"{record['round_trip_us']:.1f}",
     "p99 µs": lambda record: f"{record['round_trip_p99_us']:.1f}",
     "host µs": lambda record: "/".join(f"{record[name]:.1f}" for name in HOST_TIMES if name in record),
     "GB/s": lambda record: f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",

@@ -139,7 +139,7 @@ class Runner:
     Attributes:
         shows_results: whether this process is the one that prints and writes.
         world_size: ranks of the job that this process has joined; None where the runner starts ranks itself.
-        num_gpus: GPUs of this host that ranks use; 0 on CPU.
+        num_gpus: GPUs that ranks use, of this host or of all hosts of the job; 0 on CPU.
     """
 
     shows_results: bool = True
@@ -200,14 +200,10 @@ class JoinedRunner(Runner):
             place = torch.device("cuda", gpu_of(rank, torch.cuda.device_count()))
             torch.cuda.set_device(place)
         by_gpu = ranks_by_gpu(Rendezvous(group), place)
-        self._note = sharing_note(self.world_size, len(by_gpu))
+        self.num_gpus = len(by_gpu)
         most = max(map(len, by_gpu.values()), default=1)
         self._context = RankContext(rank, self.world_size, place, group, most)
         self.shows_results = rank == 0
-
-    def note(self, num_ranks: int) -> str:
-        """Returns what is so of the job."""
-        return self._note
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Record:
         """Returns the contender's record; the workload is for the ranks of the job."""
@@ -218,11 +214,6 @@ class JoinedRunner(Runner):
         if self._owns_group:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-
-
-def make_runner(device: str, *, shared_gpu: bool = False) -> Runner:
-    """Returns a JoinedRunner under torchrun, else a Runner, whose ranks all use one GPU with shared_gpu."""
-    return JoinedRunner(device) if dist.is_torchelastic_launched() else Runner(device, shared_gpu=shared_gpu)
 
 
 def run_sweep(

@@ -17,7 +17,7 @@ from ep_a2a.config import (
     num_owned_experts,
 )
 from ep_a2a.config.enums import inter_node_kernel
-from ep_a2a.errors import CheckFailedError, UnsupportedError
+from ep_a2a.errors import CheckFailedError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.quantization import dequantize, quantize
@@ -138,10 +138,6 @@ class InputsRoundTrip(RoundTrip):
     @abc.abstractmethod
     def run_identity_experts(self, dispatched: Any) -> None:
         """Leaves the rows that dispatch has brought, as they are, where combine reads them. Not timed."""
-
-    def received(self, dispatched: Any) -> Received:
-        """Returns the rows that dispatch has brought, and where combine reads those of a layer's experts."""
-        raise UnsupportedError("a contender that does layers", type(self).__name__)
 
     def check(self) -> None:
         """Compares a round trip on the rows that will be timed: every dispatch gives the same ones."""
