@@ -170,33 +170,6 @@ def test_mismatch(tmp_path: Path, backend: str) -> None:
         assert json.loads(done.stdout)["matches"] is False
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--backend", "navie"), ("UnknownNameError", "Did you mean 'naive'?")),
-        (("--topk", "5"), ("TopKError", "Lower --topk.")),
-        (("--hidden", "12"), ("ConfigError", "multiple of 16")),
-        (("--quant", "fp8_per_1x128", "--hidden", "192"), ("ConfigError", "multiple of 128")),
-        (("--quant", "fp4"), ("--quant", "fp8_per_token")),
-        (("--text", "nowhere.txt"), ("--text", "nowhere.txt")),
-        (("--plot", "picture.pdf"), ("ConfigError", "*.png")),
-        (("--ranks", "0"), ("--ranks",)),
-    ],
-)
-def test_wrong_arguments(small: tuple[str, ...], arguments: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    done = run_cli(*small, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    for part in expected:
-        assert part in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_wrong_log_level(small: tuple[str, ...]) -> None:
-    done = run_cli(*small, EP_A2A_LOG_LEVEL="loud")
-    assert done.returncode == 2
-    assert "EP_A2A_LOG_LEVEL" in done.stderr
-
-
 def test_progress_on_a_terminal(small: tuple[str, ...]) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "ep_a2a.cli", *small, "--backend", "naive"]
