@@ -11,12 +11,12 @@ from ep_a2a.commands.doctor.machine import (
     Folder,
     Gpu,
     Host,
+    Imported,
     Installation,
     Machine,
     RdmaPort,
     Request,
     Torch,
-    Triton,
     Vllm,
 )
 from ep_a2a.commands.doctor.probe import choose
@@ -40,7 +40,7 @@ H200_HOST = Machine(
         tuned_tables=("sm_90_intra_node_ep2_combine.json",),
     ),
     torch=Torch("2.11.0+cu130", cuda_build="13.0", num_gpus=NUM_GPUS),
-    triton=Triton(version="3.6.0", cache_directory="/home/user/.triton/cache"),
+    triton=Imported("3.6.0"),
     driver=Driver("", "580.95", (13, 0), (H200,) * NUM_GPUS, access=ALL, atomics=ALL, num_gpus_of_host=NUM_GPUS),
     host=Host(
         python="3.12.3",
@@ -59,7 +59,7 @@ H200_HOST = Machine(
 CPU_HOST = Machine(
     installation=replace(H200_HOST.installation, packages=PACKAGES),
     torch=Torch(version="2.13.0+cpu"),
-    triton=Triton(version="3.9.0"),
+    triton=Imported("3.9.0"),
     driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
     host=H200_HOST.host,
 )

@@ -1,7 +1,7 @@
 """Prints what a library says of itself. Runs as a program of its own, since a library may crash or hang.
 
     ask.py torch                          fields of machine.Torch
-    ask.py triton                         fields of machine.Triton
+    ask.py triton                         fields of machine.Imported, and where its cache is
     ask.py driver                         fields of machine.Driver, from libcuda itself
     ask.py backend FOLDER BACKEND SIZES   fields of machine.Backend
 
@@ -79,7 +79,7 @@ def triton_facts() -> Iterator[Facts]:
     """What Triton says."""
     triton, found = _imported("triton")
     knobs = getattr(triton, "knobs", None)
-    yield {**found, "cache_directory": str(knobs.cache.dir) if knobs else ""}
+    yield {**found, "cache": str(knobs.cache.dir) if knobs else ""}
 
 
 def driver_facts() -> Iterator[Facts]:

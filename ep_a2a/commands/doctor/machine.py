@@ -82,17 +82,6 @@ class Torch(Imported):
 
 
 @dataclass(frozen=True)
-class Triton(Imported):
-    """Facts that a subprocess reads from Triton.
-
-    Attributes:
-        cache_directory: where it keeps what it has compiled.
-    """
-
-    cache_directory: str = ""
-
-
-@dataclass(frozen=True)
 class Gpu:
     """One GPU, as the CUDA driver describes it.
 
@@ -265,7 +254,7 @@ class Machine:
 
     installation: Installation = field(default_factory=Installation)
     torch: Torch = field(default_factory=Torch)
-    triton: Triton = field(default_factory=Triton)
+    triton: Imported = field(default_factory=Imported)
     driver: Driver = field(default_factory=Driver)
     host: Host = field(default_factory=Host)
     rdma: tuple[RdmaPort, ...] = ()

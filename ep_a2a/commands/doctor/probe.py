@@ -32,12 +32,12 @@ from ep_a2a.commands.doctor.machine import (
     Folder,
     Gpu,
     Host,
+    Imported,
     Installation,
     Machine,
     RdmaPort,
     Request,
     Torch,
-    Triton,
     Vllm,
 )
 from ep_a2a.commands.options import given, named_backend
@@ -65,12 +65,13 @@ def find_machine(ask_secs: float = ASK_SECS) -> Machine:
     with ThreadPoolExecutor() as asking:
         torch, triton, driver = asking.map(lambda name: ask_library(name, ask_secs), ("torch", "triton", "driver"))
     gpus = tuple(Gpu(**gpu) for gpu in driver.get("gpus", ()))
+    triton_cache = triton.pop("cache", "")
     return Machine(
         installation=find_installation(),
         torch=Torch(**torch),
-        triton=Triton(**triton),
+        triton=Imported(**triton),
         driver=add_nvidia_smi(Driver(**{**driver, "gpus": gpus})),
-        host=find_host(triton.get("cache_directory", "")),
+        host=find_host(triton_cache),
         rdma=find_rdma_ports(),
         vllm=find_vllm(),
         atom=find_atom(),
