@@ -86,20 +86,22 @@ def test_what_changes_on_the_way_is_found(ranks, what):
     assert [text for error, text in found if error is kind and words in text], found
 
 
-def die_in_one_pair(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:
+def fail_in_two_pairs(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:
     if pair == (0, 1) and context.rank == 1:
         os._exit(7)
+    if pair == (0, 2) and context.rank in pair:
+        raise RankTimeoutError("the peer's flag", "a flag that did not come")
     # one pair for real: the rank beside it does nothing
     if pair == (1, 2):
         return check_pair(context, pair, secs)
-    return PairResult((2.0, 1.0), 6, 3) if context.rank in pair else None
+    return None
 
 
 def test_each_pair_stands_for_itself():
-    """A rank that dies takes nothing else with it."""
+    """Ranks that die or raise take nothing else with them."""
     shown = io.StringIO()
     with Progress("testing", 4, Console(file=shown, width=80)) as progress:
-        result = run_selftest("cpu", 3, 0.0, progress, die_in_one_pair)
+        result = run_selftest("cpu", 3, 0.0, progress, fail_in_two_pairs)
     assert shown.getvalue().splitlines() == [
         "1/4 ranks 0 and 1",
         "2/4 ranks 0 and 2",
@@ -108,13 +110,15 @@ def test_each_pair_stands_for_itself():
     ]
     assert "exit code 7" in result.pairs[0, 1].error
     rates = result.gb_per_s
-    assert (rates[0], rates[1][0], rates[2][0]) == ([0, 0, 2], 0, 1)
+    assert (rates[0], rates[1][0], rates[2][0]) == ([0, 0, 0], 0, 0)
     assert min(rates[1][2], rates[2][1]) > 0
     assert result.together.error == ""
     assert result.together.num_steps >= 3
-    (finding,) = [each for each in judge(result) if each.level is Level.ERROR]
-    assert finding.subject == "ranks 0, 1"
-    assert finding.remedy
+    died, raised = (each for each in judge(result) if each.level is Level.ERROR)
+    assert (died.subject, raised.subject) == ("ranks 0, 1", "ranks 0, 2")
+    assert "EP_A2A_LOG_LEVEL" in died.remedy
+    assert raised.found.startswith("RankTimeoutError: expected the peer's flag; got a flag that did not come")
+    assert "nvidia-smi topo" in raised.remedy
     assert "failed" in result.table
 
 
@@ -133,9 +137,8 @@ def test_a_slow_link_is_a_warning_on_gpus_only():
 
 
 def test_ranks_that_fail_together_are_an_error():
-    (finding,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, PairResult(error="RankTimeoutError: no flag")))
-    assert finding.level is Level.ERROR
-    assert "nvidia-smi topo" in finding.remedy
+    (finding,) = judge(SelfTest("cuda", 2, {PAIR: measured(300)}, PairResult(error="no flag", remedy="Look.")))
+    assert (finding.level, finding.subject, finding.remedy) == (Level.ERROR, "all ranks", "Look.")
 
 
 def test_one_rank_has_nothing_to_measure():

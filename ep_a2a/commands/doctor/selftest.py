@@ -11,7 +11,7 @@ import ep_a2a
 from ep_a2a.commands import plots
 from ep_a2a.commands.doctor.finding import Finding, error, note, ok, warning
 from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
-from ep_a2a.errors import ConfigMismatchError, without_section
+from ep_a2a.errors import RankTimeoutError
 from ep_a2a.testing.launch import RankFailure, RankPool
 
 if TYPE_CHECKING:
@@ -28,13 +28,7 @@ LIMIT_SECS = 240.0
 SLOW = 0.5
 """A link with less than this share of the median rate gets a warning."""
 CPU_NOTE = "on CPU, over shared memory, in Triton's interpreter: a functional check that says nothing about GPUs"
-REMEDIES = {
-    "RankTimeoutError": "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics.",
-    "PeerAccessError": "They do not reach each other's memory: use the allgather_reducescatter backend.",
-    "HostMemoryError": "Enlarge /dev/shm (--shm-size, --ipc=host).",
-    "DeviceMemoryError": "End the processes that hold the GPUs' memory (nvidia-smi).",
-    "CheckFailedError": "Bytes change on the way: nvidia-smi -q -d ECC; dmesg | grep -i xid; replace the part.",
-}
+FLAGS_REMEDY = "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics."
 OTHER_REMEDY = "Run it again with EP_A2A_LOG_LEVEL=INFO, and read the ranks' messages above."
 
 
@@ -118,7 +112,7 @@ def run_selftest(
             try:
                 result: PairResult = pool.run(function, *args)[rank]
             except RankFailure as failure:
-                result = PairResult(error=_error_text(failure))
+                result = _failed(failure)
             progress.end(name)
             return result
 
@@ -131,18 +125,14 @@ def run_selftest(
 def judge(test: SelfTest) -> list[Finding]:
     """Returns the findings of what the self-test measured."""
     results = {f"ranks {a}, {b}": result for (a, b), result in test.pairs.items()} | {"all ranks": test.together}
-    failures = {who: result.error for who, result in results.items() if result.error}
-    findings = [
-        error(words, REMEDIES.get(words.partition(":")[0], OTHER_REMEDY), who) for who, words in failures.items()
-    ]
+    findings = [error(result.error, result.remedy, who) for who, result in results.items() if result.error]
     if test.device != "cpu" and not test.note:
         findings += _slow_links(test.gb_per_s)
     if test.num_ranks < 2:
         findings.append(note("one rank has no peers: nothing was pushed", "--ranks 2 tries two.", "self-test"))
     if not findings:
-        pushes, steps = (
-            sum(getattr(each, name) for each in test.pairs.values()) for name in ("num_pushes", "num_steps")
-        )
+        pushes = sum(each.num_pushes for each in test.pairs.values())
+        steps = sum(each.num_steps for each in test.pairs.values())
         done = f"{len(test.pairs)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right"
         findings.append(ok(done, subject="self-test"))
     if test.device == "cpu" or test.note:
@@ -161,10 +151,13 @@ def _slow_links(gb_per_s: list[list[float]]) -> list[Finding]:
     ]
 
 
-def _error_text(failure: RankFailure) -> str:
-    """Returns the first failing rank's error in a line; ConfigMismatchErrors only repeat another rank's."""
-    errors = sorted(failure.errors.values(), key=lambda each: isinstance(each, ConfigMismatchError))
-    return f"{type(errors[0]).__name__}: {without_section(str(errors[0]))}" if errors else failure.summary
+def _failed(failure: RankFailure) -> PairResult:
+    """Returns the result of a part in which a rank failed."""
+    known = failure.expected_error
+    if known is None:
+        return PairResult(error=failure.summary, remedy=OTHER_REMEDY)
+    remedy = FLAGS_REMEDY if isinstance(known, RankTimeoutError) else known.remedy
+    return PairResult(error=f"{type(known).__name__}: expected {known.expected}; got {known.got}", remedy=remedy)
 
 
 def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:

@@ -42,13 +42,14 @@ class PairResult:
     Attributes:
         gb_per_s: of pushes, 1e9 bytes per second: from the first to the second, and back; 0 where that is not known.
         num_pushes, num_steps: how many were made; each push ends with a flag, and all results were right.
-        error: why they failed; "" where they did not.
+        error, remedy: why they failed, and what to do; "" where they did not.
     """
 
     gb_per_s: tuple[float, float] = (0.0, 0.0)
     num_pushes: int = 0
     num_steps: int = 0
     error: str = ""
+    remedy: str = ""
 
 
 def check_pair(context: RankContext, pair: tuple[int, int], secs: float) -> PairResult | None:
