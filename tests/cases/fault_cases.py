@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -29,9 +28,7 @@ from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.failures import check_peers
-from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.cases.op_checks import raised
 
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ep_a2a.ops import EpDispatchCombineOp
+    from ep_a2a.testing import RankContext
 
 VICTIM = 1
 TIMEOUT_SECS = 5.0
@@ -166,7 +164,7 @@ def close_secs(op: EpDispatchCombineOp, arena: Arena) -> float:
 # --- kill -9 ---
 
 
-def killed(context: RankContext, case: Case, place_name: str, folder: str, regroups: bool) -> None:
+def killed(context: RankContext, case: Case, place_name: str, folder: str) -> None:
     """One rank kills itself; each of the others writes what it saw to a file, since a pool with a dead rank fails."""
     marker = Path(folder, "dying")
     arena = Arena(context.group, context.device)
@@ -189,26 +187,6 @@ def killed(context: RankContext, case: Case, place_name: str, folder: str, regro
     raised(RankTimeoutError, lambda: run_step(case, op, 2, context.device), f"rank {VICTIM}")
     seen["close_secs"] = close_secs(op, arena)
     seen["files"] = [path.name for path in host_shm.SHM_DIRECTORY.glob(f"{host_shm.NAME_PREFIX}*_{os.getpid()}_*")]
-    if regroups:
-        run_without(context, case, VICTIM)
-    Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
-
-
-def host_of_the_store_killed(context: RankContext, case: Case, folder: str) -> None:
-    """The rank that holds the group's store kills itself; the others make a group that meets in a store of theirs."""
-    store = store_of(context.rank == VICTIM, Path(folder, "first store"))
-    group = make_subgroup(context.group, range(context.world_size), store=store)
-    arena = Arena(group, context.device)
-    op = make_op(context, case, arena)
-    run_step(case, op, 0, context.device)
-    op.set_timeout(TIMEOUT_SECS)
-    Rendezvous(context.group).barrier("before the kill")
-    if context.rank == VICTIM:
-        os.kill(os.getpid(), signal.SIGKILL)
-    seen = steps_until_error(case, op, 1, {})
-    seen["close_secs"] = close_secs(op, arena)
-    own = store_of(context.rank == 0, Path(folder, "second store"))
-    run_without(replace(context, group=group), case, VICTIM, store=own)
     Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
 
 
@@ -221,16 +199,6 @@ def store_of(is_host: bool, path: Path) -> dist.TCPStore:
         return store
     await_file(path)
     return dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False, wait_for_workers=False)
-
-
-def run_without(context: RankContext, case: Case, absent: int, *, store: dist.Store | None = None) -> None:
-    """Those who are left make a group of their own and go on."""
-    left = [rank for rank in range(context.world_size) if rank != absent]
-    group = make_subgroup(context.group, left, store=store)
-    run_case(
-        RankContext(left.index(context.rank), len(left), context.device, group), replace(case, world_size=len(left))
-    )
-    destroy_subgroup(group)
 
 
 def await_file(*paths: Path) -> None:

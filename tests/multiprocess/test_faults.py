@@ -44,7 +44,7 @@ def test_a_killed_rank_is_named_and_what_is_left_closes(
     with RankPool(3, timeout_secs=90, grace_secs=60) as pool:
         processes = pool.run(process_id)
         with pytest.raises(RankFailure) as caught:
-            pool.run(fault_cases.killed, case, place, str(tmp_path), place == "before combine")
+            pool.run(fault_cases.killed, case, place, str(tmp_path))
     assert "exit code -9" in caught.value.tracebacks[VICTIM]
     assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
     for rank in SURVIVORS:
@@ -61,16 +61,6 @@ def test_a_killed_rank_is_named_and_what_is_left_closes(
 def test_a_rank_killed_from_outside(fault: str, tmp_path: Path) -> None:
     """As on GPUs (tests/multigpu/test_faults.py)."""
     kill_and_look(OUTSIDE_FAULTS[fault], 3, "cpu", tmp_path)
-
-
-def test_survivors_of_the_host_of_the_store_regroup_in_another(tmp_path: Path) -> None:
-    with RankPool(3, timeout_secs=90, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
-        pool.run(fault_cases.host_of_the_store_killed, case_of(LOW_LATENCY), str(tmp_path))
-    assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
-    for rank in SURVIVORS:
-        seen = json.loads((tmp_path / f"{rank}.json").read_text())
-        check_error(seen, "dispatch 0")
-        assert seen["close_secs"] < LOCAL_SECS
 
 
 @pytest.mark.parametrize(
