@@ -104,7 +104,7 @@ def shmem_malloc(num_bytes: int) -> torch.Tensor:
     """
     if num_bytes <= 0:
         raise InputError("num_bytes > 0", str(num_bytes))
-    memory = default_arena().symmetric(num_bytes)
+    memory = default_arena().symmetric_memory(num_bytes)
     _allocations[memory.local.data_ptr()] = memory
     return memory.local
 

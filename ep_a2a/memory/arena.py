@@ -243,10 +243,10 @@ class Arena:
 
     def _allocate(self, shared: SharedBlocks, sizes: BlockSizes) -> OpMemory:
         symmetric = {
-            role: shared.symmetric_block(role, num_bytes, sizes.fill_bytes.get(role), self.symmetric)
+            role: shared.symmetric_block(role, num_bytes, sizes.fill_bytes.get(role), self.symmetric_memory)
             for role, num_bytes in sizes.shared.items()
         }
-        own = symmetric["own"] = self.symmetric(sizes.own)
+        own = symmetric["own"] = self.symmetric_memory(sizes.own)
         on_gpu = self.device.type == "cuda"
 
         def with_local_memory() -> OpMemory:
@@ -269,7 +269,7 @@ class Arena:
             own.close()
             raise
 
-    def symmetric(self, num_bytes: int) -> SymmetricMemory:
+    def symmetric_memory(self, num_bytes: int) -> SymmetricMemory:
         """Zeroed symmetric memory of num_bytes, equal on all ranks, until the arena is closed. Collective."""
         memory = (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
         self._symmetric.add(memory)
