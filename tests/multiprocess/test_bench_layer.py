@@ -142,8 +142,6 @@ def test_schedules_from_the_command_line(tmp_path: Path) -> None:
         ((*SMALL, "--contenders", "deepep"), "ep_a2a, flashinfer, nccl_agrs"),
         ((*SMALL, "--schedules", "none_such"), "micro_batches, shared_expert"),
         ((*SMALL, "--intermediate", "0"), "--intermediate >= 1"),
-        ((*SMALL, "--layout", "compact"), "rank_major of a layer"),
-        ((*SMALL, "--quant", "fp8_per_token"), "fp8_per_1x128 of a layer"),
         ((*SMALL, "--output", "/nowhere/rows.jsonl"), "a folder /nowhere"),
         ((*SMALL, "--transports", "nccl_agrs", "--output", "/dev/full"), "No space left"),
     ],

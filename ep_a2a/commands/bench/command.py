@@ -103,6 +103,7 @@ def run(options: SimpleNamespace) -> bool:
         options.layers,
         cold_cache=options.cold_cache,
         num_rounds=options.rounds,
+        traces=options.traces,
     )
     if options.shared_gpu:
         require_shareable(kind)
@@ -166,8 +167,8 @@ def workloads_of(options: SimpleNamespace) -> list[Workload]:
         values["seed"] = (options.seed,)
     if not options.layer:
         return make_workloads(values)
-    of_layer = {"comm_sms": (options.comm_sms if options.schedules else 0,), "traces": (options.traces,)}
-    return make_workloads(values | of_layer | {"intermediate_dim": options.intermediate}, LayerWorkload)
+    of_layer = {"comm_sms": (options.comm_sms if options.schedules else 0,), "intermediate_dim": options.intermediate}
+    return make_workloads(values | of_layer, LayerWorkload)
 
 
 def execute(

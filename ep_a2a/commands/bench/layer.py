@@ -53,17 +53,11 @@ class LayerWorkload(Workload):
     Attributes:
         intermediate_dim: F, intermediate size of an expert.
         comm_sms: multiprocessors of ops where computation runs beside them; 0 = no bound.
-        traces: folder for Chrome traces, NAME_TOKENS.json.gz; None for none.
     """
 
     is_layer: ClassVar[bool] = True
     intermediate_dim: int = 2048
     comm_sms: int = 0
-    traces: Path | None = None
-
-    def as_row(self) -> dict[str, Any]:
-        """Returns the fields for a report."""
-        return {name: value for name, value in super().as_row().items() if name != "traces"}
 
     def check(self) -> None:
         """Raises ConfigError or UnsupportedError where no layer can run this workload, as `Workload.check` does."""
@@ -174,13 +168,11 @@ class WholeLayer(Session):
         """Compares one more run with the dense layer."""
         self.check()
 
-    def trace(self, name: str) -> None:
-        """Writes a Chrome trace of a few runs, on a GPU replayed from a CUDA graph, by rank 0 where it is asked for."""
+    def trace(self, path: Path) -> None:
+        """Writes a Chrome trace of a few runs, on a GPU replayed from a CUDA graph, by rank 0."""
         from torch.profiler import ProfilerActivity, profile
 
-        folder, on_gpu = self.workload.traces, self.context.device.type == "cuda"
-        if folder is None:
-            return
+        on_gpu = self.context.device.type == "cuda"
 
         def work() -> None:
             for _ in range(NUM_TRACED):
@@ -193,8 +185,7 @@ class WholeLayer(Session):
             if on_gpu:
                 torch.cuda.synchronize()
         if self.context.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{name.replace('/', '_')}_{self.workload.num_tokens}.json.gz"
+            path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
 
 

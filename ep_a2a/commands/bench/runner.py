@@ -80,7 +80,9 @@ def run_contender(context: RankContext, workload: Workload, name: str, settings:
         _together(rendezvous, "checking", session.check)
         times = _together(rendezvous, "timing", lambda: session.measure(Timer(context, settings)))
         _together(rendezvous, "after the timing", session.check_timed)
-        _together(rendezvous, "tracing", lambda: session.trace(name))
+        if settings.traces is not None:
+            path = settings.traces / f"{name.replace('/', '_')}_{workload.num_tokens}.json.gz"
+            _together(rendezvous, "tracing", lambda: session.trace(path))
     except _NotRunError as end:
         (status, reason), times = end.args, {}
     details = {} if session is None else session.details

@@ -24,6 +24,8 @@ from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.topology import classify, gather_report
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ep_a2a.commands.measure.timing import Timer
     from ep_a2a.commands.measure.workload import Inputs, Workload
     from ep_a2a.interface import DispatchResult
@@ -60,8 +62,8 @@ class Session(abc.ABC):
             EpA2AError: a timed call has not done its work.
         """
 
-    def trace(self, name: str) -> None:  # noqa: B027  only layers have traces
-        """Writes a trace named so where one is asked for."""
+    def trace(self, path: Path) -> None:  # noqa: B027  only layers have traces
+        """Writes a Chrome trace to `path`."""
 
     def close(self) -> None:  # noqa: B027  some hold nothing
         """Gives memory and communicators back. Called once, on every rank."""
