@@ -162,7 +162,10 @@ class Ops:
         if op is None:
             return
         before, was_open = op.memory.steps.clone(), op.has_open_step
-        raised(error, lambda: self._attempt(op, which, call))
+        # a call at another's place names the one that is next
+        is_early = error is AlternationError and STAGE_OF.get(call, model.stage) != model.stage
+        words = (f"{model.stage} next", f"got {call}") if is_early else ()
+        raised(error, lambda: self._attempt(op, which, call), *words)
         assert op.memory.steps.equal(before), f"{call} has launched something"
         assert op.has_open_step == was_open
         assert op.has_open_step == (model.is_open and model.alive)
@@ -356,6 +359,46 @@ def three_cases(case: Case) -> tuple[Case, ...]:
     """The cases of three ops that differ in data, and in shape where they share memory."""
     case = replace(case, split="")
     return case, replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2, topk=case.topk + 1)
+
+
+def _everywhere(*calls: str) -> str:
+    """An order in which each call comes after all that are wrong in its place."""
+    order = []
+    for call in calls:
+        order += [each for each in STAGE_OF if STAGE_OF[each] != STAGE_OF[call]] + [call]
+    return " ".join(f"0:{each}" for each in order)
+
+
+HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+ORDERS = {
+    "of-calls": f"{_everywhere(*HALVES)} 0:dispatch_send 0:reset {_everywhere(*HALVES)}"
+    " 0:dispatch 0:combine_send 0:reset",
+    # the ranks need not receive in the order in which they have sent
+    "overlapping-halves": (
+        "1:dispatch_send 2:dispatch_send a:dispatch_recv b:dispatch_recv"
+        " 1:combine_send 2:combine_send a:combine_recv b:combine_recv"
+        " 2:dispatch_send 1:dispatch_send b:dispatch_recv a:dispatch_recv"
+        " 2:combine_send 1:combine_send b:combine_recv a:combine_recv "
+    )
+    * 2,
+    "interleaved": "0:dispatch 1:dispatch 2:dispatch 0:combine 1:combine " * 3,
+    # what a step left is found by the ops that share its memory, and mended by construction or reset
+    "closed-in-the-middle": "0:dispatch 0:combine 2:dispatch 2:combine 0:dispatch 0:close 2:dispatch 2:dispatch"
+    " 1:dispatch 1:combine 0:build 2:dispatch 2:combine 0:dispatch 0:combine_send 0:close 2:dispatch 2:dispatch"
+    " 2:reset 2:dispatch 2:combine 2:dispatch 2:combine 0:build 0:dispatch 0:combine 0:close 2:dispatch 2:combine",
+}
+"""Orders by name: "op:call" one after another. Ops 0 and 2 share memory.
+
+a: op 1 on even ranks, op 2 on odd ones; b: the other one.
+"""
+
+
+def run_order(context: RankContext, case: Case, name: str) -> None:
+    """An order of ORDERS on all ranks."""
+    everyone, is_odd = tuple(range(context.world_size)), context.rank % 2
+    numbers = {"0": 0, "1": 1, "2": 2, "a": 1 + is_odd, "b": 2 - is_odd}
+    actions = [each.split(":") for each in ORDERS[name].split()]
+    run_actions(context, case, [Action(numbers[which], call, everyone) for which, call in actions])
 
 
 def run_actions(context: RankContext, case: Case, actions: list[Action]) -> None:

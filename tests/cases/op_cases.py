@@ -384,14 +384,15 @@ class Step:
     counts: list[int]
     reference: list[DispatchReference]
     got: tuple[Any, ...]
+    counts_experts: bool = False
 
     @classmethod
     def dispatch(cls, case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> Step:
         everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
         mine = everyone[op.config.rank]
         inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
-        ids = inputs[3]
-        wishes = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
+        ids, counts_experts = inputs[3], False
+        wishes: dict[str, Any] = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
         if case.in_halves(number, op.config.rank, "dispatch"):
             # after the first half they belong to the caller again
             inputs = [None if each is None else each.clone() for each in inputs]
@@ -404,13 +405,19 @@ class Step:
             got = op.dispatch_recv()
             assert_same_memory(promised, got)
         else:
-            got = op.dispatch(*inputs, **wishes)
+            counts_experts = number % 2 == 0
+            got = op.dispatch(*inputs, **wishes, call_local_expert_count=counts_experts)
         counts = [each.tokens.shape[0] for each in everyone]
         assert ids is not None
-        return cls(case, op, number, device, ids, counts, reference_of(case, number, everyone), got)
+        return cls(case, op, number, device, ids, counts, reference_of(case, number, everyone), got, counts_experts)
 
     def check_dispatched(self) -> None:
-        check_dispatched(self.case, self.op, self.got, self.reference[self.op.config.rank])
+        config, reference = self.op.config, self.reference[self.op.config.rank]
+        check_dispatched(self.case, self.op, self.got, reference)
+        if self.counts_experts:
+            local = range(config.first_expert, config.first_expert + config.num_local_experts)
+            slots = reference.valid_rows(reference.ids).flatten().tolist()
+            assert self.op.local_expert_count.tolist() == [slots.count(expert) for expert in local]
 
     def combine(self) -> None:
         rows, weights, expected, sums = self.before_combine()
@@ -486,10 +493,12 @@ def assert_same_memory(promised: Sequence[torch.Tensor | None], got: Sequence[to
     assert places[0] == places[1]
 
 
-def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> None:
+def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> tuple[int | None, ...]:
+    """One step against the oracle; the addresses of dispatch's result."""
     step = Step.dispatch(case, op, number, device)
     step.check_dispatched()
     step.combine()
+    return tuple(None if tensor is None else tensor.data_ptr() for tensor in step.got)
 
 
 def make_op(
@@ -512,10 +521,10 @@ def set_first_epoch(op: EpDispatchCombineOp, case: Case, arena: Arena) -> None:
 
 
 def run_case(context: RankContext, case: Case) -> None:
-    """Every step of the case on one op, against the oracle."""
+    """Every step of the case on one op, against the oracle; results keep their addresses."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         set_first_epoch(op, case, arena)
-        for number in range(case.num_steps):
-            run_step(case, op, number, context.device)
+        addresses = {run_step(case, op, number, context.device) for number in range(case.num_steps)}
+        assert len(addresses) == 1
         op.check()

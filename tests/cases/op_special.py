@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import time
@@ -17,9 +18,10 @@ from ep_a2a import errors
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Record, Region
 from ep_a2a.memory.arena import Arena
-from ep_a2a.reference import DispatchReference, combine_reference, reduce_experts_reference
+from ep_a2a.reference import DispatchReference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
+from tests.cases.call_orders import run_order
 from tests.cases.counter_bodies import COUNTER_BODIES
 from tests.cases.op_cases import (
     Case,
@@ -32,6 +34,8 @@ from tests.cases.op_cases import (
     run_case,
     run_step,
     same_bits,
+    same_sums,
+    wire_rows,
 )
 from tests.cases.op_checks import (
     ABSENT_TIMEOUT_SECS,
@@ -61,27 +65,6 @@ def late_rank(context: RankContext, case: Case) -> None:
             if number == 2 and context.rank == case.world_size - 1:
                 time.sleep(2)
             step.combine()
-
-
-def two_interleaved_ops(context: RankContext, case: Case) -> None:
-    with Arena(context.group, context.device) as arena:
-        ops = [make_op(context, case, arena, index=index) for index in range(2)]
-        other = replace(case, seed=case.seed + 1)
-        for number in range(3):
-            first = Step.dispatch(case, ops[0], number, context.device)
-            second = Step.dispatch(other, ops[1], number, context.device)
-            first.check_dispatched()
-            second.check_dispatched()
-            first.combine()
-            second.combine()
-        same_index = make_op(context, replace(case, topk=case.topk + 1), arena, index=0)
-        step = Step.dispatch(case, ops[0], 0, context.device)
-        raised(
-            errors.AlternationError,
-            lambda: Step.dispatch(replace(case, topk=case.topk + 1), same_index, 0, context.device),
-            "index",
-        )
-        step.combine()
 
 
 def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
@@ -126,44 +109,58 @@ def nothing_waits_for_garbage_collection(context: RankContext, case: Case) -> No
 
 
 def graph(context: RankContext, case: Case) -> None:
-    """One captured step, replayed with changing data, mixed with eager steps; every replay against the oracle."""
+    """A captured step, replayed with changing data, mixed with eager steps; every replay against the oracle.
+
+    With case.split "all" the step is four halves, between which the graph has other work.
+    """
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        device, rank = context.device, context.rank
-        factor = 0.5 + rank
-        static = [t.to(device) for t in _tensors(make_inputs(case, 0, rank))]
-        run_step(case, op, 0, device)
+        device, rank, halves = context.device, context.rank, case.split == "all"
+        mine = make_inputs(case, 0, rank)
+        static = [None if t is None else t.to(device) for t in _arguments(mine)]
         dtype = op.config.combined_dtype
         held: list[Any] = [None, None]
         all_rows = op.get_registered_combine_input_buffer(dtype)
+        between = torch.zeros(2, dtype=torch.int64, device=device)
 
-        def body(call: Callable[[Callable[[], None]], None]) -> None:
-            held[0] = op.dispatch(static[0], static[1], None, static[2], max_num_tokens=case.stride(0))
+        def body(call: Callable[[Callable[[], Any]], None]) -> None:
+            begin = op.dispatch_send if halves else op.dispatch
+            held[0] = begin(*static, max_num_tokens=case.stride(0))
+            call(lambda: between[0].add_(1))
+            if halves:
+                held[0] = op.dispatch_recv()
             rows = all_rows[: held[0][0].numel() // case.hidden_dim]
-            call(lambda: rows.copy_((held[0][0].flatten(0, -2).float() * factor).to(dtype)))
-            held[1] = op.combine(rows, None, static[2])
+            call(lambda: rows.copy_((held[0][0].flatten(0, -2).float() * (0.5 + rank)).to(dtype)))
+            held[1] = (op.combine_send if halves else op.combine)(rows, None, static[3])
+            call(lambda: rows.fill_(torch.nan))
+            call(lambda: between[1].add_(1))
+            if halves:
+                held[1] = op.combine_recv()
 
+        body(lambda work: work())
         captured = CapturedStep(op, body)
-        number = 1
-        for num_replays in (1, 2, 3, 100 if context.device.type == "cuda" else 4):
+        runs, number = 1 + captured.ran_at_capture, 1
+        for num_replays in (1, 2, 100 if device.type == "cuda" else 10):
             for _ in range(num_replays):
                 # the tensors that the capture reads keep their shapes, so every step has step 0's token counts
                 fresh = replace(case, seed=case.seed + number, tokens=(case.tokens[0],))
                 everyone = [make_inputs(fresh, 0, r) for r in range(case.world_size)]
-                for target, source in zip(static, _tensors(everyone[rank])):
-                    target.copy_(source)
+                for target, source in zip(static, _arguments(everyone[rank])):
+                    if target is not None:
+                        target.copy_(source)
                 captured.replay()
                 synchronize(context)
                 reference = reference_of(fresh, 0, everyone)
-                rows = [_results(r, 0.5 + i, dtype) for i, r in enumerate(reference)]
+                rows = [wire_rows(_results(r, 0.5 + i, dtype), case.quant_type) for i, r in enumerate(reference)]
                 counts = [inputs.tokens.shape[0] for inputs in everyone]
                 expected = combine_by_nodes(rows, reference, counts, dtype, case.num_nodes)[rank]
-                same_bits(held[1][0][: counts[rank]], expected, f"replay {number}")
+                same_sums(held[1][0][: counts[rank]], expected, f"replay {number}")
                 check_dispatched(fresh, op, held[0], reference[rank])
                 # past its combine a rank's rows belong to the next step of whichever peer is fastest
                 arena.rendezvous.barrier("replay checked")
                 number += 1
-            run_step(case, op, number, device)
+            run_step(replace(case, split=""), op, number, device)
+        assert between.tolist() == [runs + number - 1] * 2
         op.check()
 
 
@@ -176,6 +173,10 @@ def _results(reference: DispatchReference, factor: float, dtype: torch.dtype) ->
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
     return [inputs.tokens, inputs.weights, inputs.ids]
+
+
+def _arguments(inputs: Any) -> list[Any]:
+    return [inputs.tokens, inputs.weights, inputs.scales, inputs.ids]
 
 
 def missing_rank(context: RankContext, case: Case, phase: str) -> None:
@@ -520,62 +521,17 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
             assert (error.missing_ranks, error.late_ranks) == ((), (1,))
 
 
-def expert_counts(context: RankContext, case: Case) -> None:
-    """dispatch(call_local_expert_count=True) counts received rows per local expert."""
+def expert_major_checks(context: RankContext, case: Case) -> None:
+    """Layout expert_major: weights that the host misses in dispatch or refuses in combine, and rows turned round."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        for number in range(2):
-            everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
-            mine = everyone[context.rank]
-            got = op.dispatch(
-                mine.tokens.to(context.device), None, None, mine.ids.to(context.device), call_local_expert_count=True
-            )
-            reference = reference_of(
-                replace(case, with_weights=False), number, [replace(each, weights=None) for each in everyone]
-            )[context.rank]
-            ids = reference.valid_rows(reference.ids)
-            start = sum(case.config(r).num_local_experts for r in range(context.rank))
-            expected = [int((ids == start + e).sum()) for e in range(op.config.num_local_experts)]
-            assert op.local_expert_count.tolist() == expected
-            assert int(got[4]) == len(ids)
-            op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, None)
-
-
-def expert_major_calls(context: RankContext, case: Case) -> None:
-    """Layout expert_major: what the host refuses, what has a fixed address, and the split calls."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
-        device = context.device
-        inputs = make_inputs(case, 0, context.rank)
-        x, weights, ids = (t.to(device) for t in _tensors(inputs))
+        x, _, ids = (t.to(context.device) for t in _tensors(make_inputs(case, 0, context.rank)))
         raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
-        seen = set()
-        for number in range(4):
-            everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
-            x, weights, ids = (t.to(device) for t in _tensors(everyone[context.rank]))
-            if number % 2:
-                op.dispatch_send(x, weights, None, ids, max_num_tokens=case.stride(number))
-                got = op.dispatch_recv()
-            else:
-                got = op.dispatch(x, weights, None, ids, max_num_tokens=case.stride(number))
-            reference = reference_of(case, number, everyone)
-            check_dispatched(case, op, got, reference[context.rank])
-            seen.add((op.expert_recv_count.data_ptr(), *(t.data_ptr() for t in got if t is not None)))
-            rows = (got[0].float() * 0.5).to(op.config.combined_dtype)
-            raised(errors.InputError, lambda rows=rows, got=got: op.combine(rows, got[1], None), "weights")
-            raised(errors.ShapeError, lambda rows=rows: op.combine(rows.transpose(0, 1).contiguous(), None, None))
-            if number % 2:
-                op.combine_send(rows, None, ids)
-                rows.fill_(torch.nan)
-                result, sums = op.combine_recv()
-            else:
-                result, sums = op.combine(rows, None, ids)
-            assert sums is None
-            sent = [_results(each, 0.5, op.config.combined_dtype) for each in reference]
-            counts = [each.tokens.shape[0] for each in everyone]
-            expected = combine_reference(sent, reference, counts, op.config.combined_dtype)[context.rank]
-            same_bits(result[: counts[context.rank]], expected, f"step {number}")
-        assert len(seen) == 1
+        step = Step.dispatch(case, op, 0, context.device)
+        rows, weights = step.got[0], step.got[1]
+        raised(errors.InputError, lambda: op.combine(rows, weights, None), "weights")
+        raised(errors.ShapeError, lambda: op.combine(rows.transpose(0, 1).contiguous(), None, None))
+        step.combine()
 
 
 def group_without_rank_0(context: RankContext, case: Case) -> None:
@@ -588,25 +544,36 @@ def group_without_rank_0(context: RankContext, case: Case) -> None:
     dist.barrier()
 
 
-def fixed_addresses(context: RankContext, case: Case) -> None:
-    """Everything dispatch returns has one address for the life of the op."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
-        seen = set()
-        for number in range(3):
-            step = Step.dispatch(case, op, number, context.device)
-            seen.add(tuple(None if t is None else t.data_ptr() for t in step.got))
-            step.combine()
-        assert len(seen) == 1
-
-
+interleaved = functools.partial(run_order, name="interleaved")
+order_of_calls = functools.partial(run_order, name="of-calls")
+overlapping_halves = functools.partial(run_order, name="overlapping-halves")
+closed_in_the_middle = functools.partial(run_order, name="closed-in-the-middle")
 DIRECT = {"flagged_max_tokens": 0}
 BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "late-rank": (late_rank, Case(world_size=3, num_experts=6)),
     "late-in-the-first-step": (late_in_the_first_step, Case(world_size=3, num_experts=6)),
     "late-in-the-first-step-direct": (late_in_the_first_step, Case(world_size=2, options=DIRECT)),
     "dropped-in-a-step": (dropped_in_a_step, Case(world_size=2, tokens=((4, 3),), layout="rank_major")),
-    "two-interleaved-ops": (two_interleaved_ops, Case(tokens=((8, 5, 0, 3),))),
+    "order-interleaved": (interleaved, Case(tokens=((8, 5, 0, 3),))),
+    "overlapping-halves": (
+        overlapping_halves,
+        Case(tokens=((16, 9, 0), (0, 3, 16)), world_size=3, num_experts=7, layout="rank_major"),
+    ),
+    "overlapping-halves-unusual": (
+        overlapping_halves,
+        Case(tokens=((16, 9),), world_size=2, num_experts=6, unusual=True),
+    ),
+    "overlapping-halves-direct": (
+        overlapping_halves,
+        Case(tokens=((16, 9),), world_size=2, num_experts=6, layout="rank_major", options=DIRECT),
+    ),
+    "order-of-calls": (order_of_calls, Case(tokens=((9, 16),), world_size=2, num_experts=6)),
+    "order-of-calls-direct": (order_of_calls, Case(tokens=((9, 16),), world_size=2, num_experts=6, options=DIRECT)),
+    "closed-in-the-middle": (closed_in_the_middle, Case(tokens=((16, 9),), world_size=2, num_experts=6)),
+    "closed-in-the-middle-direct": (
+        closed_in_the_middle,
+        Case(tokens=((16, 9),), world_size=2, num_experts=6, layout="rank_major", options=DIRECT),
+    ),
     "sequential-ops-share-memory": (
         sequential_ops_share_memory,
         Case(layout="rank_major", tokens=((8, 5, 0, 3),)),
@@ -621,11 +588,25 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
         graph,
         Case(world_size=2, tokens=((4, 9),), layout="rank_major", quant_type="fp8_per_1x128", hidden_dim=256),
     ),
-    "graph-expert-major": (graph, Case(world_size=2, tokens=((8, 5),), layout="expert_major", topk=3)),
-    "expert-major-calls": (
-        expert_major_calls,
-        Case(tokens=((8, 5, 0, 3), (3, 3, 4, 9)), layout="expert_major", topk=3, options={"expert_alignment": 4}),
+    "graph-of-halves": (graph, Case(world_size=2, num_experts=6, tokens=((16, 9),), split="all")),
+    "graph-of-halves-direct": (
+        graph,
+        Case(world_size=2, num_experts=6, tokens=((16, 0),), layout="rank_major", options=DIRECT, split="all"),
     ),
+    "graph-of-halves-quantised": (
+        graph,
+        Case(
+            world_size=2,
+            num_experts=6,
+            tokens=((5, 9),),
+            quant_type="fp8_blockwise",
+            hidden_dim=256,
+            unusual=True,
+            split="all",
+        ),
+    ),
+    "graph-expert-major": (graph, Case(world_size=2, tokens=((8, 5),), layout="expert_major", topk=3)),
+    "expert-major-checks": (expert_major_checks, Case(world_size=2, tokens=((8, 5),), layout="expert_major", topk=3)),
     "device-failures": (device_failures, Case(tokens=((9,),))),
     "graphs-of-other-steps": (graphs_of_other_steps, Case(world_size=2, tokens=((3, 2),), layout="rank_major")),
     "graphs-of-other-steps-expert-major": (
@@ -645,10 +626,7 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     ),
     "weights-on-some-ranks": (weights_on_some_ranks, Case()),
     "memory-of-closed-ops-is-used-again": (memory_of_closed_ops_is_used_again, Case()),
-    "expert-counts": (expert_counts, Case(num_experts=10, topk=3)),
-    "expert-counts-rank-major": (expert_counts, Case(layout="rank_major")),
     "group-without-rank-0": (group_without_rank_0, Case(num_experts=9)),
-    "fixed-addresses": (fixed_addresses, Case(tokens=((16,), (3,)))),
     "late-rank-direct": (late_rank, Case(world_size=3, num_experts=6, options=DIRECT)),
     "graph-compact-direct": (graph, Case(world_size=2, tokens=((9, 5),), options=DIRECT)),
     "graph-both": (

@@ -123,9 +123,8 @@ SHAPES_AND_FLAT = SHAPES | {"flat": replace(FEW, kernel="InterNode", split="mixe
 """The flat form sends to any rank's memory, which puts do not reach."""
 SPECIAL = (
     "late-rank",
-    "two-interleaved-ops",
+    "order-interleaved",
     "sequential-ops-share-memory",
-    "fixed-addresses",
     "weights-on-some-ranks",
 )
 

@@ -10,7 +10,7 @@ from unittest import mock
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import NodeAllToAll
-from tests.cases import op_cases, op_special, op_steps
+from tests.cases import call_orders, op_cases, op_special, op_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,6 @@ def staged(context: RankContext, body: Callable[..., Any], case: Case, *more: An
         return node_arena(context, case.num_nodes)
 
     with contextlib.ExitStack() as stack:
-        for module in (op_cases, op_special, op_steps):
+        for module in (call_orders, op_cases, op_special, op_steps):
             stack.enter_context(mock.patch.object(module, "Arena", make))
         return body(context, over_torch_distributed(case), *more)

@@ -1,4 +1,4 @@
-"""Shapes, routings and steps that nobody thought of: the op on CPU processes against the oracle, by hypothesis.
+"""Shapes, routings, orders of calls and strides that nobody thought of: the op on CPU processes, by hypothesis.
 
 The examples are the same in every run. A failing one is printed as a Case and is not shrunk: each attempt would restart
 the processes; paste it into tests/cases/op_matrix.py instead.
@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.routing import ROUTINGS
+from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, NUM_OPS, OTHERS, Action, run_actions
 from tests.cases.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
+from tests.cases.stride_cases import LAYOUTS as STRIDES
+from tests.cases.stride_cases import ROLES, Forms, strided_case
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -154,3 +157,87 @@ def test_fuzz_padding(ranks: Any) -> None:
         ranks(run_with_pad_ids, 2, case, pad_ids)
 
     run()
+
+
+# --- orders of calls, right and wrong ones ---
+
+ORDER_EXAMPLES = {2: 12, 3: 4}
+NUM_ACTIONS = 40
+# as many that go on as others, or steps would hardly ever come to their end
+DRAWN = (*CALLS, *OTHERS, *(GO_ON,) * (len(CALLS) // 2), *(GO_ON_IN_HALVES,) * (len(CALLS) // 2))
+
+
+@st.composite
+def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
+    """A case without the end of the epochs, since ops are built anew, and what is done."""
+    case = replace(draw(cases(world_size)), first_epoch=0)
+    action = st.builds(
+        Action,
+        op=st.integers(0, NUM_OPS - 1),
+        call=st.sampled_from(DRAWN),
+        ranks=st.sampled_from([tuple(range(world_size)), (0,), (world_size - 1,)]),
+    )
+    return case, draw(st.lists(action, min_size=NUM_ACTIONS, max_size=NUM_ACTIONS))
+
+
+@pytest.mark.parametrize("world_size", ORDER_EXAMPLES)
+def test_orders(ranks: Any, world_size: int) -> None:
+    @fuzz(ORDER_EXAMPLES[world_size])
+    @given(orders(world_size))
+    def run(drawn: tuple[Case, list[Action]]) -> None:
+        ranks(run_actions, world_size, *drawn)
+
+    run()
+
+
+# --- tensors laid out in memory in many ways ---
+
+STRIDE_EXAMPLES = {2: 25, 3: 6}
+IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in STRIDES for _ in range(2)]
+
+
+@st.composite
+def laid_out_cases(draw: st.DrawFn, world_size: int) -> tuple[Case, list[list[Forms]]]:
+    """A case, and how each rank lays out its tensors in each step."""
+    case = draw(cases(world_size))
+    form = st.dictionaries(st.sampled_from(ROLES), st.sampled_from(sorted(STRIDES)), max_size=4)
+    return case, [[draw(form) for _ in range(world_size)] for _ in range(case.num_steps)]
+
+
+@pytest.mark.parametrize("world_size", STRIDE_EXAMPLES)
+def test_strides(ranks: Any, world_size: int) -> None:
+    @fuzz(STRIDE_EXAMPLES[world_size])
+    @given(laid_out_cases(world_size))
+    def run(drawn: tuple[Case, list[list[Forms]]]) -> None:
+        ranks(strided_case, world_size, *drawn)
+
+    run()
+
+
+@pytest.mark.parametrize("flagged_max_tokens", [0, 128])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])
+def test_lone_and_absent_rows_in_every_layout(ranks: Any, scale_dtype: torch.dtype, flagged_max_tokens: int) -> None:
+    """A lone row is contiguous whatever its stride, which torch looks at even so."""
+    case = Case(
+        world_size=2,
+        hidden_dim=8,
+        max_tokens=4,
+        tokens=((1, 1), (0, 1)),
+        scale_dim=4,
+        scale_dtype=scale_dtype,
+        options={"flagged_max_tokens": flagged_max_tokens},
+    )
+    ranks(strided_case, 2, case, IN_EVERY_LAYOUT)
+
+
+def test_rows_between_nodes_in_every_layout(ranks: Any) -> None:
+    case = Case(
+        world_size=2,
+        hidden_dim=8,
+        max_tokens=4,
+        tokens=((1, 3), (0, 1)),
+        scale_dim=4,
+        scale_dtype=torch.uint8,
+        num_nodes=2,
+    )
+    ranks(strided_case, 2, case, IN_EVERY_LAYOUT)

@@ -16,10 +16,10 @@ SLOW = frozenset(
         "graph-of-halves",
         "late-in-the-first-step-direct",
         "memory-of-closed-ops-is-used-again",
+        "order-interleaved",
         "order-of-calls",
         "overlapping-halves-unusual",
         "sequential-ops-share-memory",
-        "two-interleaved-ops",
     }
 )
 """What `make test` leaves to `make test-rest`: they take 14 s and more, and other bodies are near."""
