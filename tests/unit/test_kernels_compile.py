@@ -36,54 +36,35 @@ THREADS_PER_SM = 2048
 POLLED = {"answer", "seen", "side", "words"}
 # The most ranks of which a flagged dispatch has tokens enough for sparse polls.
 SPARSE_RANKS = LOW_LATENCY_MAX_ROWS // FEW_TOKENS
-# Dispatch takes seconds to compile. What it can do is compiled at least once, but not every combination of it.
-DISPATCHES = {
-    ("none", "compact", 8): (
-        "bulk_dispatch-has_weights",
-        "bulk_dispatch-has_weights-alone",
-        "low_latency_dispatch-has_weights-dependent",
-        "combine-has_weights-dependent",
-    ),
-    ("none", "rank_major", 8): (
-        "bulk_dispatch",
-        "bulk_dispatch-alone",
-        "bulk_dispatch-has_weights",
-        "low_latency_dispatch-has_weights-dependent",
-    ),
-    ("fp8_per_1x128", "compact", 8): (
-        "bulk_dispatch-cast128-has_weights",
-        "bulk_dispatch-scales56-has_weights",
-        "bulk_dispatch-scales56-has_weights-alone",
-        "low_latency_dispatch-cast128-has_weights-dependent",
-    ),
-    ("fp8_per_1x128", "rank_major", 8): (
-        "bulk_dispatch-cast128",
-        "bulk_dispatch-cast128-has_weights-alone",
-        "bulk_dispatch-has_weights",
-        "low_latency_dispatch-cast128-has_weights-dependent",
-    ),
-    ("fp8_per_token", "compact", 8): (
-        "bulk_dispatch-cast7168-has_weights",
-        "low_latency_dispatch-cast7168-has_weights-dependent",
-    ),
-    ("fp8_per_token", "rank_major", 8): ("bulk_dispatch-scales1",),
+SPARSE, WIDE = {"world_size": SPARSE_RANKS}, {"max_sms": 20}
+# A cast, a layout, what else the config says, and names of kernels, which take seconds to compile: what dispatch can do
+# is compiled at least once, but not every combination of it.
+CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
+    ("none", "compact", {}, "bulk_dispatch-has_weights bulk_dispatch-has_weights-alone"),
+    ("none", "compact", {}, "low_latency_dispatch-has_weights-dependent combine-has_weights-dependent"),
+    ("none", "rank_major", {}, "bulk_dispatch bulk_dispatch-alone bulk_dispatch-has_weights"),
+    ("none", "rank_major", {}, "low_latency_dispatch-has_weights-dependent"),
+    ("fp8_per_1x128", "compact", {}, "bulk_dispatch-cast128-has_weights bulk_dispatch-scales56-has_weights"),
+    ("fp8_per_1x128", "compact", {}, "bulk_dispatch-scales56-has_weights-alone"),
+    ("fp8_per_1x128", "compact", {}, "low_latency_dispatch-cast128-has_weights-dependent"),
+    ("fp8_per_1x128", "rank_major", {}, "bulk_dispatch-cast128 bulk_dispatch-cast128-has_weights-alone"),
+    ("fp8_per_1x128", "rank_major", {}, "bulk_dispatch-has_weights low_latency_dispatch-cast128-has_weights-dependent"),
+    ("fp8_per_token", "compact", {}, "bulk_dispatch-cast7168-has_weights"),
+    ("fp8_per_token", "compact", {}, "low_latency_dispatch-cast7168-has_weights-dependent"),
+    ("fp8_per_token", "rank_major", {}, "bulk_dispatch-scales1"),
     # of few ranks also steps of more tokens are flagged
-    ("none", "compact", SPARSE_RANKS): ("low_latency_dispatch-has_weights-sparse",),
-    ("none", "rank_major", SPARSE_RANKS): ("low_latency_dispatch-sparse",),
-    ("fp8_per_1x128", "compact", SPARSE_RANKS): ("low_latency_dispatch-cast128-has_weights-sparse",),
-    ("fp8_per_1x128", "rank_major", SPARSE_RANKS): ("low_latency_dispatch-scales56-sparse",),
-    ("fp8_blockwise", "compact", 8): ("combine-has_weights-check_indices-quantized-scaled",),
-    ("fp8_direct_cast", "rank_major", 8): ("combine-quantized",),
-}
-# Programs are wider where their number is bounded.
-WIDE = {
-    ("fp8_per_1x128", "rank_major"): (
-        "bulk_dispatch-cast128-has_weights",
-        "low_latency_dispatch-cast128-has_weights-dependent",
-    ),
-    ("none", "compact"): ("combine-ahead",),
-    ("fp8_blockwise", "rank_major"): ("combine-quantized-scaled-ahead",),
-}
+    ("none", "compact", SPARSE, "low_latency_dispatch-has_weights-sparse"),
+    ("none", "rank_major", SPARSE, "low_latency_dispatch-sparse"),
+    ("fp8_per_1x128", "compact", SPARSE, "low_latency_dispatch-cast128-has_weights-sparse"),
+    ("fp8_per_1x128", "rank_major", SPARSE, "low_latency_dispatch-scales56-sparse"),
+    ("fp8_blockwise", "compact", {}, "combine-has_weights-check_indices-quantized-scaled"),
+    ("fp8_direct_cast", "rank_major", {}, "combine-quantized"),
+    # programs are wider where their number is bounded
+    ("fp8_per_1x128", "rank_major", WIDE, "bulk_dispatch-cast128-has_weights"),
+    ("fp8_per_1x128", "rank_major", WIDE, "low_latency_dispatch-cast128-has_weights-dependent"),
+    ("none", "compact", WIDE, "combine-ahead"),
+    ("fp8_blockwise", "rank_major", WIDE, "combine-quantized-scaled-ahead"),
+]
 
 
 def variants_of(
@@ -121,29 +102,21 @@ def named(variant: CompiledKernel) -> str:
 
 
 def chosen() -> list[Any]:
-    cases = []
+    # what follows dispatch does not know about its casts: test_casts_change_dispatch_only
+    rows = [*CHOSEN, *(("none", layout, {}, "") for layout in ("compact", "rank_major"))]
+    cases: list[Any] = []
     kinds: set[str] = set()
-
-    def add(name: str, config: EpDispatchCombineConfig, variant: tuple[Any, ...]) -> None:
-        # one variant of each kernel is enough for `make test`
-        marks = [pytest.mark.full] if kind_of(variant[0]) in kinds else []
-        kinds.add(kind_of(variant[0]))
-        cases.append(pytest.param(config, *variant, id=name, marks=marks))
-
-    for (quant, layout, world_size), names in DISPATCHES.items():
-        config = config_of(quant_type=quant, layout=layout, world_size=world_size)
+    for quant, layout, changes, names in rows:
+        config = config_of(**{"quant_type": quant, "layout": layout, "world_size": 8} | changes)
         variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
-        wanted = list(names)
-        if quant == "none" and world_size == 8:
-            # what follows dispatch does not know about its casts: test_casts_change_dispatch_only
-            wanted += [n for n, (v, _) in variants.items() if not is_dispatch(v) and not n.endswith("dependent")]
-        for name in wanted:
-            add(f"{quant}-{layout}-{name}", config, variants[name])
-    for (quant, layout), names in WIDE.items():
-        config = config_of(quant_type=quant, layout=layout, max_sms=20)
-        variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
-        for name in names:
-            add(f"{quant}-{layout}-wide-{name}", config, variants[name])
+        others = [n for n, (v, _) in variants.items() if not is_dispatch(v) and not n.endswith("dependent")]
+        for name in names.split() or others:
+            kind = kind_of(variants[name][0])
+            # one variant of each kernel is enough for `make test`
+            marks = [pytest.mark.full] if kind in kinds else []
+            kinds.add(kind)
+            wide = "wide-" if changes is WIDE else ""
+            cases.append(pytest.param(config, *variants[name], id=f"{quant}-{layout}-{wide}{name}", marks=marks))
     return cases
 
 
