@@ -102,30 +102,27 @@ def nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
     return torch.where(wide.isnan(), 0x7F, code).to(torch.uint8)
 
 
-def test_e4m3_of_all_bf16_patterns():
-    expected = nearest_e4m3(ALL_BF16)
-    assert torch.equal(e4m3_of(ALL_BF16), expected)
-    assert torch.equal(e4m3_of(ALL_BF16, by_integers=False), expected)
-    assert torch.equal(fp32_to_e4m3_bits(ALL_BF16), expected)
+def test_e4m3_is_the_nearest():
+    """Of all bfloat16, random float32, and float32 midpoints of e4m3 values with their neighbours."""
+    midpoints = ((E4M3_VALUES[1:] + E4M3_VALUES[:-1]) / 2).to(torch.float32)
+    assert torch.equal(midpoints.to(torch.float64) * 2, E4M3_VALUES[1:] + E4M3_VALUES[:-1])
+    infinity = torch.full_like(midpoints, float("inf"))
+    near = torch.cat([midpoints, midpoints.nextafter(infinity), midpoints.nextafter(-infinity)])
+    random_ones = floats_of(torch.randint(0, 1 << 32, (1 << 15,), dtype=torch.int64))
+    values = torch.cat([ALL_BF16, near, -near, random_ones])
+    expected = nearest_e4m3(values)
+    assert torch.equal(e4m3_of(values), expected)
+    assert torch.equal(e4m3_of(values, by_integers=False), expected)
+    assert torch.equal(fp32_to_e4m3_bits(values), expected)
+    # ties go to the even code
+    assert (e4m3_of(midpoints) % 2 == 0).all()
 
 
 def test_e4m3_values_are_fixed_points():
     codes = torch.arange(256, dtype=torch.uint8)
-    values = codes.view(FP8_DTYPE).to(torch.float32)
     expected = codes.clone()
     expected[0xFF] = 0x7F
-    assert torch.equal(e4m3_of(values), expected)
-
-
-def test_e4m3_midpoints_and_their_neighbours():
-    midpoints = ((E4M3_VALUES[1:] + E4M3_VALUES[:-1]) / 2).to(torch.float32)
-    assert torch.equal(midpoints.to(torch.float64) * 2, E4M3_VALUES[1:] + E4M3_VALUES[:-1])
-    infinity = torch.full_like(midpoints, float("inf"))
-    values = torch.cat([midpoints, midpoints.nextafter(infinity), midpoints.nextafter(-infinity)])
-    values = torch.cat([values, -values])
-    assert torch.equal(e4m3_of(values), nearest_e4m3(values))
-    # ties go to the even code
-    assert (e4m3_of(midpoints) % 2 == 0).all()
+    assert torch.equal(e4m3_of(codes.view(FP8_DTYPE).to(torch.float32)), expected)
 
 
 def test_e4m3_of_what_is_not_ordinary():
@@ -136,12 +133,6 @@ def test_e4m3_of_what_is_not_ordinary():
     assert e4m3_of(values).tolist() == expected
     nans = floats_of(torch.tensor([0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0x7FC00000]))
     assert e4m3_of(nans).tolist() == [0x7F] * 5
-
-
-def test_e4m3_of_random_patterns():
-    patterns = torch.randint(0, 1 << 32, (1 << 15,), dtype=torch.int64)
-    values = floats_of(patterns)
-    assert torch.equal(e4m3_of(values), nearest_e4m3(values))
 
 
 @portable
