@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from ep_a2a.kernels.portable import FP_FUSION
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
@@ -76,6 +77,19 @@ def vector_accesses(ptx: str) -> tuple[int, int]:
     """The numbers of 16-byte loads from and stores to global memory."""
     kinds = [re.findall(rf"\b{op}\.global\S*\.v4\.b32", ptx) for op in ("ld", "st")]
     return len(kinds[0]), len(kinds[1])
+
+
+def check_moves(kernels: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], moving: set[str], folder: Path) -> None:
+    """Kernels compile for Hopper without spilling; one of each name in `moving` loads and stores in vectors."""
+    left = set(moving)
+    for kernel, args in kernels:
+        name = kernel.kernel.__name__
+        asm = compile_kernel(kernel, args)
+        assert resources(asm["cubin"], folder)["STACK"] == 0, name
+        if name in left:
+            left.remove(name)
+            assert min(vector_accesses(asm["ptx"])) > 0, name
+    assert not left
 
 
 def resources(cubin: bytes, directory: Path) -> dict[str, int]:

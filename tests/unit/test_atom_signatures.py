@@ -271,16 +271,17 @@ def choices(option: str) -> list[str]:
     return values
 
 
-def test_every_value_of_all2all_backend_is_served():
-    """It sets enable_low_latency and nothing else; ours are the same kernels either way."""
+def test_every_value_of_the_options_is_served():
+    """--all2all-backend sets enable_low_latency and nothing else; ours are the same kernels either way."""
     assert set(choices("--all2all-backend")) == {"high-throughput", "low-latency"}
     for value in (None, *choices("--all2all-backend")):
         check_options(config(enable_low_latency=value == "low-latency"), ENVS)
-
-
-def test_every_value_of_enable_tbo_is_served():
     for value in (None, *choices("--enable-tbo")):
         check_options(config(enable_tbo=value is not None, enable_tbo_decode=value == "all"), ENVS)
+    for value in ("none", "fp8_direct_cast", "fp8_blockwise"):
+        check_options(config(), SimpleNamespace(**vars(ENVS) | {"ATOM_MORI_COMBINE_QUANT": value}))
+    # no configuration is taken for defaults
+    check_options(None, ENVS)
 
 
 def test_moe_backend_mega_is_refused():
@@ -291,11 +292,6 @@ def test_moe_backend_mega_is_refused():
     assert "--moe-backend standard" in caught.value.remedy
 
 
-@pytest.mark.parametrize("quant_type", ["none", "fp8_direct_cast", "fp8_blockwise"])
-def test_combine_quantisation_is_served(quant_type):
-    check_options(config(), SimpleNamespace(**vars(ENVS) | {"ATOM_MORI_COMBINE_QUANT": quant_type}))
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("ATOM_MORI_V2", True), ("ATOM_MORI_FP4_DISPATCH", True), ("ATOM_MORI_COMBINE_QUANT", "fp4_blockwise")],
@@ -304,10 +300,6 @@ def test_what_needs_moris_kernels_is_refused(name, value):
     with pytest.raises(UnsupportedError, match=name) as caught:
         check_options(config(), SimpleNamespace(**vars(ENVS) | {name: value}))
     assert name in caught.value.remedy
-
-
-def test_no_configuration_is_taken_for_defaults():
-    check_options(None, ENVS)
 
 
 def test_deployments_that_exchange_no_tokens_say_why():

@@ -16,7 +16,7 @@ from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
-from tests.offline_compile import compile_kernel, resources, vector_accesses
+from tests.offline_compile import check_moves
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,15 +51,7 @@ def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(**changes)
     engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
     engine.kernels.num_sms = NUM_SMS
-    moving = {"exchange_kernel", "offer_results_kernel", "return_kernel"}
-    for variant, values in engine.compiled_kernels():
-        name = variant.kernel.__name__
-        asm = compile_kernel(variant, values)
-        assert resources(asm["cubin"], tmp_path)["STACK"] == 0, name
-        if name in moving:
-            moving.remove(name)
-            assert min(vector_accesses(asm["ptx"])) > 0, name
-    assert not moving
+    check_moves(engine.compiled_kernels(), {"exchange_kernel", "offer_results_kernel", "return_kernel"}, tmp_path)
 
 
 def test_shape_of_rings() -> None:
