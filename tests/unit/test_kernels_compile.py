@@ -369,33 +369,27 @@ def test_fields_hold_every_count(tokens, flagged, world_size):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hidden_dim", [2880, 3080])
-def test_rows_that_are_no_power_of_two_move_in_vectors_too(hidden_dim):
-    """Masks must not spoil the vectors: gpt-oss has 2880 elements in a row."""
-    config = config_of(hidden_dim=hidden_dim, layout="rank_major", world_size=2, num_experts_per_token=2)
-    seen = set()
-    for variant, args in variants_of(config):
-        if variant.named_constants.get("HAS_WEIGHTS") is False and not variant.named_constants.get("CHECK_INDICES"):
-            seen.add(kind_of(variant))
-            loads, stores = vector_accesses(compile_kernel(variant, args, HOPPER)["ptx"])
-            assert (loads > 0, stores > 0) == (True, True), kind_of(variant)
-    assert seen == {"bulk_dispatch", "low_latency_dispatch", "combine"}
-
-
-@pytest.mark.full
-def test_many_ranks_and_an_older_gpu():
-    """16 ranks on compute capability 8.0, which has no fp8 conversion: everything but the fused cast."""
-    config = config_of(
-        world_size=16, layout="rank_major", hidden_dim=2048, num_experts_per_rank=4, num_experts_per_token=2
-    )
-    seen = set()
-    for variant, args in variants_of(config, AMPERE):
+@pytest.mark.parametrize(
+    ("changes", "capability"),
+    [
+        # masks must not spoil the vectors: gpt-oss has 2880 elements in a row
+        ({"hidden_dim": 2880, "world_size": 2}, HOPPER),
+        ({"hidden_dim": 3080, "world_size": 2}, HOPPER),
+        # which has no fp8 conversion: everything but the fused cast
+        ({"hidden_dim": 2048, "world_size": 16, "num_experts_per_rank": 4}, AMPERE),
+    ],
+    ids=["2880", "3080", "older"],
+)
+def test_rows_move_in_vectors(changes, capability):
+    """Rows that are no power of two; many ranks on compute capability 8.0."""
+    config, seen = config_of(layout="rank_major", num_experts_per_token=2, **changes), set()
+    for variant, args in variants_of(config, capability):
         if variant.named_constants.get("HAS_WEIGHTS") is not True and not variant.named_constants.get("CHECK_INDICES"):
             seen.add(kind_of(variant))
-            ptx = compile_kernel(variant, args, AMPERE)["ptx"]
-            assert ".target sm_80" in ptx
+            ptx = compile_kernel(variant, args, capability)["ptx"]
+            assert f".target sm_{capability}" in ptx
             if kind_of(variant) != "count_local_experts":
-                assert min(vector_accesses(ptx)) > 0
+                assert min(vector_accesses(ptx)) > 0, kind_of(variant)
     assert seen == {"bulk_dispatch", "low_latency_dispatch", "combine", "count_local_experts"}
 
 
