@@ -322,22 +322,14 @@ REFUSES: dict[str, Callable[[], Any]] = {
     "deep_ep Buffer.low_latency_query_mask_buffer ": lambda: BARE.low_latency_query_mask_buffer(IDS),
     "deep_ep Buffer.low_latency_clean_mask_buffer ": lambda: BARE.low_latency_clean_mask_buffer(),
     "deep_ep Buffer.get_local_buffer_tensor ": lambda: BARE.get_local_buffer_tensor(torch.int32),
-    "deep_ep Buffer.low_latency_dispatch dispatch_wait_recv_cost_stats": lambda: BARE.low_latency_dispatch(
-        ROWS_GIVEN, IDS, 8, 4, dispatch_wait_recv_cost_stats=IDS
+    "deep_ep Buffer.low_latency_dispatch dispatch_wait_recv_cost_stats": functools.partial(
+        BARE.low_latency_dispatch, RECEIVED.tokens, IDS, 8, 4, dispatch_wait_recv_cost_stats=IDS
     ),
-    "deep_ep Buffer.low_latency_combine combine_wait_recv_cost_stats": lambda: BARE.low_latency_combine(
-        ROWS_GIVEN,
-        IDS,
-        WEIGHTS,
-        None,
-        combine_wait_recv_cost_stats=IDS,  # type: ignore[arg-type]
+    "deep_ep Buffer.low_latency_combine combine_wait_recv_cost_stats": functools.partial(
+        BARE.low_latency_combine, RECEIVED.tokens, IDS, WEIGHTS, None, combine_wait_recv_cost_stats=IDS
     ),
-    "deep_ep Buffer.low_latency_combine use_logfmt": lambda: BARE.low_latency_combine(
-        ROWS_GIVEN,
-        IDS,
-        WEIGHTS,
-        None,
-        use_logfmt=True,  # type: ignore[arg-type]
+    "deep_ep Buffer.low_latency_combine use_logfmt": functools.partial(
+        BARE.low_latency_combine, RECEIVED.tokens, IDS, WEIGHTS, None, use_logfmt=True
     ),
     f"mori {OP}.dispatch routing": lambda: op().dispatch(ROWS_GIVEN, None, None, IDS, routing=1),
     f"mori {OP}.dispatch return_routing": lambda: op().dispatch(ROWS_GIVEN, None, None, IDS, return_routing=True),
