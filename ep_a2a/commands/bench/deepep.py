@@ -15,7 +15,6 @@ from ep_a2a.managers.external.deepep import (
     ELASTIC_BUFFER,
     DeepEPLowLatencyAll2AllManager,
     DeepEPV2All2AllManager,
-    elastic_buffer,
     low_latency_buffer,
     rows_and_scales,
     topk_dtype,
@@ -81,13 +80,13 @@ class _ElasticRoundTrip(_DeepEPRoundTrip):
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
         super().__init__(workload, context, casts_before=True)
-        self._buffer = elastic_buffer(
-            self._deep_ep,
-            context.group,
-            max_num_tokens=self._num_most,
-            hidden_dim=workload.hidden_dim,
-            topk=workload.topk,
-            fp8_rows=self.scales is not None,
+        self._buffer = self._deep_ep.ElasticBuffer(
+            group=context.group,
+            num_max_tokens_per_rank=self._num_most,
+            hidden=workload.hidden_dim,
+            num_topk=workload.topk,
+            use_fp8_dispatch=self.scales is not None,
+            explicitly_destroy=True,
         )
         self.details = {"version": "V2", "dispatch": "tokens cast before, no host wait"}
 

@@ -116,20 +116,6 @@ def low_latency_buffer(
     )
 
 
-def elastic_buffer(
-    deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, topk: int, fp8_rows: bool
-) -> Any:
-    """Returns an ElasticBuffer for up to max_num_tokens of each rank. Collective. The group must be one of NCCL."""
-    return deep_ep.ElasticBuffer(
-        group=group,
-        num_max_tokens_per_rank=max_num_tokens,
-        hidden=hidden_dim,
-        num_topk=topk,
-        use_fp8_dispatch=fp8_rows,
-        explicitly_destroy=True,
-    )
-
-
 class DeepEPHighThroughputOp(DeepEPOp):
     """An op on `deep_ep.Buffer`'s dispatch and combine.
 
@@ -311,13 +297,13 @@ class DeepEPV2Op(DeepEPOp):
         config, group = self.config, manager.groups.of(self.device)
         # DeepEP builds on NCCL's communicator, which NCCL makes for the first collective
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        return elastic_buffer(
-            deep_ep,
-            group,
-            max_num_tokens=config.max_num_inp_token_per_rank,
-            hidden_dim=config.hidden_dim,
-            topk=config.topk,
-            fp8_rows=config.wire_dtype == FP8_DTYPE,
+        return deep_ep.ElasticBuffer(
+            group=group,
+            num_max_tokens_per_rank=config.max_num_inp_token_per_rank,
+            hidden=config.hidden_dim,
+            num_topk=config.topk,
+            use_fp8_dispatch=config.wire_dtype == FP8_DTYPE,
+            explicitly_destroy=True,
         )
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:

@@ -19,7 +19,7 @@ from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, Sing
 from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -101,12 +101,12 @@ class NVLinkOneSided:
         # Each rank has zeroed its own counters; no rank may write to them before all have.
         dist.barrier(group)
 
-    def packed(self, payloads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def packed(self, payloads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the payloads [T, n] as `dispatch` takes them; some of the declared ones may be missing."""
-        return [payloads[name].view(torch.uint8) for name in self._dtypes if name in payloads]
+        return {name: payloads[name].view(torch.uint8) for name in self._dtypes if name in payloads}
 
     def dispatch(
-        self, ids: torch.Tensor, packed: Sequence[torch.Tensor], step_tokens: int, names: Sequence[str] = ()
+        self, ids: torch.Tensor, packed: Mapping[str, torch.Tensor], step_tokens: int
     ) -> dict[str, torch.Tensor]:
         """Sends payloads, and returns the received ones, [W, step_tokens, n] by name.
 
@@ -116,11 +116,9 @@ class NVLinkOneSided:
             ids: int32 [T, K], an expert in every slot.
             packed: from `packed`.
             step_tokens: the most tokens that any rank brings to the step, equal on all ranks.
-            names: of the sent payloads; empty if all are sent.
         """
-        received = self._native.dispatch(ids, list(packed), step_tokens)
-        sent = [name for name in self._dtypes if not names or name in names]
-        return {name: each.view(self._dtypes[name]) for name, each in zip(sent, received, strict=True)}
+        received = self._native.dispatch(ids, list(packed.values()), step_tokens)
+        return {name: each.view(self._dtypes[name]) for name, each in zip(packed, received, strict=True)}
 
     def mark_padding(self, ids: torch.Tensor, pad_id: int) -> None:
         """Overwrites received ids past the received rows, by one launch. For use between dispatch and combine."""
@@ -237,7 +235,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         if step.scales is not None:
             sent["scales"] = step.scales.view(torch.uint8)
         routed = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
-        received = self._exchange.dispatch(routed, self._exchange.packed(sent), step.step_tokens, tuple(sent))
+        received = self._exchange.dispatch(routed, self._exchange.packed(sent), step.step_tokens)
         self._exchange.mark_padding(received["positions"], NO_EXPERT)
         came = received["positions"] >= 0
         ids = torch.where(came, received["ids"], step.pad_id)
