@@ -9,6 +9,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from rich.console import JustifyMethod
+
 UNITS = ("KiB", "MiB", "GiB", "TiB")
 COLUMN_MARGIN = 3
 """Characters of a column beside its text: two spaces and a line."""
@@ -37,6 +39,8 @@ def fitting_tables(
 ) -> list[Table]:
     """Returns tables no wider than a terminal, where the columns that name the rows leave room for another one.
 
+    A heading has a line for each word, and no cell is folded.
+
     Args:
         title: above the first table.
         headings, rows: of one table that may be too wide.
@@ -47,10 +51,9 @@ def fitting_tables(
     tables: list[Table] = []
     for columns in columns_that_fit(headings, rows, num_names, width):
         table = Table(title=None if tables else title, title_justify="left")
-        texts = [[headings[column], *(row[column] for row in rows)] for column in columns]
-        for column, chars in zip(columns, _widths(texts, width)):
-            is_right = headings[column] in right
-            table.add_column(headings[column], justify="right" if is_right else "left", width=chars, overflow="fold")
+        for column in columns:
+            justify: JustifyMethod = "right" if headings[column] in right else "left"
+            table.add_column(headings[column].replace(" ", "\n"), justify=justify, no_wrap=True)
         for row in rows:
             table.add_row(*(row[column] for column in columns))
         tables.append(table)
@@ -61,32 +64,16 @@ def columns_that_fit(
     headings: Sequence[str], rows: Sequence[Sequence[str]], num_names: int, width: int
 ) -> list[list[int]]:
     """Returns the columns of each table, by number. Each has the first `num_names`, and one more at least."""
-    least = [COLUMN_MARGIN + _least_width(texts) for texts in zip(headings, *rows)]
+    texts = [[*heading.split(), *cells] for heading, *cells in zip(headings, *rows)]
+    chars = [COLUMN_MARGIN + max(map(len, each), default=0) for each in texts]
     names = list(range(num_names))
     tables = [list(names)]
     for column in range(num_names, len(headings)):
-        has_room = 1 + sum(least[each] for each in (*tables[-1], column)) <= width
+        has_room = 1 + sum(chars[each] for each in (*tables[-1], column)) <= width
         if not has_room and len(tables[-1]) > num_names:
             tables.append(list(names))
         tables[-1].append(column)
     return tables
-
-
-def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Returns the width of each column: its least, and what is left goes to the first that need more."""
-    widths = [_least_width(texts) for texts in columns]
-    left = width - 1 - sum(widths) - COLUMN_MARGIN * len(widths)
-    for number, (heading, *_) in enumerate(columns):
-        more = max(0, min(left, len(heading) - widths[number]))
-        widths[number] += more
-        left -= more
-    return widths
-
-
-def _least_width(texts: Sequence[str]) -> int:
-    """Returns the characters that a column needs: its cells stay whole, its heading may break between words."""
-    heading, *cells = texts
-    return max(map(len, [*heading.split(), *cells]), default=0)
 
 
 def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
