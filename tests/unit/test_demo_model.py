@@ -125,7 +125,8 @@ def test_who_named_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_text('all2all_backend = "allgather_reducescatter"')
     monkeypatch.setenv("EP_A2A_CONFIG", str(path))
     assert named_backend(None) == ("allgather_reducescatter", f"named by {path} (EP_A2A_CONFIG)")
-    assert named_backend("naive") == ("naive", "named by --backend")
+    assert named_backend(None, str(path)) == ("allgather_reducescatter", f"named by {path}")
+    assert named_backend("naive", str(path)) == ("naive", "named by --backend")
 
 
 def test_casts_to_choose_from() -> None:

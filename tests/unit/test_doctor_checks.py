@@ -287,17 +287,6 @@ def test_the_default_and_why():
     assert (choice.device, choice.ranks_per_node) == ("cpu", (4,))
 
 
-def test_who_chose_the_backend(monkeypatch, tmp_path):
-    monkeypatch.setenv("EP_A2A_BACKEND", "naive")
-    assert choose(Request(), 0).backend_reason == "named by EP_A2A_BACKEND"
-    path = tmp_path / "choice.toml"
-    path.write_text('all2all_backend = "allgather_reducescatter"')
-    chosen = choose(Request(config_file=str(path)), 0)
-    assert (chosen.backend, chosen.backend_reason) == ("allgather_reducescatter", f"named by {path}")
-    named = choose(Request(backend="naive", config_file=str(path)), 0)
-    assert (named.backend, named.backend_reason) == ("naive", "named by --backend")
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "remedy"), [("BACKEND", "ep_a3a", "ep_a2a"), ("CONFIG", "/nowhere.toml", "EP_A2A_CONFIG")]
 )

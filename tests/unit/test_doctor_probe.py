@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from ep_a2a.commands.doctor import ask
 from ep_a2a.commands.doctor.ask import request_facts
-from ep_a2a.commands.doctor.machine import Atom, Backend, Choice, Request, Vllm
+from ep_a2a.commands.doctor.machine import Atom, Backend, Choice, Driver, Gpu, Request, Vllm
 from ep_a2a.commands.doctor.probe import (
     ask_library,
     choose,
@@ -193,7 +194,41 @@ def test_the_doctor_runs_without_torch_and_triton():
     subprocess.run([sys.executable, "-c", program, "torch", "triton", "numpy"], cwd=ROOT, check=True, timeout=60)
 
 
-# --- nvidia-smi ---
+# --- the driver and nvidia-smi ---
+
+
+class TwoGpus:
+    """A driver library with two H200s that reach each other's memory, without atomics."""
+
+    ATTRIBUTES: ClassVar = {ask.CAPABILITY_MAJOR: 9, ask.CAPABILITY_MINOR: 0, ask.NUM_SMS: 132}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            answers = {
+                "cuDriverGetVersion": lambda: 13000,
+                "cuDeviceGetCount": lambda: 2,
+                "cuDeviceGet": lambda: args[1],
+                "cuDeviceTotalMem_v2": lambda: 140 << 30,
+                "cuDeviceGetAttribute": lambda: self.ATTRIBUTES[args[1]],
+                "cuDeviceGetP2PAttribute": lambda: args[1] == ask.P2P_ACCESS,
+            }
+            if name == "cuDeviceGetName":
+                args[0].value = b"NVIDIA H200"
+            elif name in answers:
+                args[0]._obj.value = answers[name]()
+            return 0
+
+        return call
+
+
+def test_the_driver_is_described(monkeypatch):
+    monkeypatch.setattr(ask.ctypes, "CDLL", lambda name: TwoGpus())
+    (found,) = ask.driver_facts()
+    gpus = found.pop("gpus")
+    assert Gpu(**gpus[1]) == Gpu("NVIDIA H200", (9, 0), 132, 140 << 30)
+    assert Driver(**found, gpus=gpus).cuda == (13, 0)
+    assert found["access"] == ((True, True), (True, True))
+    assert found["atomics"] == ((True, False), (False, True))
 
 
 def test_gpus_are_read_from_a_query():
