@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import secrets
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,11 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.errors import ConfigError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.device_groups import is_rank_gone
+from ep_a2a.memory.peers import BEAT_SECS
 from ep_a2a.memory.rendezvous import DEFAULT_TIMEOUT_SECS, Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 CONNECT_PATIENCE_SECS = 2.0
 """Members met a moment ago, so they give up at about the same time."""
@@ -67,10 +70,15 @@ def make_subgroup(
     store = meeting.peers.group_store if store is None else store
     name = meeting.exchange("name of a subgroup", secrets.token_hex(8))[0]
     deadline = clock.now() + timeout_secs + CONNECT_PATIENCE_SECS
+    # gloo may wait for a key, which occupies the connection to the store
+    own_store = store.clone()  # type: ignore[attr-defined]
+    connect = functools.partial(
+        _make_group, parent, ranks, f"ep_a2a_{name}", timedelta(seconds=timeout_secs), own_store
+    )
     failure: RuntimeError | None = None
     with contextlib.ExitStack() as undo:
         try:
-            group = _make_group(parent, ranks, f"ep_a2a_{name}", timedelta(seconds=timeout_secs), store)
+            group = _while_all_live(connect, meeting)
             undo.callback(destroy_subgroup, group)
         except RuntimeError as error:
             if not is_rank_gone(error):
@@ -87,6 +95,30 @@ def make_subgroup(
         "; ".join(f"rank {rank} failed: {text}" for rank, text in zip(ranks, texts, strict=True) if text),
         "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
     ) from failure
+
+
+def _while_all_live(connect: Callable[[], dist.ProcessGroup], meeting: Rendezvous) -> dist.ProcessGroup:
+    """Returns the group that `connect` makes, in a thread: gloo itself would wait for a dead member until its time-out.
+
+    Raises:
+        RuntimeError: of gloo, or that a member's process has ended; the thread is left behind then.
+    """
+    made: list[dist.ProcessGroup] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            made.append(connect())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="ep_a2a connects", daemon=True)
+    thread.start()
+    while thread.is_alive() and not set(meeting.ranks).intersection(meeting.peers.look()):
+        thread.join(BEAT_SECS)
+    if made:
+        return made[0]
+    raise errors[0] if errors else RuntimeError("closed by peer: a member's process has ended")
 
 
 def destroy_subgroup(group: dist.ProcessGroup) -> None:
