@@ -384,7 +384,9 @@ def test_what_a_backend_lacks_is_an_error():
     errors = [each for each in findings_of(H200_HOST, request, problems=problems) if each.level is Level.ERROR]
     assert [each.found for each in errors] == [f"mori: {problem}" for problem in problems]
     assert all("`ep-a2a backends`" in each.remedy for each in errors)
-    assert errors_of(changed(H200_HOST, torch={"version": None}), request, problems=("No module named 'torch'",)) == []
+    for name in ("torch", "triton"):
+        absent = changed(H200_HOST, **{name: {"version": None}})
+        assert errors_of(absent, request, problems=(f"No module named {name!r}",)) == []
 
 
 def test_rocm_is_no_error_for_backends_that_are_for_it():

@@ -134,8 +134,8 @@ def backend(m: Machine) -> Iterator[Finding]:
         yield error(m.choice.problem, m.choice.remedy)
         return
     yield ok(f"{m.choice.backend}: {m.choice.backend_reason}")
-    # Without torch no backend can be asked.
-    for problem in m.backend.problems if m.torch.works else ():
+    # Without torch and Triton no backend can be asked.
+    for problem in m.backend.problems if m.torch.works and m.triton.works else ():
         yield error(f"{m.backend.name}: {problem}", USE_ANOTHER)
 
 
