@@ -26,7 +26,7 @@ from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.tuning import tables
 from ep_a2a.tuning.parse import LAUNCH_FIELDS, MAX_PROGRAMS, PROGRAM_FIELDS
 from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
-from ep_a2a.tuning.tables import Evidence, Table, TableEntry, TunedLaunch, TunedTables, shape_key
+from ep_a2a.tuning.tables import Evidence, TableEntry, TunedLaunch, TunedTables, shape_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,7 +236,7 @@ def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunc
     size = config.max_num_inp_token_per_rank
     return TunedTables(
         {
-            phase: Table((TableEntry(shape_key(config, phase, size), launch, nothing, "of this trial"),))
+            phase: (TableEntry(shape_key(config, phase, size), launch, nothing, "of this trial"),)
             for phase, launch in launches.items()
         }
     )

@@ -15,7 +15,7 @@ from ep_a2a.memory.guards import StreamOrder, is_capturing
 from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_once
-from ep_a2a.ops.inputs import check_biases, check_combine, check_dispatch, check_out, travelling_scales
+from ep_a2a.ops.inputs import check_combine, check_dispatch, check_token_rows, travelling_scales
 from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.quantization import quantize
 
@@ -125,9 +125,8 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         check_combine(self.config, self.device, given._replace(rows=rows, weights=weights), lead, inputs.num_tokens)
         self._check_own(indices, step.facts)
         self._check_weights(weights)
-        if out is not None:
-            check_out(self.config, self.device, out, inputs.num_tokens)
-        check_biases(self.config, self.device, biases, inputs.num_tokens)
+        bias_0, bias_1 = biases
+        check_token_rows(self.config, self.device, inputs.num_tokens, out=out, bias_0=bias_0, bias_1=bias_1)
         rows = rows.view(*lead, rows.shape[-1])
         weights = None if weights is None else weights.view(*lead, -1)
         return RowsBack(rows, weights, inputs, out, biases)

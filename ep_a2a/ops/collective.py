@@ -17,7 +17,7 @@ from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.failures import describe_wire_word, wire_word
 from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.ops.row_exchange import row_bytes
-from ep_a2a.routing import destination_mask
+from ep_a2a.routing import count_ids, destination_mask
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -100,7 +100,8 @@ class CollectiveDispatchCombineOp(AdapterOp):
                 # bit for bit in any dtype
                 row_bytes(target).index_copy_(0, slots, row_bytes(gather(rows))[received])
         if step.counts_experts:
-            self._count_local_experts(all_ids[received])
+            first, num_experts = self.config.first_expert, self.config.num_local_experts
+            self._local_expert_count.copy_(count_ids(all_ids[received], first, num_experts))
         self._route = _Route(counts, received, slots)
         lead = leading_dims(self.config, limit).rows
 
@@ -150,11 +151,6 @@ class CollectiveDispatchCombineOp(AdapterOp):
         if self.config.layout == Layout.COMPACT:
             return row
         return source * limit + row - (per_source.cumsum(0) - per_source)[source]
-
-    def _count_local_experts(self, ids: torch.Tensor) -> None:
-        first, num_experts = self.config.first_expert, self.config.num_local_experts
-        local = ids[(ids >= first) & (ids < first + num_experts)] - first
-        self._local_expert_count.copy_(torch.bincount(local, minlength=num_experts))
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         assert self._route is not None

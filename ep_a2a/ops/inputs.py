@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.errors import EpA2AError
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import Biases, CombineInputs, StepInputs
+    from ep_a2a.ops.arguments import CombineInputs, StepInputs
 
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
 """Dtypes of scales by their bytes. The first is the dtype of scales that this package computes."""
@@ -285,25 +285,17 @@ def check_combine(
         )
 
 
-def check_out(config: EpDispatchCombineConfig, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
-    """Check combine's `out`: [T, H] of combine_dtype."""
-    _check_token_rows("out", config, device, out, num_tokens)
-
-
-def check_biases(config: EpDispatchCombineConfig, device: torch.device, biases: Biases, num_tokens: int) -> None:
-    """Check combine's `bias_0` and `bias_1`: None, or [T, H] of combine_dtype."""
-    for number, bias in enumerate(biases):
-        if bias is not None:
-            _check_token_rows(f"bias_{number}", config, device, bias, num_tokens)
-
-
-def _check_token_rows(
-    name: str, config: EpDispatchCombineConfig, device: torch.device, rows: torch.Tensor, num_tokens: int
+def check_token_rows(
+    config: EpDispatchCombineConfig, device: torch.device, num_tokens: int, **tensors: torch.Tensor | None
 ) -> None:
-    check_tensor(name, rows, (config.combined_dtype,), device)
-    check_rows(name, rows, config.hidden_dim)
-    if rows.shape[0] != num_tokens:
-        raise ShapeError(f"{name} with a row for each of the {num_tokens} tokens dispatched", str(rows.shape[0]))
+    """Check arguments of combine that have a row per token, `out` and the biases: None, or [T, H] of combine_dtype."""
+    for name, rows in tensors.items():
+        if rows is None:
+            continue
+        check_tensor(name, rows, (config.combined_dtype,), device)
+        check_rows(name, rows, config.hidden_dim)
+        if rows.shape[0] != num_tokens:
+            raise ShapeError(f"{name} with a row for each of the {num_tokens} tokens dispatched", str(rows.shape[0]))
 
 
 def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, region_name: str) -> None:

@@ -14,7 +14,6 @@ from ep_a2a.kernels.layout import (
     RECORD_HEADER_WORDS,
     REMOTE_MIRRORS,
     FailureCode,
-    Field,
     OpLayout,
     Region,
     Stage,
@@ -97,6 +96,7 @@ class BoundMemory:
             (layout.result, shared["result"], self._own_address(shared["result"])),
             (layout.expert, shared["expert"], self._own_address(shared["expert"])),
         ]
+        self._fields = {field.region: (field, tensor) for block, tensor, _ in self._blocks for field in block.fields}
         self._arena, self.index = arena, index
         self._locals: dict[str, torch.Tensor] = {}
         self.record = self.acquired.record
@@ -150,18 +150,11 @@ class BoundMemory:
             table[region, is_far] = table[mirror, config.rank]
         table[Region.ELEMENTS] = torch.tensor(own.elements, device="cpu")
 
-    def _find(self, region: Region) -> tuple[Field, torch.Tensor]:
-        for block, tensor, _ in self._blocks:
-            for field in block.fields:
-                if field.region == region:
-                    return field, tensor
-        raise KeyError(region)
-
     def view(
         self, region: Region, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """A tensor at the start of this rank's region; by default all of it, in the layout's dtype and shape."""
-        field, tensor = self._find(region)
+        field, tensor = self._fields[region]
         shape = field.shape if shape is None else shape
         dtype = field.dtype if dtype is None else dtype
         num_bytes = math.prod(shape) * dtype.itemsize

@@ -197,12 +197,11 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             inputs.check_combine(self.config, self.device, fitting, lead, num_tokens)
             checked.combines.add(key)
         inputs.check_alignment("input", rows)
+        inputs.check_token_rows(self.config, self.device, num_tokens, out=out, bias_0=biases[0], bias_1=biases[1])
         result = self._result
         if out is not None:
-            inputs.check_out(self.config, self.device, out, num_tokens)
             inputs.check_outside(self.memory.dispatch_addresses, out=out)
             result = out
-        inputs.check_biases(self.config, self.device, biases, num_tokens)
         inputs.check_apart("out", result, rows, "the rows to be combined")
         rows, copies = self._beyond_peers(rows, "combine_rows", self.config.max_num_expert_rows)
         if weights is not None:

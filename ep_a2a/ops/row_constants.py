@@ -29,18 +29,8 @@ def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
 
 def shape_of(config: EpDispatchCombineConfig) -> Shape:
     """The constants that all kernels of an op share."""
-    return Shape(
-        *map(
-            tl.constexpr,
-            (
-                config.world_size,
-                padded(config.world_size),
-                config.topk,
-                padded(config.topk),
-                config.layout == Layout.COMPACT,
-            ),
-        )
-    )
+    world_size, topk, is_compact = config.world_size, config.topk, config.layout == Layout.COMPACT
+    return Shape(*map(tl.constexpr, (world_size, padded(world_size), topk, padded(topk), is_compact)))
 
 
 def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: int = 1) -> Row:
@@ -108,14 +98,11 @@ class ResultRows:
         """Triton's integers of the width of an element on the wire."""
         return tl.uint8 if self.quantized else self.plain_element
 
-    def tile(self, hidden_dim: int, most_elements: int, num_warps: int) -> tuple[int, int]:
-        """(groups, elements of a group) that a program moves at once: at least an element per thread."""
-        num_elements = max(min(padded(hidden_dim), most_elements), 32 * num_warps)
-        return (num_elements // FP8_GROUP_SIZE, FP8_GROUP_SIZE) if self.scaled else (1, num_elements)
-
     def block(self, hidden_dim: int, most_elements: int, num_warps: int) -> Block:
-        """The constants of a kernel that moves so many elements of a row at once."""
-        lanes, group = self.tile(hidden_dim, most_elements, num_warps)
+        """The constants of a kernel that moves so many elements of a row at once, at least one per thread."""
+        num_elements = max(min(padded(hidden_dim), most_elements), 32 * num_warps)
+        group = FP8_GROUP_SIZE if self.scaled else num_elements
+        lanes = num_elements // group
         dtype = tl.float8e4nv if self.quantized else self.dtype
         values = (hidden_dim, lanes, group, self.element, dtype, self.quantized, self.scaled)
         return Block(*map(tl.constexpr, values))

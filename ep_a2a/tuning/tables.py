@@ -105,19 +105,8 @@ class TableEntry:
     origin: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True)
-class Table:
-    """The entries of one phase, one per key, in the order in which they count at equal distance."""
-
-    entries: tuple[TableEntry, ...] = ()
-
-    def turning_points(self) -> set[int]:
-        """Returns the values of max_num_tokens around which `lookup` may change its answer."""
-        sizes = sorted({entry.key.max_num_tokens for entry in self.entries})
-        points = [float(size) for size in sizes]
-        points += [(low * high) ** 0.5 for low in sizes for high in sizes if low < high]
-        points += [size * factor for size in sizes for factor in (MAX_RATIO, 1 / MAX_RATIO)]
-        return {int(point) + step for point in points for step in (-1, 0, 1, 2)}
+Table = tuple[TableEntry, ...]
+"""The entries of one phase, one per key, in the order in which they count at equal distance."""
 
 
 class Found(NamedTuple):
@@ -135,7 +124,7 @@ def lookup(table: Table, key: ShapeKey) -> Found | None:
     than MAX_RATIO is taken.
     """
     distances = []
-    for entry in table.entries:
+    for entry in table:
         other = entry.key
         if other == key:
             return Found(entry, f"tuned table {entry.origin}, exact")
@@ -169,7 +158,7 @@ class TunedTables:
 
     def find(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int) -> Found | None:
         """Returns the entry that `lookup` finds for a step of an op."""
-        return lookup(self._tables.get(phase, Table()), shape_key(config, phase, max_num_tokens))
+        return lookup(self._tables.get(phase, ()), shape_key(config, phase, max_num_tokens))
 
     def log_source(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, reason: str) -> None:
         """Logs the source of a launch, at info, once per phase, shape and source in a process."""
@@ -179,8 +168,15 @@ class TunedTables:
             _log.info("%s of at most %d tokens per rank: launch numbers are %s", phase, max_num_tokens, reason)
 
     def turning_points(self) -> set[int]:
-        """Returns the turning points of all tables."""
-        return set().union(*(table.turning_points() for table in self._tables.values()))
+        """The values of max_num_tokens around which `find` may change its answer."""
+        found = set()
+        for table in self._tables.values():
+            sizes = sorted({entry.key.max_num_tokens for entry in table})
+            points = [float(size) for size in sizes]
+            points += [(low * high) ** 0.5 for low in sizes for high in sizes if low < high]
+            points += [size * factor for size in sizes for factor in (MAX_RATIO, 1 / MAX_RATIO)]
+            found |= {int(point) + step for point in points for step in (-1, 0, 1, 2)}
+        return found
 
 
 def shape_key(config: EpDispatchCombineConfig, phase: str, max_num_tokens: int) -> ShapeKey:
@@ -232,9 +228,9 @@ def load_tables(arch: str, num_ranks: int) -> TunedTables:
         entries: dict[ShapeKey, TableEntry] = {}
         for path, origin in ((Path(own) / name, str(Path(own) / name)), (shipped_directory() / name, name)):
             if (own or origin == name) and path.is_file():
-                for entry in read_table(path, phase, origin).entries:
+                for entry in read_table(path, phase, origin):
                     entries.setdefault(entry.key, entry)
-        tables[phase] = Table(tuple(entries.values()))
+        tables[phase] = tuple(entries.values())
     return TunedTables(tables)
 
 
@@ -248,11 +244,9 @@ def read_table(path: Path, phase: str, origin: str | None = None) -> Table:
     Raises:
         ConfigError: it cannot be read, or is no table; the error names the entry and the field.
     """
-    return Table(
-        tuple(
-            TableEntry(ShapeKey(**key), TunedLaunch(**launch), Evidence(**evidence), origin or str(path))
-            for key, launch, evidence in parse_table(path, phase)
-        )
+    return tuple(
+        TableEntry(ShapeKey(**key), TunedLaunch(**launch), Evidence(**evidence), origin or str(path))
+        for key, launch, evidence in parse_table(path, phase)
     )
 
 
@@ -265,7 +259,7 @@ def write_table(path: Path, phase: str, entries: Iterable[TableEntry]) -> None:
         ConfigError: the file exists and is no table.
         OSError: the file cannot be written.
     """
-    merged = {entry.key: entry for entry in read_table(path, phase).entries} if path.exists() else {}
+    merged = {entry.key: entry for entry in read_table(path, phase)} if path.exists() else {}
     merged |= {entry.key: entry for entry in entries}
     lines = [json.dumps(_as_json(merged[key], phase)) for key in sorted(merged)]
     text = '{\n"about": ' + json.dumps(ABOUT) + ',\n"entries": [\n' + ",\n".join(lines) + "\n]\n}\n"

@@ -67,7 +67,7 @@ def found(table: Table, wanted: ShapeKey) -> tuple[int, str]:
 
 # --- lookup ---
 
-TABLE = Table(tuple(entry(size) for size in (1, 16, 32, 128, 512)))
+TABLE = tuple(entry(size) for size in (1, 16, 32, 128, 512))
 
 
 @pytest.mark.parametrize("size", [1, 16, 32, 128, 512])
@@ -95,11 +95,11 @@ def test_otherwise_the_nearest_size_counts(size, nearest):
 )
 def test_what_is_far_or_of_another_cast_says_nothing(wanted):
     assert lookup(TABLE, wanted) is None
-    assert lookup(Table(), wanted) is None
+    assert lookup((), wanted) is None
 
 
 def test_the_same_hidden_dim_counts_before_the_nearest_size():
-    table = Table((entry(16, hidden_dim=4096), entry(32), entry(16, hidden_dim=6144)))
+    table = (entry(16, hidden_dim=4096), entry(32), entry(16, hidden_dim=6144))
     assert found(table, key(16))[0] == 32
     wanted = key(16, hidden_dim=5120)
     assert found(table, wanted) == (16, "tuned table a.json, nearest: 16 of hidden_dim 6144")
@@ -108,8 +108,8 @@ def test_the_same_hidden_dim_counts_before_the_nearest_size():
 
 
 def test_the_same_topk_counts_at_equal_distance():
-    table = Table((entry(16, topk=2), entry(16, topk=4), entry(16, topk=6)))
-    assert lookup(table, key(16, topk=4)) == (table.entries[1], "tuned table a.json, exact")
+    table = (entry(16, topk=2), entry(16, topk=4), entry(16, topk=6))
+    assert lookup(table, key(16, topk=4)) == (table[1], "tuned table a.json, exact")
     assert found(table, key(16)) == (16, "tuned table a.json, nearest: 16 of topk 2")
 
 
@@ -130,7 +130,7 @@ def test_keys_are_what_all_ranks_agree_on():
 
 
 def tables_of(*entries: TableEntry, phase: str = "combine") -> TunedTables:
-    return TunedTables({phase: Table(entries)})
+    return TunedTables({phase: entries})
 
 
 def chosen(phase: Phase, num_tokens: int, size: int, tables: TunedTables | None, **options: Any) -> Launch:
@@ -261,7 +261,7 @@ LAUNCHES = st.builds(
 )
 def test_every_shape_that_a_step_can_have_is_listed(sizes, most, flagged):
     entries = {key(size, hidden_dim=hidden): entry(size, launch, hidden_dim=hidden) for size, hidden, launch in sizes}
-    tables = TunedTables({phase.value: Table(tuple(entries.values())) for phase in Phase})
+    tables = TunedTables({phase.value: tuple(entries.values()) for phase in Phase})
     config = config_of(max_num_inp_token_per_rank=most, flagged_max_tokens=flagged, quant_type="none")
     listed = launch_shapes(config, H200_SMS, tables)
     needed = {

@@ -81,7 +81,7 @@ def refused(content: Any, tmp_path: Path, phase: str = "combine") -> ConfigError
 def test_a_good_table_is_read(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(json.dumps(good_table()))
-    (read,) = tuning.read_table(path, "combine").entries
+    (read,) = tuning.read_table(path, "combine")
     assert (read.key, read.origin) == (key(16), str(path))
     assert read.launch == TunedLaunch(4, 0, 1, 2, 1024, 1024, 0)
     assert (read.evidence.us, read.evidence.note) == (1.5, "")
@@ -154,7 +154,7 @@ def test_writing_keeps_other_entries_and_leaves_no_other_files(tmp_path):
     tuning.write_table(path, "combine", [entry(512), entry(16)])
     faster = replace(entry(16, replace(COMBINE, num_warps=2)), evidence=replace(EVIDENCE, us=9.0, note="why"))
     tuning.write_table(path, "combine", [faster, entry(1)])
-    read = tuning.read_table(path, "combine").entries
+    read = tuning.read_table(path, "combine")
     assert read == (entry(1), faster, entry(512))
     assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o644
@@ -229,8 +229,8 @@ def test_shipped_tables_parse_and_their_launches_fit(path):
     num_ranks, _, phase = parts[1].partition("_")
     assert parts[0].endswith("_intra_node")
     table = tuning.read_table(path, phase, path.name)
-    assert table.entries
-    for line in table.entries:
+    assert table
+    for line in table:
         size, casts = line.key.max_num_tokens, line.key.cast in ("fp8_per_1x128", "fp8_per_token")
         config = config_of(
             world_size=int(num_ranks),
@@ -253,7 +253,7 @@ def test_shipped_tables_parse_and_their_launches_fit(path):
 def test_shipped_tables_say_what_was_measured(path):
     phase = next(phase for phase in ("low_latency_dispatch", "bulk_dispatch", "combine") if path.stem.endswith(phase))
     assert "round trip" in json.loads(path.read_text())["about"]
-    for line in tuning.read_table(path, phase).entries:
+    for line in tuning.read_table(path, phase):
         evidence = line.evidence
         assert {"torch", "triton"} <= set(evidence.versions)
         assert evidence.device

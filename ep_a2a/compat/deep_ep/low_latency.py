@@ -301,7 +301,7 @@ def _check_combine(handle: LowLatencyHandle, given: CombineInputs) -> None:
     inputs.check_combine(op.config, op.device, given, handle.step.rows_shape[:2], num_tokens)
     inputs.check_alignment("input", given.rows)
     if given.out is not None:
-        inputs.check_out(op.config, op.device, given.out, num_tokens)
+        inputs.check_token_rows(op.config, op.device, num_tokens, out=given.out)
         inputs.check_outside(op.memory.dispatch_addresses, out=given.out)
         inputs.check_apart("out", given.out, given.rows, "the rows to be combined")
 
