@@ -91,27 +91,26 @@ def test_importing_the_package_costs_nothing():
     pytest.fail(f"import ep_a2a took {secs} s of the processor")
 
 
-def test_importing_the_registry_and_the_groups_loads_no_triton_and_no_cuda():
-    lines = run_python(
-        "import sys, ep_a2a.managers.registry\n"
-        "print('triton' in sys.modules)\n"
-        "import ep_a2a.parallel.state, ep_a2a.managers.native, ep_a2a.shmem, ep_a2a.config, ep_a2a.testing\n"
-        "print('triton' in sys.modules)\n"
-        "import torch\n"
-        "print(torch.cuda.is_initialized())\n"
-    )
-    assert lines == ["False", "False", "False"]
-
-
-def test_public_names_are_loaded_when_asked_for():
+def test_importing_a_part_loads_no_more_than_it_needs():
+    """Public names are loaded when they are asked for; the registry and the groups need no Triton and no CUDA."""
     lines = run_python(
         "import sys, ep_a2a\n"
+        "def loaded(name): print(name, name in sys.modules)\n"
         "ep_a2a.errors.ConfigError\n"
-        "print('torch' in sys.modules)\n"
-        "print(ep_a2a.EpDispatchCombineConfig.__module__, 'triton' in sys.modules)\n"
-        "print(ep_a2a.ops.EpDispatchCombineOp.__module__, 'triton' in sys.modules)\n"
+        "loaded('torch')\n"
+        "print(ep_a2a.EpDispatchCombineConfig.__module__)\n"
+        "loaded('triton')\n"
+        "import ep_a2a.managers.registry\n"
+        "loaded('triton')\n"
+        "import ep_a2a.parallel.state, ep_a2a.managers.native, ep_a2a.shmem, ep_a2a.config, ep_a2a.testing\n"
+        "loaded('triton')\n"
+        "import torch\n"
+        "print(torch.cuda.is_initialized())\n"
+        "print(ep_a2a.ops.EpDispatchCombineOp.__module__)\n"
+        "loaded('triton')\n"
     )
-    assert lines == ["False", "ep_a2a.config.op_config False", "ep_a2a.ops.op True"]
+    config, op, none = "ep_a2a.config.op_config", "ep_a2a.ops.op", "triton False"
+    assert lines == ["torch False", config, none, none, none, "False", op, "triton True"]
 
 
 def test_every_public_name_exists():
