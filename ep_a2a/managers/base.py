@@ -220,7 +220,8 @@ class All2AllManagerBase:
             ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
         """
         self._require_open()
-        if type(self)._make_op is All2AllManagerBase._make_op:
+        cls = type(self)
+        if cls._make_op is All2AllManagerBase._make_op:
             raise self._unsupported("get_handle")
         topology = self.topology(kwargs.get("gpu_per_node"))
         self._check_nodes(topology)
