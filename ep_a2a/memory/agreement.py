@@ -79,7 +79,7 @@ def judge(
         given_up: the last call that ranks have given up, of this failure or another one.
         host: ranks of this host, of which all that have given up are known.
         on_host: ranks that wait for others on the host, not in a kernel.
-        since: calls that ranks have given up before this moment say nothing about the present.
+        since: timeouts before this time are ignored.
         is_over: whether the time has passed in which others may still give up.
     """
     if Presence.UNHEARD in seen.values():
@@ -126,7 +126,7 @@ def remedy_of(verdict: Verdict) -> str | None:
 
 
 def with_verdict(error: RankTimeoutError, verdict: Verdict, rank: int) -> RankTimeoutError:
-    """The error of a wait with the ranks' verdict in place of whom the wait itself could name."""
+    """Copy of the error that names the agreed ranks."""
     got = f"{described(verdict, rank)}. Seen here: {error.got}"
     return RankTimeoutError(
         error.expected, got, remedy_of(verdict) or error.remedy, verdict.missing, late_ranks=verdict.late

@@ -99,7 +99,7 @@ class HostRecord:
         return not self._is_locked(rank)
 
     def waits(self, rank: int) -> bool:
-        """Whether a rank is inside of `waiting`."""
+        """Whether `rank` is blocked in a host-side exchange, inside `waiting`."""
         return self._is_locked(self._world_size + rank)
 
     def _is_locked(self, byte: int) -> bool:

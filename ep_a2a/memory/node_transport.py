@@ -198,7 +198,7 @@ class NodeAllToAll(NodeTransport):
         )
 
     def _missing(self, number: int) -> tuple[int, ...]:
-        """Partners that have not come to the exchange of this number.
+        """Partners that never began exchange `number`.
 
         All partners where the store does not answer, or where all have come but not all connections have held.
         """

@@ -150,7 +150,7 @@ class Peers:
         return GRACE_SECS if is_one_host else GRACE_SECS + 2 * HEART_SECS
 
     def _take(self, line: dict[str, Any]) -> None:
-        """Keeps what a line of the host's record says; this rank's own lines are read, too."""
+        """Apply one line of the host's record; this rank's own lines come back, too."""
         if "joined" in line:
             self._joined.add(line["joined"])
         elif "given_up" in line:
@@ -160,14 +160,14 @@ class Peers:
             self._verdicts.setdefault(line["failure"], Verdict.from_json(line["verdict"]))
 
     def settle(self) -> tuple[int, ...]:
-        """Waits for as long as a death takes to count, and returns the ranks that are gone."""
+        """Wait until deaths just noticed are confirmed, for a second or two at most; return the dead ranks."""
         until = clock.now() + self._grace_secs + BEAT_SECS
         while not self.look() and clock.now() < until:
             clock.sleep(BEAT_SECS / 4)
         return self.gone
 
     def presence(self, rank: int, silent_secs: float) -> Presence:
-        """Returns the state of a rank; one of another host that has been silent for `silent_secs` is gone."""
+        """Alive, unheard or gone; a rank of another host is gone after `silent_secs` of silence."""
         if rank in self.gone:
             return Presence.GONE
         if rank in self._fallen:
@@ -185,7 +185,7 @@ class Peers:
         return was_seen and self.presence(rank, SILENT_SECS) is Presence.GONE
 
     def part(self, absent: tuple[int, ...]) -> Verdict:
-        """The verdict on a meeting that ranks did not come to.
+        """Split the ranks absent from a meeting into dead and late.
 
         Absent ranks that are gone are missing. Where none is, the absent ranks that live are late, the others missing.
         """
@@ -198,12 +198,12 @@ class Peers:
         self.host_record.append({"rank": self.rank, "given_up": given_up})
 
     def withdraw(self) -> None:
-        """Takes back that this rank has given up a call, since ranks have met after it."""
+        """Clear this rank's "gave up" mark after ranks have met again."""
         if self._given_up.pop(self.rank, None) is not None:
             self.give_up(GivenUp("", "", (), waited=False, at=0.0))
 
     def given_up(self) -> dict[int, GivenUp]:
-        """By rank of this host, the last call that it gave up and has not taken back."""
+        """Each local rank's last timed-out call that it has not cleared."""
         self.look()
         return {rank: each for rank, each in self._given_up.items() if each.failure}
 

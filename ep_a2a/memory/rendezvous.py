@@ -37,7 +37,7 @@ UNKNOWN = "an older one, which does not say"
 
 
 def is_like(message: Any, own: Any) -> bool:
-    """Whether a message can stand where this rank sends `own`: of the same kind, an object with the same fields."""
+    """Whether a peer's message has the fields and types of our own. None fits everywhere."""
     if isinstance(own, dict):
         same_fields = isinstance(message, dict) and set(message) == set(own)
         return same_fields and all(_kind_fits(message[name], own[name]) for name in own)
@@ -96,7 +96,7 @@ class Rendezvous:
         self._sequence = self._generation << 32
 
     def _new_generation(self) -> int:
-        """Returns a number for this Rendezvous that is equal on all ranks.
+        """Number that keeps this meeting's keys apart from earlier ones; equal on all ranks.
 
         All ranks of a group make theirs in the same order, so each rank counts. Some ranks of a group may meet again
         after a failure, and take the first number whose first exchange has no decision.
@@ -108,7 +108,7 @@ class Rendezvous:
 
     @property
     def last_meeting(self) -> str:
-        """A name of the last exchange, equal on all ranks."""
+        """Key of the last exchange, equal on all ranks."""
         return str(self._sequence)
 
     def exchange(self, label: str, message: Any) -> list[Any]:

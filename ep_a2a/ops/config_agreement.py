@@ -21,7 +21,7 @@ def agree_on_config(
     Args:
         config: this rank's; may be None with an error.
         rendezvous: where the ranks meet.
-        index: the op's index, equal on all ranks.
+        index: the op's index, equal on all ranks. Ops of equal index share memory, so their steps must not overlap.
         error: the reason why this rank cannot build the op.
 
     Raises:

@@ -226,7 +226,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         )
 
     def _beyond_peers(self, tensor: torch.Tensor, role: str, most_rows: int) -> tuple[torch.Tensor, Copies]:
-        """(tensor, ()), or, if peers may overwrite the tensor meanwhile, (a copy's memory, the pair to copy first)."""
+        """Copy the tensor first if peers may overwrite it during combine: (tensor to combine, copies to launch)."""
         if tensor.data_ptr() not in self.memory.dispatch_addresses:
             return tensor, ()
         target = self.memory.copy_target(role, tensor, most_rows)

@@ -96,7 +96,7 @@ class OpKernels:
         self.plans.clear()
 
     def form(self, stages: Stages, launch: Launch, *, has_weights: bool) -> LaunchForm:
-        """The constants of a launch that does these stages."""
+        """Constants that select the stages a launch runs, and its options."""
         is_dependent = launch.dependent and self.can_depend
         return LaunchForm(*map(tl.constexpr, (*stages, has_weights, is_dependent, self.spans)))
 

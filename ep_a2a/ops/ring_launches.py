@@ -68,7 +68,7 @@ class RingLaunches:
         return max(1, min(num_rows, most, block_num if block_num > 0 else most))
 
     def numbering(self, args: DispatchArguments, block_num: int, *, finishes: bool) -> Launched:
-        """The launch that numbers a rank's rows at every rank. finishes: whether the call ends with it."""
+        """The launch that numbers a rank's rows at every rank. finishes: whether it is the call's last launch."""
         kernels = self.kernels
 
         def make() -> CompiledKernel:

@@ -111,7 +111,7 @@ class StagedEngine(Engine):
 
     @contextlib.contextmanager
     def _naming_who_is_gone(self) -> Iterator[None]:
-        """Within, a failed exchange raises the survivors' verdict: whom its transport misses is a hint only."""
+        """Replace a failed exchange's timeout by the ranks' verdict."""
         start = clock.now()
         try:
             yield
@@ -143,9 +143,9 @@ class StagedEngine(Engine):
             raise
 
     def _bound_secs(self, *, back: bool) -> float:
-        """Of an exchange on CPU. In combine ranks come to it that have waited for others of their node, so it is twice.
+        """Timeout of an exchange; doubled for combine, whose ranks may first wait for their own node.
 
-        Ranks of a node in which one is missing are the first to name it.
+        So the ranks of the node in which one is missing are the first to name it.
         """
         ended = int(self._memory.steps[Stage.COMBINE_RECEIVE]) if self.kernels.interpreted else 0
         return self._memory.timeouts.of_step(ended + 1) * (2 if back else 1)
