@@ -105,7 +105,7 @@ class UnsupportedError(EpA2AError, RuntimeError):
 
 
 class InputError(EpA2AError, ValueError):
-    """A tensor handed to an op does not fit the op; raised before anything is launched."""
+    """A tensor, or another argument of a call, does not fit; raised before anything is launched."""
 
     remedy = "Correct the argument; nothing was launched, so the op is still usable."
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
-from ep_a2a.errors import ConfigError, NotInitializedError
+from ep_a2a.errors import ConfigError, InputError, NotInitializedError, UnknownNameError
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ ARGUMENT_OF_KWARG = {
     "max_num_tokens_per_dp_rank": "max_tokens",
     "dispatch_quant_type": "quant",
     "input_dtype": "dtype",
+    "data_type": "dtype",
     "num_local_experts": "num_experts",
 }
-"""make_op's argument that sets a handle kwarg of another name."""
+"""make_op's argument that sets a handle kwarg, or field of the config, of another name."""
 
 
 def make_op(
@@ -59,6 +60,7 @@ def make_op(
 
     Raises:
         NotInitializedError: there is no process group.
+        InputError: `group` is no process group, or this rank is not in it; nothing was done.
         ConfigError, UnknownNameError: an argument is impossible. The other ranks raise ConfigMismatchError.
         ConfigMismatchError: arguments differ between ranks; the error names the argument's field and the ranks.
         UnsupportedError: no kernel serves this machine or these nodes.
@@ -70,6 +72,14 @@ def make_op(
                 "a torch process group", "none", "Call torch.distributed.init_process_group() first, or pass group=."
             )
         group = dist.distributed_c10d._get_default_group()
+    elif not isinstance(group, dist.ProcessGroup):
+        is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
+        raise InputError(
+            "to be a torch process group that this rank is in",
+            "a group without this rank" if is_outside else repr(group),
+            "Call make_op only on the ranks of the group, with the group that torch.distributed.new_group returned.",
+            field="group",
+        )
     manager = NativeAll2AllManager(group)
     if device is not None:
         manager.device = device
@@ -89,9 +99,10 @@ def make_op(
     }
     try:
         op: EpDispatchCombineOp = manager.get_handle(kwargs)
-    except ConfigError as error:
+    except (ConfigError, UnknownNameError) as error:
         error.field = ARGUMENT_OF_KWARG.get(error.field or "", error.field)
-        error.remedy = "Correct the argument of make_op."
+        if isinstance(error, ConfigError):
+            error.remedy = "Correct the argument of make_op."
         raise
     op.close_after = manager.destroy
     return op

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ep_a2a
 from ep_a2a import shmem
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, UnknownNameError
+from ep_a2a.errors import ConfigError, ConfigMismatchError, InputError, NotInitializedError, UnknownNameError
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.routing import num_distinct_ranks
@@ -103,9 +103,9 @@ def refused(context: RankContext) -> tuple[type[BaseException], str]:
     hidden_size = 0 if context.rank == 1 else HIDDEN
     with pytest.raises((ConfigError, ConfigMismatchError)) as caught:
         ep_a2a.make_op(hidden_size=hidden_size, num_experts=4, topk=TOPK, max_tokens=8)
-    for wrong in ({"quant": "int3"}, {"layout": "by_moon"}):
-        with pytest.raises((ConfigError, UnknownNameError), match=next(iter(wrong.values()))):
-            ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8, **wrong)
+    for name, value in (("quant", "int3"), ("layout", "by_moon"), ("dtype", torch.int8)):
+        with pytest.raises((ConfigError, UnknownNameError), match=f"^expected {name} to be one of .*{value}"):
+            ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8, **{name: value})
     return caught.type, str(caught.value)
 
 
@@ -115,6 +115,22 @@ def test_a_wrong_size_on_one_rank_is_an_error_on_all(ranks) -> None:
     assert "rank 1 could not" in told
     assert "hidden_size" in said
     assert "token_hidden_size" not in said
+
+
+def outside(context: RankContext) -> str:
+    group = dist.new_group([0])
+    if context.rank == 0:
+        return ""
+    sizes = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
+    with pytest.raises(InputError, match=r"^expected group to be .*got 'default'"):
+        ep_a2a.make_op("default", **sizes)
+    with pytest.raises(InputError, match="a group without this rank") as caught:
+        ep_a2a.make_op(group, **sizes)
+    return str(caught.value.field)
+
+
+def test_a_group_that_this_rank_is_not_in_is_refused(ranks) -> None:
+    assert ranks(outside, 2) == ["", "group"]
 
 
 def test_without_a_process_group_it_says_what_is_missing() -> None:
