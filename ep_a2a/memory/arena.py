@@ -141,6 +141,7 @@ class Arena:
 
     Attributes:
         between_nodes: moves blocks to other nodes, where memory is mapped inside of a node only; else None.
+        number: the place among the arenas of the group, counted from 1, in the order in which they are made.
         peers: which ranks live. When one dies, kernels of the arena's ops that wait for ranks leave.
     """
 
@@ -152,6 +153,7 @@ class Arena:
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.group)
+        self.number = next(self.peers.arena_numbers)
         self._symmetric: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
         self._shared_blocks: dict[int, SharedBlocks] = {}
         self._memory: dict[tuple[str, int], OpMemory] = {}

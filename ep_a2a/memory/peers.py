@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import threading
 import weakref
@@ -94,6 +95,7 @@ class Peers:
         group_store: `store`, where the ranks meet.
         gone: ranks that are known to have ended, ascending.
         alarms: objects whose `alarm(rank)` makes kernels leave that wait for a rank that is gone; held weakly.
+        arena_numbers: numbers of the group's arenas in the order in which they are made, equal on all ranks.
         host_record: the file that the ranks of this host share.
     """
 
@@ -101,6 +103,7 @@ class Peers:
         self.rank, self.world_size, self.group_store = rank, world_size, store
         self.gone: tuple[int, ...] = ()
         self.alarms: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.arena_numbers = itertools.count(1)
         self._alarmed: tuple[int, ...] = ()
         self._fallen: dict[int, float] = {}
         self._joined: set[int] = {rank}

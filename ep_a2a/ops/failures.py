@@ -86,7 +86,7 @@ class Failure:
         """The call that failed, for readers on all ranks."""
         config = memory.config
         name = f"{PHASES[self.phase]} {self.epoch & UINT32_MASK}" if self.phase in PHASES else "a call"
-        return f"{name} of the op of index {memory.index} with hidden size {config.hidden_dim} and top-{config.topk}"
+        return f"{name} of {memory.name} with hidden size {config.hidden_dim} and top-{config.topk}"
 
     def exception(
         self,

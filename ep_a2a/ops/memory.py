@@ -66,6 +66,7 @@ class BoundMemory:
         index: the place in the arena.
 
     Attributes:
+        name: of the op, for readers; equal on all ranks.
         failure_key: names the failure of this op's steps, if one comes, on all ranks.
         poison: this rank's poison word.
         record_words: the error record, readable without synchronising; the first word is 0 until a kernel has failed.
@@ -98,6 +99,7 @@ class BoundMemory:
         ]
         self._fields = {field.region: (field, tensor) for block, tensor, _ in self._blocks for field in block.fields}
         self._arena, self.index = arena, index
+        self.name = f"the op of index {index} in arena {arena.number} of the group"
         self._locals: dict[str, torch.Tensor] = {}
         self.record = self.acquired.record
         self.record_words = self.record.numpy()

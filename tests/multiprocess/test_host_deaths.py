@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+import ep_a2a
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory import arena as arena_module
@@ -157,5 +160,28 @@ def call_in_another_order(context: RankContext, case: Case) -> str:
 
 def test_calls_of_two_ops_in_another_order_are_named_by_all(ranks: Any) -> None:
     for text in ranks(call_in_another_order, 2, Case(world_size=2, hidden_dim=32)):
-        assert "rank 0 in dispatch 2 of the op of index 0" in text
-        assert "rank 1 in dispatch 2 of the op of index 1" in text
+        first, second = re.findall(r"rank \d in dispatch 2 of the op of index (\d in arena \d+) of the group", text)
+        assert (first[0], second[0], first[1:]) == ("0", "1", second[1:])
+
+
+def call_in_another_order_by_make_op(context: RankContext) -> str:
+    """The same with ops that share no arena; their configurations are equal."""
+    tokens, indices = torch.ones(4, 32, dtype=torch.bfloat16), torch.tensor([[0, 3]] * 4, dtype=torch.int32)
+    ops = [ep_a2a.make_op(context.group, hidden_size=32, num_experts=4, topk=2, max_tokens=4) for _ in range(2)]
+    op = ops[context.rank]
+    op.set_timeout(2.0)
+
+    def step() -> None:
+        op.dispatch(tokens, None, None, indices)
+        op.check()
+
+    text = str(raised(RankTimeoutError, step, "in the same order on every rank"))
+    for each in ops:
+        each.close()
+    return text
+
+
+def test_ops_of_two_arenas_are_told_apart(ranks: Any) -> None:
+    for text in ranks(call_in_another_order_by_make_op, 2):
+        first, second = re.findall(r"rank \d in dispatch 1 of the op of index 0 in arena (\d+) of the group", text)
+        assert int(second) == int(first) + 1
