@@ -25,15 +25,15 @@ def shmem_torch_process_group_init(group_name: str, device: torch.device | str |
     """Make the symmetric world from a torch process group. Collective.
 
     Args:
-        group_name: "default" is torch's default group, all ranks, unless a group is registered under this name; any
-            other name is one that torch knows (`group.group_name`, or given to `_register_process_group`).
+        group_name: the `group_name` of a torch process group, or "default" for all ranks (where torch knows a group of
+            this very name, as MORI's users register one, for that group).
         device: where memory lies; default the current CUDA device, or CPU without one.
 
     Returns:
         0, as MORI does.
 
     Raises:
-        UnknownNameError: no process group of that name is registered.
+        UnknownNameError: torch knows no process group of that name here.
         StateError: the world exists already.
     """
     global _arena
@@ -50,10 +50,10 @@ def _find_group(name: str) -> ProcessGroup:
         if name == DEFAULT_GROUP and distributed_c10d.is_initialized():
             return distributed_c10d._get_default_group()
         remedy = (
-            "Pass 'default' for all ranks, after torch.distributed.init_process_group(); any other group is registered "
-            "by torch._C._distributed_c10d._register_process_group(name, group)."
+            "Pass 'default' for all ranks, after torch.distributed.init_process_group(), or group.group_name of a "
+            "group that torch.distributed.new_group returned. ep_a2a.make_op(group, ...) needs no name."
         )
-        raise UnknownNameError(f"a process group registered as {name!r}", str(error), remedy) from error
+        raise UnknownNameError(f"a process group named {name!r}", str(error), remedy) from error
     return group
 
 

@@ -514,7 +514,8 @@ def test_the_shmem_functions_of_mori(ranks):
         assert "shmem_torch_process_group_init" in seen["before"][1]
         assert seen["unknown"][0] is UnknownNameError
         assert "'no such group'" in seen["unknown"][1]
-        assert "_register_process_group" in seen["unknown"][1]
+        assert "group.group_name" in seen["unknown"][1]
+        assert "torch._C" not in seen["unknown"][1]
         assert seen["init"] == seen["second life"] == 0
         assert seen["again"][0] is StateError
         assert "shmem_finalize" in seen["again"][1]
@@ -528,21 +529,19 @@ def test_the_shmem_functions_of_mori(ranks):
 
 
 def world_of_a_subgroup(context: RankContext) -> Any:
-    """A group without global rank 0, as MORI's users register their EP group."""
+    """A group without global rank 0, by the name that torch has given it."""
     group = dist.new_group([1, 2])
     if context.rank == 0:
         return None
     inner = context.rank - 1
-    torch._C._distributed_c10d._register_process_group(GROUP_NAME, group)
     try:
-        shmem.shmem_torch_process_group_init(GROUP_NAME, "cpu")
+        shmem.shmem_torch_process_group_init(group.group_name, "cpu")
         tensor = shmem.shmem_malloc(16)
         memory_at(shmem.shmem_ptr_p2p(tensor, 1 - inner), 16)[:] = 5 + inner
         shmem.shmem_barrier_all()
         return shmem.shmem_mype(), shmem.shmem_npes(), int(tensor[15])
     finally:
         shmem.shmem_finalize()
-        torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
         dist.destroy_process_group(group)
 
 
