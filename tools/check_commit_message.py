@@ -5,6 +5,7 @@ python tools/check_commit_message.py .git/COMMIT_EDITMSG
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -36,7 +37,9 @@ def problems_of(message: str) -> list[str]:
 
 def main() -> None:
     """Exits with 1 and prints the problems of the message file named on the command line."""
-    found = problems_of(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("message", type=Path, help="file with the message")
+    found = problems_of(parser.parse_args().message.read_text(encoding="utf-8"))
     for problem in found:
         print(problem, file=sys.stderr)
     sys.exit(bool(found))

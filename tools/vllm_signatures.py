@@ -10,9 +10,9 @@ The file is also the list of symbols. To add one, add the line `"file:name": "",
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
-import sys
 from pathlib import Path
 
 from ep_a2a.integrations.vllm.signatures import FILE_NAME, SYMBOLS, VERSIONS, read_signatures
@@ -21,8 +21,11 @@ from ep_a2a.integrations.vllm.support import BEHIND_RANGE, BETWEEN_RANGES, WITHI
 TABLE = Path(__file__).parents[1] / "ep_a2a" / "integrations" / "vllm" / FILE_NAME
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     """Writes the file, and prints the symbols that differ between versions."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="holds a folder per version, each with the wheel's vllm inside")
+    folder = parser.parse_args().folder
     old = known_signatures()
     found = {path.name: read_signatures(path / "vllm") for path in folder.iterdir() if (path / "vllm").is_dir()}
     known: dict[str, dict[str, list[str]]] = {}
@@ -61,4 +64,4 @@ def _ranges(texts: list[str | None], versions: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
