@@ -65,7 +65,7 @@ class Rendezvous:
 
     Attributes:
         rank: this rank in the group. world_size: the number of ranks that meet.
-        peers: the ranks, as this process sees them. The death of one ends every exchange that it has not come to.
+        peers: the ranks, as this process sees them. The death of one that meets ends every exchange.
 
     Raises:
         RankTimeoutError: the store has ended.
@@ -227,15 +227,14 @@ class Rendezvous:
         poll_secs = min(POLL_SECS_PER_RANK * len(keys), LONGEST_POLL_SECS)
         deadline = clock.now() + self.timeout_secs
         while True:
-            # before the keys: a rank that is gone may have come before
+            # before the keys: a rank that is gone may have come before, and would not come to the next exchange
             gone = tuple(rank for rank in self.peers.look() if rank in self.ranks)
             is_over = clock.now() > deadline or self._store.check([decision])
             if self._store.check(keys):
-                # a rank that has come and is gone would not come to the next exchange
                 return gone
             absent = tuple(rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key]))
-            if absent and (is_over or any(map(self.peers.has_gone, absent))):
-                return absent
+            if gone or is_over or any(map(self.peers.has_gone, absent)):
+                return tuple(sorted({*absent, *gone}))
             clock.sleep(poll_secs)
 
     def _timeout(self, verdict: Verdict, label: str) -> RankTimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import threading
@@ -227,19 +228,28 @@ def test_what_a_stranger_writes_into_the_store_is_no_death(view: Any, store: dis
     assert first.settle() == ()
 
 
-def test_a_meeting_ends_with_a_death_and_not_with_one_that_has_come(
-    view: Any, store: dist.Store, time: Time, monkeypatch: pytest.MonkeyPatch
+DEATHS_IN_MEETINGS: dict[str, tuple[tuple[int, ...] | None, str, dict[int, float], tuple[int, ...]]] = {
+    "one that has come": (None, f"{(1 << 32) + 1}/2", {2: 101.0}, (2,)),
+    "one that has come, one that has not": (None, f"{(1 << 32) + 1}/2", {2: 101.0, 1: 101.5}, (1, 2)),
+    "among some ranks of a group": ((0, 2, 3), "of/0,2,3/1/1", {1: 101.0, 2: 101.2, 3: 101.5}, (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS_IN_MEETINGS)
+def test_a_meeting_ends_with_deaths_and_names_all(
+    name: str, view: Any, store: dist.Store, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, *_ = all_of(view)
+    ranks, came, deaths, missing = DEATHS_IN_MEETINGS[name]
+    first, *_ = all_of(view, "aaaaa")
     monkeypatch.setattr(rendezvous, "peers_of", lambda _: first)
     group: Any = None
-    meeting = rendezvous.Rendezvous(group)
-    store.set(f"ep_a2a/{(1 << 32) + 1}/2", "")
-    time.at = {101.0: lambda: view.dead.add(2), 105.0: lambda: view.dead.add(1)}
+    meeting = rendezvous.Rendezvous(group, ranks=ranks)
+    store.set(f"ep_a2a/{came}", "")
+    time.at = {at: functools.partial(view.dead.add, rank) for rank, at in deaths.items()}
     with pytest.raises(RankTimeoutError) as caught:
         meeting.barrier("a meeting")
-    assert caught.value.missing_ranks == (1,)
-    assert time.now < 105.0 + peers.GRACE_SECS + 0.2
+    assert caught.value.missing_ranks == missing
+    assert time.now < max(deaths.values()) + peers.GRACE_SECS + 0.2
 
 
 def test_ranks_without_the_file_count_as_another_host(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
