@@ -28,9 +28,11 @@ LABELS = {
     "deepep": "DeepEP",
     "flashinfer": "FlashInfer",
     "ep_a2a": "ep_a2a",
-    "wire_limit": "reference push",
+    "reference_push": "reference push",
 }
-LABEL_SHIFT = {"nccl_agrs": -4, "deepep": 4, "ep_a2a": 8, "wire_limit": -6}
+FORMER_NAMES = {"wire_limit": "reference_push"}
+"""Contenders by the names that older rows have."""
+LABEL_SHIFT = {"nccl_agrs": -4, "deepep": 4, "ep_a2a": 8, "reference_push": -6}
 """Pixels by which the labels of two near lines are moved apart."""
 SUBTITLE = "DeepSeek-V3 shape, cast to fp8 inside dispatch, bf16 combine, CUDA graph; both axes logarithmic"
 
@@ -42,8 +44,9 @@ def read_lines(path: Path) -> tuple[str, dict[str, dict[int, float]]]:
     rows = [row for row in rows if row.get("status") == "ok" and all(row[name] == SHAPE[name] for name in SHAPE)]
     found: dict[str, dict[int, float]] = {name: {} for name in LABELS}
     for row in rows:
-        if row["contender"] in found:
-            found[row["contender"]].setdefault(row["num_tokens"], row["round_trip_us"])
+        contender = FORMER_NAMES.get(row["contender"], row["contender"])
+        if contender in found:
+            found[contender].setdefault(row["num_tokens"], row["round_trip_us"])
     return f"{WORDS.get(len(gpus), len(gpus))} {gpus[0].split()[1]}s", found
 
 
@@ -77,7 +80,7 @@ def draw(theme: Theme, gpus: str, lines: dict[str, dict[int, float]]) -> str:
         colour = colour_of(theme, name)
         points = [place(tokens, micros, sizes[-1]) for tokens, micros in sorted(line.items())]
         path = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dash = ' stroke-dasharray="6 4"' if name == "wire_limit" else ""
+        dash = ' stroke-dasharray="6 4"' if name == "reference_push" else ""
         picture.parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2.5"{dash}/>')
         if not dash:
             picture.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points]

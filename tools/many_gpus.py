@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 PROJECT = Path(__file__).resolve().parents[1]
 BENCH = "-m ep_a2a bench --iterations 30 --quant fp8_per_1x128 --layout rank_major"
-PEERS = "--contenders wire_limit,ep_a2a,nccl_agrs,flashinfer,deepep"
-OURS = "--contenders wire_limit,ep_a2a"
+PEERS = "--contenders reference_push,ep_a2a,nccl_agrs,flashinfer,deepep"
+OURS = "--contenders reference_push,ep_a2a"
 MULTIGPU = "-m pytest -q -n 0 -m multigpu --timeout 150 tests/multigpu"
 CLEAN_UP_SECS = 30
 VLLM = "-m tests.engines.vllm.gpu.throughput --shape deepseek_v2_lite --layers 10 --rounds 4"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
 CONTENDER_NAMES = (
-    "wire_limit, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), "
+    "reference_push, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), "
     "ep_low_latency (compat.ep_low_latency, with --layout expert_major), ep_low_latency_traced, ep_a2a_v1, "
     "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem, ep_a2a_nvshmem_ll (both only when named), nccl_agrs, "
     "nccl_all_to_all, flashinfer, deepep, deepep_low_latency (V1 beside V2)"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 QUICK = TimingSettings(num_warmups=2, num_runs=5, num_round_trips=2, num_host_calls=10)
 ALWAYS_THERE = ("ep_a2a", "ep_a2a_bounded", "ep_a2a_precast")
 if torch.cuda.device_count() > 1:
-    ALWAYS_THERE += ("wire_limit", "nccl_agrs")
+    ALWAYS_THERE += ("reference_push", "nccl_agrs")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 200])
@@ -61,7 +61,7 @@ def test_layers_are_checked_and_timed(ranks, name):
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "result.jsonl"
     shared = torch.cuda.device_count() == 1
-    contenders = "ep_a2a" if shared else "wire_limit,ep_a2a,nccl_agrs"
+    contenders = "ep_a2a" if shared else "reference_push,ep_a2a,nccl_agrs"
     options = ("--ranks", "2", "--tokens", "1,64", "--contenders", contenders, "--iterations", "5")
     printed = succeeded(run_cli("bench", "--device", "cuda", *options, "--output", str(path)))
     assert "nothing about GPUs" not in printed

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ep_a2a.testing.worker import RankContext
 
 QUICK = TimingSettings(num_warmups=0, num_runs=2, num_round_trips=1, num_host_calls=0)
-ON_CPU = ("wire_limit", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs", "nccl_all_to_all")
+ON_CPU = ("reference_push", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs", "nccl_all_to_all")
 NEED_GPUS = ("flashinfer", "deepep", "deepep_low_latency")
 LAYERS = ("ep_low_latency", "ep_low_latency_traced")
 """Of layout expert_major."""
@@ -104,7 +104,7 @@ def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
         assert_ok(row)
 
 
-@pytest.mark.parametrize("name", ["wire_limit", "nccl_agrs", "nccl_all_to_all"])
+@pytest.mark.parametrize("name", ["reference_push", "nccl_agrs", "nccl_all_to_all"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -131,13 +131,13 @@ def test_variants_that_would_be_the_same_are_left_out(ranks):
     for name in ("ep_a2a_bounded", "ep_a2a_precast"):
         assert ranks(runner.run_contender, 2, same, name, QUICK)[0]["status"] == Status.UNAVAILABLE
     alone = workload_of(1)
-    assert "no peers" in (contenders.make_contender("wire_limit").unavailable(alone, torch.device("cpu")) or "")
+    assert "no peers" in (contenders.make_contender("reference_push").unavailable(alone, torch.device("cpu")) or "")
 
 
 def run_on_a_shared_gpu(context: RankContext, workload: Workload) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
     """The push's record as where all ranks share a GPU, the sources of its dispatch, and its remarks."""
     sharing = replace(context, ranks_per_gpu=context.world_size)
-    row = runner.run_contender(sharing, workload, "wire_limit", QUICK)
+    row = runner.run_contender(sharing, workload, "reference_push", QUICK)
     if row["status"] != Status.OK:
         return row, [], {}
     with contextlib.closing(ReferencePush(workload, sharing)) as session:
@@ -202,7 +202,7 @@ class LosesAFlag(ReferencePush):
 
 def lose_a_flag(context: RankContext) -> dict[str, Any]:
     with mock.patch.object(runner, "make_contender", lambda name: Contender(name, LosesAFlag)):
-        return runner.run_contender(context, workload_of(2), "wire_limit", QUICK)
+        return runner.run_contender(context, workload_of(2), "reference_push", QUICK)
 
 
 def test_a_flag_that_does_not_come_is_seen_after_the_timing(ranks):
@@ -283,7 +283,7 @@ SMALL = ("bench", "--device", "cpu", "--ranks", "2", *SHAPE.split())
 
 def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"result.{name}" for name in ("jsonl", "svg", "md")}
-    measured = ["--contenders", "wire_limit,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2", "--cold-cache"]
+    measured = ["--contenders", "reference_push,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2", "--cold-cache"]
     written = (f"--output={paths['jsonl']}", f"--plot={paths['svg']}", f"--markdown={paths['md']}")
     printed = succeeded(run_cli(*SMALL, *measured, *written))
     assert printed.startswith("Right: 6 of 6 results on 2 CPU processes.")
@@ -296,7 +296,7 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
         (tokens, name, status)
         for tokens in (1, 2)
         for name, status in (
-            ("wire_limit", "ok"),
+            ("reference_push", "ok"),
             ("nccl_agrs", "ok"),
             ("nccl_all_to_all", "ok"),
             ("deepep", "unavailable"),
@@ -315,7 +315,7 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (("--tokens", "few"), "--tokens to be numbers"),
-        (("--contenders", "smoke_signals"), "wire_limit"),
+        (("--contenders", "smoke_signals"), "reference_push"),
         (("--plot", "x.gif"), ".svg"),
         (("--output", "/nowhere/x.jsonl"), "/nowhere"),
         (("--max-tokens", "1"), "--max-tokens >= 2, the tokens of a rank"),
@@ -335,12 +335,12 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_a2a.cli")
     first = SMALL.index("--ranks")
     arguments = SMALL[:first] + SMALL[first + 2 :]
-    options = ("--contenders", "wire_limit,nccl_agrs", "--iterations", "2", "--output", str(path))
+    options = ("--contenders", "reference_push,nccl_agrs", "--iterations", "2", "--output", str(path))
     printed = succeeded(run_python(*torchrun, *arguments, *options))
     assert printed.count("functional check") == 1
     rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert [(row["world_size"], row["contender"], row["status"]) for row in rows] == [
-        (2, name, "ok") for _ in (1, 2) for name in ("wire_limit", "nccl_agrs")
+        (2, name, "ok") for _ in (1, 2) for name in ("reference_push", "nccl_agrs")
     ]
 
 

@@ -60,7 +60,7 @@ def timed(workload: Workload, name: str, times: dict[str, Any], **details: Any) 
 
 def rows_of(workload: Workload) -> list[dict[str, Any]]:
     return [
-        timed(workload, "wire_limit", times_of(10, 20, 25, 3)),
+        timed(workload, "reference_push", times_of(10, 20, 25, 3)),
         timed(workload, "ep_a2a", times_of(20, 25, 50, 4), dispatch_programs=3),
         timed(workload, "nccl_agrs", times_of(40, 60, 100)),
         make_record(workload, "nccl_all_to_all", Status.FAILED, "checking, rank 1: wrong [x]"),
@@ -97,7 +97,7 @@ def test_the_table_shows_what_varies_and_failures_but_not_what_cannot_run():
     assert headings[:num_names] == ["T", "contender"]
     assert headings[-2:] == ["of push", "nccl_agrs ÷ this"]
     assert {len(row) for row in cells} == {len(headings)}
-    assert [row[1] for row in cells] == ["wire_limit", "ep_a2a", "nccl_agrs", "nccl_all_to_all"] * 2
+    assert [row[1] for row in cells] == ["reference_push", "ep_a2a", "nccl_agrs", "nccl_all_to_all"] * 2
     native = dict(zip(headings, cells[1], strict=True))
     assert (native["of push"], native["nccl_agrs ÷ this"], native["host µs"]) == ("50.0%", "2.00", "4.0/4.0")
     assert cells[3][2] == "FAILED"
@@ -144,7 +144,7 @@ def test_on_cpu_it_is_a_functional_check():
     assert text.startswith("Right: 3 of 3 results on 2 CPU processes.\nfunctional check")
     assert make_table(records) == (
         ["T", "contender", "result"],
-        [["8", "wire_limit", "right"], ["8", "ep_a2a", "right"], ["8", "gloo_agrs", "right"]],
+        [["8", "reference_push", "right"], ["8", "ep_a2a", "right"], ["8", "gloo_agrs", "right"]],
         2,
     )
     for word in ("µs", "GB/s", "limit:", "of push", "%", "nccl", "÷"):
@@ -220,13 +220,13 @@ def test_lines_of_the_picture_are_named_by_what_varies():
     lines = make_lines(records)
     # the layout makes no difference to the reference push
     assert list(lines) == [
-        "wire_limit",
+        "reference_push",
         "ep_a2a, layout compact",
         "nccl_agrs, layout compact",
         "ep_a2a, layout rank_major",
         "nccl_agrs, layout rank_major",
     ]
-    assert list(lines["wire_limit"].items()) == [(1, 25), (8, 25)]
+    assert list(lines["reference_push"].items()) == [(1, 25), (8, 25)]
 
 
 class MadeUpRunner(Runner):
@@ -238,14 +238,14 @@ class MadeUpRunner(Runner):
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
         self.asked.append((name, workload.max_sms))
-        us = 10.0 if name == "wire_limit" else 1000 / (workload.max_sms or 100)
+        us = 10.0 if name == "reference_push" else 1000 / (workload.max_sms or 100)
         return timed(workload, name, times_of(us, us, 2 * us))
 
 
 def records_of_bounds(tokens: int = 8) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:
     runner = MadeUpRunner()
     points = [workload_of(tokens, max_sms=bound) for bound in (0, 8, 32)]
-    rows = run_sweep(points, ["wire_limit", "ep_a2a"], TimingSettings(), runner)
+    rows = run_sweep(points, ["reference_push", "ep_a2a"], TimingSettings(), runner)
     return [record for of_point in rows for record in compare(of_point)], runner.asked
 
 
@@ -262,8 +262,8 @@ def test_on_a_shared_gpu_each_bound_has_a_limit_of_its_own() -> None:
     runner = MadeUpRunner()
     runner.note = lambda num_ranks: f"{num_ranks} ranks share 1 GPU"  # type: ignore[method-assign]
     points = [workload_of(8, max_sms=bound, layout=layout) for layout in ("compact", "rank_major") for bound in (8, 32)]
-    rows = [row for of_point in run_sweep(points, ["wire_limit"], TimingSettings(), runner) for row in of_point]
-    assert runner.asked == [("wire_limit", 8), ("wire_limit", 32)]
+    rows = [row for of_point in run_sweep(points, ["reference_push"], TimingSettings(), runner) for row in of_point]
+    assert runner.asked == [("reference_push", 8), ("reference_push", 32)]
     rows = [row | {"details": {"max_sms": row["max_sms"]}} for row in rows]
     headings, table, _ = make_table(compare(rows))
     assert [row[headings.index("max SMs")] for row in table] == ["8", "32"]
@@ -271,12 +271,12 @@ def test_on_a_shared_gpu_each_bound_has_a_limit_of_its_own() -> None:
 
 def test_bounds_are_one_table_and_the_limit_is_measured_once():
     records, asked = records_of_bounds()
-    assert asked == [("wire_limit", 0), ("ep_a2a", 0), ("ep_a2a", 8), ("ep_a2a", 32)]
+    assert asked == [("reference_push", 0), ("ep_a2a", 0), ("ep_a2a", 8), ("ep_a2a", 32)]
     assert [record["max_sms"] for record in records] == [0, 0, 8, 8, 32, 32]
     headings, cells, _ = make_table(records)
     assert headings[:3] == ["T", "max SMs", "contender"]
     assert [row[:3] for row in cells] == [
-        ["8", "", "wire_limit"],
+        ["8", "", "reference_push"],
         ["8", "0", "ep_a2a"],
         ["8", "8", "ep_a2a"],
         ["8", "32", "ep_a2a"],
@@ -287,7 +287,7 @@ def test_bounds_are_one_table_and_the_limit_is_measured_once():
 def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
     records, _ = records_of_bounds()
     assert choose_x(records) == "max_sms"
-    assert make_lines(records) == {"wire_limit": {0: 20, 8: 20, 32: 20}, "ep_a2a": {0: 20, 8: 250, 32: 62.5}}
+    assert make_lines(records) == {"reference_push": {0: 20, 8: 20, 32: 20}, "ep_a2a": {0: 20, 8: 250, 32: 62.5}}
     path = tmp_path / "bounds.svg"
     plot_bench(records, path, HEADER)
     text = path.read_text()
@@ -295,7 +295,7 @@ def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
         assert f">{comment}" in text
     more = records + records_of_bounds(16)[0]
     assert choose_x(more) == "num_tokens"
-    assert list(make_lines(more)) == ["wire_limit", "ep_a2a, max SMs 0", "ep_a2a, max SMs 8", "ep_a2a, max SMs 32"]
+    assert list(make_lines(more)) == ["reference_push", "ep_a2a, max SMs 0", "ep_a2a, max SMs 8", "ep_a2a, max SMs 32"]
 
 
 def test_the_header_says_where_numbers_come_from():

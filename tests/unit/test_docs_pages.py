@@ -105,7 +105,7 @@ def test_every_page_is_in_the_index():
 def test_the_pictures_are_those_that_are_drawn():
     gpus, lines = round_trips.read_lines(PROJECT / "bench" / "results" / "2026-11-26_h100x4.jsonl")
     assert gpus == "four H100s"
-    assert lines["ep_a2a"].keys() == lines["wire_limit"].keys() == {1, 16, 32, 128, 512, 4096}
+    assert lines["ep_a2a"].keys() == lines["reference_push"].keys() == {1, 16, 32, 128, 512, 4096}
     for theme in plots.THEMES:
         assert (DOCS / "pictures" / f"token_path_{theme.name}.svg").read_text() == drawing.draw(theme)
         assert (DOCS / "pictures" / f"architecture_{theme.name}.svg").read_text() == rooms.draw(theme)

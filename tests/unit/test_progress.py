@@ -52,11 +52,11 @@ def test_a_sweep_names_each_row_before_and_after_it_is_measured() -> None:
     seen: list[tuple[str, str]] = []
     rows = run_sweep(
         [Workload(2, 8, 8, 256, 2, 4)],
-        ["wire_limit", "ep_a2a"],
+        ["reference_push", "ep_a2a"],
         TimingSettings(),
         MadeUpRunner("cpu"),
         lambda row: seen.append(("row", row["contender"])),
         lambda workload, name: seen.append(("begin", name)),
     )
     assert len(next(rows)) == 2
-    assert seen == [("begin", "wire_limit"), ("row", "wire_limit"), ("begin", "ep_a2a"), ("row", "ep_a2a")]
+    assert seen == [("begin", "reference_push"), ("row", "reference_push"), ("begin", "ep_a2a"), ("row", "ep_a2a")]

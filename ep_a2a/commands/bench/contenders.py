@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ep_a2a.managers.base import All2AllManagerBase
     from ep_a2a.testing.worker import RankContext
 
-REFERENCE_PUSH = "wire_limit"
+REFERENCE_PUSH = "reference_push"
 """Contender that pushes the same bytes and places no rows."""
 NATIVE = "ep_a2a"
 LOW_LATENCY = ("ep_low_latency", "ep_low_latency_traced")

@@ -77,7 +77,7 @@ def _plot_round_trips(records: Sequence[Record], path: Path, header: Record) -> 
     footer = _footer(records, x_field, header)
     if silent:
         footer += f"\nno times: {', '.join(silent)}"
-    dashed = "; dashed: wire_limit, the reference push of the same bytes" if any(map(is_push, lines)) else ""
+    dashed = "; dashed: reference_push, of the same bytes" if any(map(is_push, lines)) else ""
     caption = Caption(_title(lines, _measured(records)), f"Both axes logarithmic, lower is better{dashed}", footer)
     return plots.write(path, plots.lines, [panel], caption)
 

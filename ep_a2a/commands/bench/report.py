@@ -75,8 +75,8 @@ WHERE_ANY: Columns = {
 """Cells of columns that are there where a record has one."""
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
-    "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of the reference push "
-    "(wire_limit) by this one's. cold: a single round trip behind a flush of the L2."
+    "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of reference_push "
+    "by this one's. cold: a single round trip behind a flush of the L2."
 )
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 LAYER_EXPLANATION = (

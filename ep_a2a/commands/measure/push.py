@@ -154,7 +154,7 @@ def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
         raise UnsupportedError(
             "torch.cuda._compile_kernel, which torch 2.11 has, for the reference push",
             f"torch {torch.__version__} without it",
-            "Use torch 2.11, or leave wire_limit out.",
+            "Use torch 2.11, or leave reference_push out.",
         )
     kernel: Callable[..., None] = compiler(push_source(peers), "push")
     return kernel
