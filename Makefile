@@ -1,6 +1,6 @@
 # make demo   real text through an expert-parallel MoE layer on four processes
 # make test   the quick tests, a few minutes: tests/tiers.py says which
-# make test-all   all tests that this machine can run, about two hours on two cores; make test-rest those that `make test` leaves
+# make test-all   all tests that this machine can run, under an hour on two cores; make test-rest those that `make test` leaves
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
 # make release   the same and an sdist from a clean tree, checked and tried in the environments of install-matrix
