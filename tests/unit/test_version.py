@@ -20,7 +20,7 @@ READ = (
     "examples/**/*.py",
     ".github/**/*.yml",
 )
-HEADING = r"\[([\d.]+)\] - (\d{4}-\d\d-\d\d)"
+HEADING = r"\[([\d.]+)\] - (\d{4}-\d\d-\d\d|not released yet)"
 PLACES = {"ep_a2a/__init__.py", "CHANGELOG.md"}
 
 
