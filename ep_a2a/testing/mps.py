@@ -37,11 +37,6 @@ class Mps(enum.Enum):
     SILENT = f"by time slices, which is slow: no MPS daemon listens in {PIPE_VARIABLE}"
     UNWANTED = "by time slices, as asked"
 
-    @property
-    def at_once(self) -> bool:
-        """Whether kernels of several processes run at the same time."""
-        return self in (Mps.PRIVATE, Mps.OF_THE_USER)
-
 
 def find_mps() -> Mps:
     """Returns how this process's children can share a GPU. A daemon that the user runs comes first."""

@@ -45,7 +45,6 @@ def test_a_pool_of_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_pool_can_do_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(launch, "find_mps", lambda: pytest.fail("looked for MPS"))
-    assert not Mps.UNWANTED.at_once
     # nor must ranks find a daemon of the user
     monkeypatch.setenv(PIPE_VARIABLE, "/tmp/a-daemon")
     assert RankPool(2, device="cuda", mps=False)._start_mps("/tmp/empty") == {PIPE_VARIABLE: "/tmp/empty"}

@@ -122,7 +122,6 @@ def test_a_users_own_daemon_comes_first(log: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.delenv(mps.PIPE_VARIABLE)
     monkeypatch.setenv("PATH", "")
     assert find_mps() is Mps.NONE
-    assert not Mps.NONE.at_once
 
 
 def test_a_running_daemon_is_found_by_its_name(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
