@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.peers import GivenUp, Presence, Verdict
+from ep_a2a.memory.peers import GivenUp, Presence, Verdict, waiting_calls
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -91,10 +91,11 @@ def judge(
         return None
     here = {rank for rank, each in given_up.items() if each.failure == failure}
     awaited = {other for rank in here for other in given_up[rank].awaited}
-    waiting = {rank: each.call for rank, each in given_up.items() if each.waited and each.at >= since}
-    late = awaited - waiting.keys() - set(on_host)
-    if not late and awaited & waiting.keys() - here:
-        return Verdict(calls=tuple(sorted(waiting.items())))
+    waiting = waiting_calls(given_up, since)
+    in_meeting = {rank for rank in waiting if given_up[rank].is_meeting}
+    late = awaited - (waiting.keys() - in_meeting) - set(on_host)
+    if late & in_meeting or (not late and awaited & waiting.keys() - here):
+        return Verdict(late=tuple(sorted(late)), calls=tuple(sorted(waiting.items())))
     if not late and awaited:
         # ranks were awaited that wait themselves, for one that nobody has named
         late = set(host) - given_up.keys() - set(on_host)
@@ -105,12 +106,15 @@ def described(verdict: Verdict, rank: int) -> str:
     """A verdict in words, for the error of `rank`."""
     if verdict.missing:
         return f"{_named(verdict.missing)} gone (ended, or not heard any more)"
+    calls = ", ".join(f"rank {other} in {call}" for other, call in verdict.calls)
+    elsewhere = f"ranks that wait for each other in different calls: {calls}"
     if verdict.late:
+        if calls:
+            return f"{_named(verdict.late)} late (alive, and had not come); {elsewhere}"
         came = f"; this rank, {rank}, came after the others had given up" if rank in verdict.late else ""
         return f"{_named(verdict.late)} late (alive, and had not come){came}"
     if verdict.calls:
-        calls = ", ".join(f"rank {other} in {call}" for other, call in verdict.calls)
-        return f"ranks that wait for each other in different calls: {calls}"
+        return elsewhere
     return "no rank is gone or late by now; the time-out may be short for this machine"
 
 
@@ -120,9 +124,9 @@ def _named(ranks: tuple[int, ...]) -> str:
 
 def remedy_of(verdict: Verdict) -> str | None:
     """What to do; None: as RankTimeoutError says, since ranks are named."""
-    if verdict.missing or verdict.late:
-        return None
-    return OTHER_ORDER if verdict.calls else NOBODY_NAMED
+    if verdict.calls:
+        return OTHER_ORDER
+    return None if verdict.missing or verdict.late else NOBODY_NAMED
 
 
 def with_verdict(error: RankTimeoutError, verdict: Verdict, rank: int) -> RankTimeoutError:

@@ -17,7 +17,7 @@ from ep_a2a import clock
 from ep_a2a.memory.host_record import HostRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 BEAT_SECS = 0.2
 """How often a process looks at the locks of its peers."""
@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
     Attributes:
         missing: ranks that are gone, ascending.
         late: where nobody is gone: ranks that live, that others waited for and that did not wait, ascending.
-        calls: where nobody is gone or late: by rank, the different calls in which ranks wait for each other.
+        calls: where nobody is gone: by rank, the different calls in which ranks wait for each other.
     """
 
     missing: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 
 
 class GivenUp(NamedTuple):
-    """A call that a rank has given up.
+    """A call that a rank has given up, or a meeting in which it has waited for a while.
 
     Attributes:
         failure: the key of the failure; see Peers.verdict.
@@ -72,6 +72,7 @@ class GivenUp(NamedTuple):
         awaited: ranks that had not come to it here.
         waited: whether this rank had sent its part of the call, so that it waited for others.
         at: when, by the host's clock.
+        is_meeting: whether it is a meeting. The rank may be awaited in a step meanwhile, and is late there.
     """
 
     failure: str
@@ -79,6 +80,7 @@ class GivenUp(NamedTuple):
     awaited: tuple[int, ...]
     waited: bool
     at: float
+    is_meeting: bool = False
 
 
 class Peers:
@@ -157,8 +159,8 @@ class Peers:
         if "joined" in line:
             self._joined.add(line["joined"])
         elif "given_up" in line:
-            failure, call, awaited, waited, at = line["given_up"]
-            self._given_up[line["rank"]] = GivenUp(failure, call, tuple(awaited), waited, at)
+            failure, call, awaited, *others = line["given_up"]
+            self._given_up[line["rank"]] = GivenUp(failure, call, tuple(awaited), *others)
         else:
             self._verdicts.setdefault(line["failure"], Verdict.from_json(line["verdict"]))
 
@@ -187,14 +189,27 @@ class Peers:
         was_seen = rank in self._joined or bool(self._heard[rank][0])
         return was_seen and self.presence(rank, SILENT_SECS) is Presence.GONE
 
-    def part(self, absent: tuple[int, ...]) -> Verdict:
+    def part(self, meeting: GivenUp, since: float) -> Verdict:
         """Split the ranks absent from a meeting into dead and late.
 
         Absent ranks that are gone are missing. Where none is, the absent ranks that live are late, the others missing.
+        Where a late rank of this host waits in another call, the verdict says who is in which call.
+
+        Args:
+            meeting: this rank's wait in the meeting.
+            since: when it began. Calls that others gave up before say nothing about the present.
         """
+        absent = meeting.awaited
         gone = tuple(rank for rank in self.look() if rank in absent)
         late = tuple(rank for rank in absent if self.presence(rank, 0.0) is Presence.ALIVE)
-        return Verdict(gone or tuple(rank for rank in absent if rank not in late), () if gone else late)
+        missing = gone or tuple(rank for rank in absent if rank not in late)
+        if missing:
+            return Verdict(missing, () if gone else late)
+        calls = waiting_calls(self.given_up(), since)
+        if calls.keys() & set(late):
+            calls[self.rank] = meeting.call
+            return Verdict(late=late, calls=tuple(sorted(calls.items())))
+        return Verdict(late=late)
 
     def give_up(self, given_up: GivenUp) -> None:
         """Writes down that this rank has given up a call."""
@@ -269,6 +284,11 @@ class Peers:
             for rank in gone:
                 if rank in range(self.world_size) and rank not in self._joined:
                     self._fallen.setdefault(rank, clock.now())
+
+
+def waiting_calls(given_up: Mapping[int, GivenUp], since: float) -> dict[int, str]:
+    """By rank, the calls in which ranks waited for others at `since` or later."""
+    return {rank: each.call for rank, each in given_up.items() if each.waited and each.at >= since}
 
 
 _peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()

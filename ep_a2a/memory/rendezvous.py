@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
-from ep_a2a.memory.agreement import described
+from ep_a2a.memory.agreement import described, remedy_of
 from ep_a2a.memory.guards import OwnProcess
-from ep_a2a.memory.peers import Verdict, peers_of, within
+from ep_a2a.memory.peers import GivenUp, Verdict, peers_of, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +31,8 @@ STORE_PATIENCE_SECS = 1.0
 """Bound for the answer of a working store."""
 POLL_SECS_PER_RANK = 0.001
 LONGEST_POLL_SECS = 0.05
+SAY_SECS = 1.0
+"""How often a rank that waits in a meeting tells the ranks of its host so."""
 SHOWN_CHARACTERS = 40
 VERSION_KEY = "wire_format_version"
 UNKNOWN = "an older one, which does not say"
@@ -207,14 +209,16 @@ class Rendezvous:
         keys = [self._key(sequence, place) for place in range(self.world_size)]
         decision = self._decision_key(sequence)
         store.set(keys[self._place], own)
-        absent = self._absent(keys, decision)
-        judged = self.peers.part(absent) if absent else Verdict()
+        start = clock.now()
+        absent = self._absent(keys, decision, label)
+        judged = self.peers.part(self._wait_for(absent, label), start) if absent else Verdict()
         try:
             verdict = Verdict.from_json(parsed(store.compare_set(decision, "", json.dumps(judged))))
         except (ValueError, TypeError):
             raise _unreadable("the first rank to decide", label, "no decision") from None
         if verdict != Verdict():
             raise self._timeout(verdict, label)
+        self.peers.withdraw()
         texts = [bytes(store.get(key)) for key in keys]
         # a rank that takes part in exchange n has left exchange n - 2
         store.delete_key(self._key(sequence - 2, self._place))
@@ -222,10 +226,15 @@ class Rendezvous:
             store.delete_key(self._decision_key(sequence - 2))
         return texts
 
-    def _absent(self, keys: list[str], decision: str) -> tuple[int, ...]:
+    def _wait_for(self, absent: tuple[int, ...], label: str) -> GivenUp:
+        """This rank's wait in the present meeting, as others are told of it."""
+        return GivenUp("meeting", f"the meeting {label!r}", absent, waited=True, at=clock.now(), is_meeting=True)
+
+    def _absent(self, keys: list[str], decision: str, label: str) -> tuple[int, ...]:
         """Waits for the keys of all ranks, and returns the ranks that have not come or are gone."""
         poll_secs = min(POLL_SECS_PER_RANK * len(keys), LONGEST_POLL_SECS)
         deadline = clock.now() + self.timeout_secs
+        say_at = clock.now() + SAY_SECS
         while True:
             # before the keys: a rank that is gone may have come before, and would not come to the next exchange
             gone = tuple(rank for rank in self.peers.look() if rank in self.ranks)
@@ -235,6 +244,9 @@ class Rendezvous:
             absent = tuple(rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key]))
             if gone or is_over or any(map(self.peers.has_gone, absent)):
                 return tuple(sorted({*absent, *gone}))
+            if absent and clock.now() >= say_at:
+                self.peers.give_up(self._wait_for(absent, label))
+                say_at = clock.now() + SAY_SECS
             clock.sleep(poll_secs)
 
     def _timeout(self, verdict: Verdict, label: str) -> RankTimeoutError:
@@ -243,7 +255,7 @@ class Rendezvous:
             f"all ranks at {label!r} within {self.timeout_secs:g} s",
             f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}: "
             f"{described(verdict, self.rank)}",
-            "Check that these ranks are alive and make the same calls in the same order.",
+            remedy_of(verdict) or "Check that these ranks are alive and make the same calls in the same order.",
             missing_ranks=verdict.missing,
             late_ranks=verdict.late,
         )

@@ -200,7 +200,6 @@ class BoundMemory:
             timeouts: bounds of waits for other ranks.
             refill: whether to refill the blocks that ops share; no op may be in a step then.
         """
-        self.peers.withdraw()
         self.failure_key = f"step behind meeting {self._arena.rendezvous.last_meeting}"
         self.acquired.symmetric["own"].local.zero_()
         self.view(Region.LOW_LATENCY_ROWS).view(torch.uint8).fill_(EMPTY_BYTE)

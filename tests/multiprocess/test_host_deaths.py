@@ -164,6 +164,27 @@ def test_calls_of_two_ops_in_another_order_are_named_by_all(ranks: Any) -> None:
         assert (first[0], second[0], first[1:]) == ("0", "1", second[1:])
 
 
+def reset_against_step(context: RankContext, case: Case) -> str:
+    """Rank 0 resets the op, rank 1 dispatches by it and then resets it, too. Returns what rank 1 hears."""
+    with Arena(context.group, context.device) as arena, make_op(context, case, arena) as op:
+        run_step(case, op, 0, context.device)
+        op.set_timeout(2.0)
+
+        def step() -> None:
+            Step.dispatch(case, op, 1, op.device)
+            op.check()
+
+        error = raised(RankTimeoutError, step, "in the same order on every rank") if context.rank else None
+        op.reset()
+        run_step(case, op, 2, context.device)
+        return str(error)
+
+
+def test_a_reset_against_a_step_is_named(ranks: Any) -> None:
+    _, text = ranks(reset_against_step, 2, Case(world_size=2, hidden_dim=32))
+    assert "rank 0 in the meeting 'resetting the op: start', rank 1 in dispatch 2 of the op" in text
+
+
 def call_in_another_order_by_make_op(context: RankContext) -> str:
     """The same with ops that share no arena; their configurations are equal."""
     tokens, indices = torch.ones(4, 32, dtype=torch.bfloat16), torch.tensor([[0, 3]] * 4, dtype=torch.int32)

@@ -252,6 +252,56 @@ def test_a_meeting_ends_with_deaths_and_names_all(
     assert time.now < max(deaths.values()) + peers.GRACE_SECS + 0.2
 
 
+@pytest.fixture
+def meetings(view: Any, monkeypatch: pytest.MonkeyPatch) -> list[rendezvous.Rendezvous]:
+    """Of two ranks of one host."""
+    group: Any = None
+    made = []
+    for each in all_of(view, "aa"):
+        monkeypatch.setattr(rendezvous, "peers_of", lambda _, each=each: each)
+        made.append(rendezvous.Rendezvous(group))
+    return made
+
+
+def test_a_meeting_against_a_step_is_told_to_both(meetings: Any, time: Time) -> None:
+    first, second = meetings[0].peers, meetings[1].peers
+    verdicts = []
+    # after more than two bounds: the meeting still lasts
+    time.at = {150.0: lambda: verdicts.append(agree(second, gave_up(0, failure=THERE, at=150.0), BOUND_SECS))}
+    with pytest.raises(RankTimeoutError, match="rank 0 in the meeting 'reset', rank 1 in dispatch") as caught:
+        meetings[0].barrier("reset")
+    assert (caught.value.missing_ranks, caught.value.late_ranks) == ((), (1,))
+    assert "in the same order on every rank" in caught.value.remedy
+    assert verdicts == [Verdict(late=(0,), calls=((0, "the meeting 'reset'"), CALLS[1]))]
+    assert first.verdict(THERE) == verdicts[0]
+
+
+def test_two_meetings_that_differ_are_told_to_both(meetings: Any, time: Time) -> None:
+    texts = []
+
+    def build() -> None:
+        # rank 0, which stands still while rank 1 runs here, goes on saying that it waits
+        said = GivenUp("reset", "the meeting 'reset'", (1,), waited=True, at=150.0, is_meeting=True)
+        time.at[150.0] = lambda: meetings[0].peers.give_up(said)
+        with pytest.raises(RankTimeoutError) as caught:
+            meetings[1].barrier("build")
+        texts.append(str(caught.value))
+
+    # rank 1's op is another one, so it meets elsewhere
+    meetings[1]._sequence += 1 << 32
+    time.at = {100.5: build}
+    with pytest.raises(RankTimeoutError) as caught:
+        meetings[0].barrier("reset")
+    for text in (*texts, str(caught.value)):
+        assert "rank 0 in the meeting 'reset', rank 1 in the meeting 'build'" in text
+
+
+def test_a_meeting_that_ends_is_no_wait_any_more(meetings: Any, time: Time) -> None:
+    time.at = {105.0: lambda: meetings[1].barrier("build")}
+    meetings[0].barrier("build")
+    assert meetings[1].peers.given_up() == {}
+
+
 def test_ranks_without_the_file_count_as_another_host(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = view(0)
     first.host_record.unlink()
