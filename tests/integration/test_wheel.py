@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SHIPPED = sorted(path.name for path in (ROOT / "configs").glob("*.*"))
 LOOK = (
     "from ep_a2a.tuning import tables as tuning; print(tuning.__file__); print(tuning.shipped_directory()); "
-    "print(len(tuning.load_tables('sm_90', 2)._tables['combine'].entries))"
+    "print(len(tuning.load_tables('sm_90', 2)._tables['combine']))"
 )
 TINY = ("--ranks", "2", "--device", "cpu", "--tokens", "12", "--hidden", "128", "--experts", "4", "--topk", "2")
 
