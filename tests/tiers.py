@@ -1,13 +1,13 @@
 """What `make test` runs. This is the one place where a test gets into it, or out of it.
 
-tests/unit and tests/protocol are in it, but for tests that are marked `full`. Of other folders it runs what QUICK
-names, again without what is marked `full`. `make test-all` runs everything. The mark fits single cases, too:
+tests/unit, tests/protocol and tests/simulator are in it, but for tests that are marked `full`. Of other folders it runs
+what QUICK names, again without what is marked `full`. `make test-all` runs everything. The mark fits single cases, too:
 `pytest.param(..., marks=pytest.mark.full)`.
 """
 
 from __future__ import annotations
 
-QUICK_FOLDERS = ("unit", "protocol")
+QUICK_FOLDERS = ("unit", "protocol", "simulator")
 QUICK = (
     # one step, by hand
     "multiprocess/test_first.py",

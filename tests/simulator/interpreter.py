@@ -1,0 +1,314 @@
+"""Interprets kernels as tasks of a scheduler, on weak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import greenlet
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from ep_a2a.kernels import primitives
+from ep_a2a.kernels.interpreter_types import cached_types
+from ep_a2a.kernels.portable import _without_overflow_checks
+from tests.simulator.memory import Author, View
+from tests.simulator.scheduler import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ep_a2a.kernels.portable import PortableFunction
+    from tests.simulator.memory import Pool
+    from tests.simulator.scheduler import Scheduler
+
+builder = interpreter.interpreter_builder
+KERNELS = str(Path(primitives.__file__).parent)
+SEM = interpreter._ir.MEM_SEMANTIC
+RELEASES = (SEM.RELEASE, SEM.ACQUIRE_RELEASE)
+ACQUIRES = (SEM.ACQUIRE, SEM.ACQUIRE_RELEASE)
+SYSTEM = interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
+
+
+def site() -> str:
+    """The place in the kernels' source that is being interpreted, "file:line"."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(KERNELS) and not path.endswith("portable.py"):
+            return f"{path[len(KERNELS) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+class Grid:
+    """A launch: its programs, and the launch before it on the rank's stream."""
+
+    def __init__(self, rank: RankStream, num_programs: int, previous: Grid | None) -> None:
+        self.rank, self.num_programs, self.previous = rank, num_programs, previous
+        self.programs: list[Program] = []
+        self.has_ended = False
+
+    def program_ended(self, machine: Machine) -> None:
+        """Count a program that has ended; with the last one, all stores of the launch have landed."""
+        if all(program.has_ended for program in self.programs):
+            machine.pool.land_all_of({program.author.number for program in self.programs})
+            for program in self.programs:
+                program.author.barrier()
+                self.rank.view.join(program.author.view)
+            self.has_ended = True
+
+    @property
+    def lets_next_start(self) -> bool:
+        """Whether a dependent launch may start beside it."""
+        return self.has_ended or all(program.has_ended or program.allows_next for program in self.programs)
+
+
+class RankStream:
+    """What a rank has launched."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.view = number, View()
+        self.last: Grid | None = None
+
+
+class Program:
+    """A program of a launch that is being interpreted."""
+
+    def __init__(self, grid: Grid, index: int, author: Author) -> None:
+        self.grid, self.index, self.author = grid, index, author
+        self.allows_next = self.has_ended = False
+        self.last_look: tuple[int, bytes] | None = None
+        self.num_operations = 0
+
+
+class Machine:
+    """All GPUs: launches, and what interpreted code does to memory.
+
+    Args:
+        pool, scheduler: of the simulation.
+        weakened: sites whose ordering is taken away.
+    """
+
+    def __init__(self, pool: Pool, scheduler: Scheduler, weakened: frozenset[str] = frozenset()) -> None:
+        self.pool, self.scheduler, self.weakened = pool, scheduler, weakened
+        self.sites_seen: set[str] = set()
+        self._num_authors = 0
+
+    @property
+    def program(self) -> Program:
+        """The program that runs."""
+        found: Program = greenlet.getcurrent().program
+        return found
+
+    def launch(self, rank: RankStream, kernel: PortableFunction, num_programs: int, args: Any, constants: Any) -> Grid:
+        """Start the programs of a launch behind the rank's last one, or beside it where it is dependent."""
+        depends = bool(getattr(constants.get("FORM"), "DEPENDENT_LAUNCH", False))
+        previous = rank.last
+        if previous is not None:
+            self.scheduler.wait(lambda: previous.lets_next_start if depends else previous.has_ended)
+        self.pool.absorb()
+        grid = rank.last = Grid(rank, num_programs, previous)
+        named = inspect.getcallargs(kernel.python, *args, **constants)
+        constexprs = interpreter.GridExecutor(kernel.python, kernel.arg_names, (1,)).constexprs
+        values = {name: v if name in constexprs else interpreter._implicit_cvt(v) for name, v in named.items()}
+        for index in range(num_programs):
+            self._num_authors += 1
+            program = Program(grid, index, Author(self._num_authors, rank.number, rank.view.copy()))
+            program.author.branched_at = self.pool.moment
+            grid.programs.append(program)
+            self._start(kernel, program, values)
+        return grid
+
+    def _start(self, kernel: PortableFunction, program: Program, values: dict[str, Any]) -> None:
+        grid = program.grid
+
+        def work() -> None:
+            kernel.python(**values)
+            program.has_ended = True
+            grid.program_ended(self)
+
+        def enter() -> None:
+            builder.grid_dim, builder.grid_idx = (grid.num_programs, 1, 1), (program.index, 0, 0)
+
+        name = f"rank {grid.rank.number} {kernel.__name__.removesuffix('_kernel')}[{program.index}]"
+        task = Task(name, grid.rank.number, work, enter)
+        task.context.program = program
+        self.scheduler.start(task)
+
+    # --- what stands in for the interpreter's operations ---
+
+    def _is_weak_here(self, kind: str) -> bool:
+        place = f"{site()} {kind}"
+        self.sites_seen.add(place)
+        return place in self.weakened
+
+    def masked_load(self, ptrs: Any, mask: Any, other: Any, *cache_and_volatile: Any) -> Any:
+        """create_masked_load."""
+        is_volatile = cache_and_volatile[-1]
+        self.scheduler.point()
+        if not self.pool.has(ptrs.data[mask.data]):
+            return self.plain["create_masked_load"](builder, ptrs, mask, other, *cache_and_volatile)
+        kind = ptrs.get_element_ty()
+        dtype = interpreter._get_np_dtype(kind)
+        result = np.zeros(ptrs.data.shape, dtype) if other is None else other.data.astype(dtype).copy()
+        is_strong = bool(is_volatile) and not self._is_weak_here("volatile")
+        chosen = mask.data
+        if is_volatile:
+            self._yield_in_loop(ptrs.data[chosen])
+        self._note("volatile load" if is_strong else "load", ptrs.data[chosen])
+        raw = self.pool.load(self.program.author, ptrs.data[chosen], dtype.itemsize, is_strong=is_strong)
+        result[chosen] = np.ascontiguousarray(raw).view(dtype)[:, 0]
+        return interpreter.TensorHandle(result, kind)
+
+    def load(self, ptr: Any, *cache_and_volatile: Any) -> Any:
+        """create_load."""
+        mask = interpreter.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1)
+        return self.masked_load(ptr, mask, None, *cache_and_volatile)
+
+    def masked_store(self, ptrs: Any, value: Any, mask: Any, *cache: Any) -> Any:
+        """create_masked_store."""
+        self.scheduler.point()
+        chosen = np.broadcast_to(mask.data, ptrs.data.shape)
+        if not self.pool.has(ptrs.data[chosen]):
+            return self.plain["create_masked_store"](builder, ptrs, value, mask, *cache)
+        values = np.broadcast_to(value.data, ptrs.data.shape)[chosen]
+        self.program.num_operations += 1
+        passes_caches = bool(cache) and str(cache[0]).lower().endswith("wt") and not self._is_weak_here("wt")
+        self._note("store", ptrs.data[chosen])
+        self.pool.store(self.program.author, ptrs.data[chosen], values, site(), passes_caches=passes_caches)
+        return None
+
+    def store(self, ptr: Any, value: Any, *cache: Any) -> Any:
+        """create_store."""
+        mask = interpreter.TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1)
+        return self.masked_store(ptr, value, mask, *cache)
+
+    def atomic_rmw(self, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        """create_atomic_rmw."""
+        return self._broadcast(self._atomic("create_atomic_rmw", (op, ptr, value, mask), ptr, mask.data, sem, scope))
+
+    def atomic_cas(self, ptr: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+        """create_atomic_cas."""
+        everywhere = np.ones_like(ptr.data, bool)
+        return self._broadcast(self._atomic("create_atomic_cas", (ptr, compare, value), ptr, everywhere, sem, scope))
+
+    def _broadcast(self, result: Any) -> Any:
+        """The result of an atomic. That of a scalar goes to all threads through shared memory, behind a barrier."""
+        if result.data.size == 1:
+            self.program.author.barrier()
+            self._branch(None)
+        return result
+
+    def _atomic(self, name: str, args: tuple[Any, ...], ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        self.scheduler.point()
+        here = np.broadcast_to(mask, ptr.data.shape)
+        chosen = ptr.data[here]
+        if not self.pool.has(chosen):
+            return self.plain[name](builder, *args, sem, scope)
+        if sem != SEM.RELAXED and self._is_weak_here("sem"):
+            sem = SEM.RELAXED
+        order = {"acquires": sem in ACQUIRES, "releases": sem in RELEASES}
+        self.program.num_operations += 1
+        author, size = self.program.author, ptr.get_element_ty().primitive_bitwidth // 8
+        self._note(f"{name.removeprefix('create_')} {str(sem).rpartition('.')[2]}", chosen)
+        if scope == SYSTEM and not self._is_weak_here("scope"):
+            return self.pool.system_atomic(
+                author, chosen, size, lambda: self.plain[name](builder, *args, sem, scope), **order
+            )
+
+        def elsewhere(addresses: np.ndarray) -> Any:
+            moved = ptr.data.copy()
+            moved[here] = addresses
+            target = interpreter.TensorHandle(moved, ptr.dtype)
+            return self.plain[name](builder, *[target if each is ptr else each for each in args], sem, scope)
+
+        return self.pool.gpu_atomic(author, chosen, size, elsewhere, site(), **order)
+
+    def _branch(self, value: Any) -> Any:
+        """A value that decides how a program goes on. The loads before have been performed, and none of those after."""
+        program = getattr(greenlet.getcurrent(), "program", None)
+        if program is not None:
+            program.author.branched_at = self.pool.moment
+        return value
+
+    def _yield_in_loop(self, addresses: np.ndarray) -> None:
+        """Let others go on where a program looks at the same words again, with nothing else in between."""
+        look = self.program.num_operations, addresses.tobytes()
+        if self.program.last_look == look:
+            self.scheduler.poll()
+        self.program.last_look = look
+
+    def _note(self, name: str, addresses: np.ndarray) -> None:
+        self.scheduler.note(name, int(addresses.flat[0]) - self.pool.address, addresses.size, site())
+
+    def barrier(self) -> None:
+        """create_barrier."""
+        self.scheduler.point()
+        if not self._is_weak_here("barrier"):
+            self.program.author.barrier()
+            self._branch(None)
+
+    # --- what stands in for functions of primitives ---
+
+    def clock_ns(self) -> int:
+        """A program's clock."""
+        return int(self.scheduler.now * 1e9)
+
+    def pause(self, _pause_ns: object) -> None:
+        """A program has polled in vain."""
+        self.scheduler.poll()
+
+    def after_previous_launch(self) -> None:
+        """A program waits for the end of the launch before its own."""
+        grid = self.program.grid
+        if grid.previous is None or self._is_weak_here("wait"):
+            return
+        previous = grid.previous
+        self.scheduler.wait(lambda: previous.has_ended)
+        self.program.author.view.join(grid.rank.view)
+        self._branch(None)
+
+    def allow_next_launch(self) -> None:
+        """A program lets the next launch start."""
+        self.program.allows_next = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The interpreter with these operations in the place of its own."""
+        operations = {
+            "create_load": self.load,
+            "create_store": self.store,
+            "create_masked_load": self.masked_load,
+            "create_masked_store": self.masked_store,
+            "create_atomic_cas": self.atomic_cas,
+            "create_atomic_rmw": self.atomic_rmw,
+            "create_barrier": self.barrier,
+            "get_cache_policy": lambda modifier, _: modifier,
+        }
+        twins: dict[str, Callable[..., Any]] = {
+            name: getattr(self, name) for name in ("clock_ns", "pause", "after_previous_launch", "allow_next_launch")
+        }
+        self.plain = {name: getattr(type(builder), name) for name in operations}
+        patches = interpreter._patch_lang(primitives.pause.fn)
+        tl.tensor.__index__ = lambda tensor: self._branch(int(tensor.handle.data.item()))
+        truth = tl.tensor.__bool__
+        tl.tensor.__bool__ = lambda tensor: self._branch(truth(tensor))
+        kept = {name: getattr(primitives, name).python for name in twins}
+        try:
+            for name, operation in operations.items():
+                setattr(builder, name, operation)
+            for name, twin in twins.items():
+                getattr(primitives, name).__dict__["python"] = twin
+            with _without_overflow_checks(), cached_types():
+                yield
+        finally:
+            for name, plain in kept.items():
+                getattr(primitives, name).__dict__["python"] = plain
+            for name in operations:
+                delattr(builder, name)
+            patches.restore()

@@ -1,0 +1,268 @@
+"""Ranks of the product in one process: host code and kernels as they are, on a simulated store, clock and GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ep_a2a import clock
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.constants import plain
+from ep_a2a.memory import arena, peers
+from ep_a2a.memory import rendezvous as rendezvous_module
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.symmetric import SymmetricMemory
+from ep_a2a.ops import intra_node, op_kernels
+from ep_a2a.ops.memory import BoundMemory
+from tests.simulator.interpreter import Machine, RankStream
+from tests.simulator.memory import Pool, View
+from tests.simulator.scheduler import Scheduler, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ep_a2a.kernels.portable import PortableFunction
+
+POOL_BYTES = 1 << 21
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How the machine behaves.
+
+    Attributes:
+        seed: of all choices.
+        switches: probability that a task is interrupted before an access.
+        staleness: probability that a load goes one value further back.
+        landing: which pending store lands first: "newest", "oldest" or "random".
+        num_sms: multiprocessors of each GPU.
+        weakened: places (sites.Site.place) whose ordering is taken away.
+        asynchronous: launches that a next one may follow do not hold up the host; it calls `Context.synchronize`.
+        dependent: every launch of a call may start beside the one before it, whatever the policy says.
+        dies: (rank, number of the operation) at which a rank dies.
+    """
+
+    seed: int = 0
+    switches: float = 0.0
+    staleness: float = 1.0
+    landing: str = "newest"
+    num_sms: int = 2
+    weakened: frozenset[str] = frozenset()
+    asynchronous: bool = False
+    dependent: bool = False
+    dies: tuple[int, int] | None = None
+
+
+class Group:
+    """Stands in for a process group."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size, self.store = rank, size, store
+
+
+@dataclass
+class Context:
+    """What a rank's body gets.
+
+    Attributes:
+        rank, group, device: as from RankPool.
+        machine, stream: of the simulation, and the rank's stream of it.
+    """
+
+    rank: int
+    group: Any
+    device: torch.device
+    machine: Machine
+    stream: RankStream
+
+    def launch(self, kernel: PortableFunction, num_programs: int, *args: Any, **constants: Any) -> None:
+        """Launch a kernel, and return at once."""
+        self.machine.launch(self.stream, kernel, num_programs, args, constants)
+
+    def synchronize(self) -> None:
+        """Wait for the end of all that this rank has launched."""
+        self.machine.scheduler.wait(lambda: self.stream.last is None or self.stream.last.has_ended)
+
+
+class Record:
+    """Stands in for HostRecord: one list of lines for all ranks."""
+
+    lines: list[dict[str, Any]]
+    ended: set[int]
+    waiting_ranks: set[int]
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._num_read = rank, 0
+
+    def has_ended(self, rank: int) -> bool:
+        return rank in self.ended
+
+    def waits(self, rank: int) -> bool:
+        return rank in self.waiting_ranks
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.waiting_ranks.add(self._rank)
+        try:
+            yield
+        finally:
+            self.waiting_ranks.discard(self._rank)
+
+    def append(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        found, self._num_read = self.lines[self._num_read :], len(self.lines)
+        return found
+
+    def unlink(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.ended.add(self._rank)
+
+
+@dataclass
+class Outcome:
+    """How a simulation has ended.
+
+    Attributes:
+        machine: with all that has happened. results, errors: by rank; Killed is the error of a rank that has died.
+    """
+
+    machine: Machine
+    results: list[Any]
+    errors: list[BaseException | None]
+
+    def describe(self) -> str:
+        """The last operations of each rank."""
+        return self.machine.scheduler.describe(self.machine.pool.name_of)
+
+
+class Simulation:
+    """A machine with one GPU per rank, and what stands in for the product's ways to the world."""
+
+    def __init__(self, world_size: int, conditions: Conditions) -> None:
+        self.conditions = conditions
+        draws = random.Random(conditions.seed)
+        self.pool = Pool(POOL_BYTES, draws, conditions.staleness)
+        self.scheduler = Scheduler(draws, self.pool, conditions.switches, conditions.landing)
+        self.machine = Machine(self.pool, self.scheduler, conditions.weakened)
+        self.streams = [RankStream(rank) for rank in range(world_size)]
+        self.record = type("RecordOfAll", (Record,), {"lines": [], "ended": set(), "waiting_ranks": set()})
+        self.scheduler.dies, self.scheduler.on_death = conditions.dies, self.record.ended.add
+        self._meetings: dict[str, list[View]] = {}
+
+    def run(self, body: Callable[..., Any], *args: Any) -> Outcome:
+        """Run body(context, *args) on every rank."""
+        store, hosts = dist.HashStore(), []
+        for stream in self.streams:
+            group = Group(stream.number, len(self.streams), store)
+            context = Context(stream.number, group, torch.device("cpu"), self.machine, stream)
+
+            def work(context: Context = context) -> Any:
+                return body(context, *args)
+
+            hosts.append(self.scheduler.start(Task(f"rank {stream.number} host", stream.number, work, is_host=True)))
+        with self._product_patched(), self.machine.installed():
+            self.scheduler.run()
+        return Outcome(self.machine, [host.result for host in hosts], [host.error for host in hosts])
+
+    @contextlib.contextmanager
+    def _product_patched(self) -> Iterator[None]:
+        plain_exchange, plain_choice = Rendezvous.exchange, intra_node.choose_launch
+        make_kernels, bind = op_kernels.OpKernels.__init__, BoundMemory.__init__
+
+        def exchange(rendezvous: Rendezvous, label: str, message: Any) -> list[Any]:
+            # whoever has met knows what the others have done before
+            view = self.streams[rendezvous.rank].view
+            came = self._meetings.setdefault(rendezvous.last_meeting, [])
+            came.append(view.copy())
+            answers = plain_exchange(rendezvous, label, message)
+            for each in came:
+                view.join(each)
+            return answers
+
+        def choose_launch(*args: Any) -> Any:
+            launch = plain_choice(*args)
+            return replace(launch, dependent=True) if self.conditions.dependent else launch
+
+        def gpu_kernels(kernels: Any, *args: Any) -> None:
+            make_kernels(kernels, *args)
+            kernels.interpreted, kernels.num_sms, kernels.can_depend = False, self.conditions.num_sms, True
+
+        def bind_and_name(memory: BoundMemory, config: Any, *args: Any) -> None:
+            bind(memory, config, *args)
+            for block, tensor, _ in memory._blocks:
+                for each in block.fields:
+                    if math.prod(each.shape):
+                        place = tensor.data_ptr() - self.pool.address + each.offset_bytes
+                        self.pool.names[place] = f"{each.region.name} of rank {config.rank}"
+
+        with contextlib.ExitStack() as stack:
+            for owner, name, new in (
+                (arena, "allocate_symmetric", self._allocate),
+                (arena, "zeros_outside_pools", lambda num_bytes, _: torch.from_numpy(self.pool.take(num_bytes))),
+                (BoundMemory, "__init__", bind_and_name),
+                (CompiledKernel, "run", lambda kernel, *args: self._launch(kernel, *args)),
+                (CompiledKernel, "compile", lambda *_: None),
+                (op_kernels.OpKernels, "__init__", gpu_kernels),
+                (intra_node, "choose_launch", choose_launch),
+                (Rendezvous, "exchange", exchange),
+                (clock, "now", lambda: self.scheduler.now),
+                (clock, "sleep", self.scheduler.sleep),
+                (peers, "_start", self._repeat),
+                (peers, "_leave", lambda stopping, _, record: (stopping.set(), record.close())),
+                (peers, "within", lambda _, work: work()),
+                (rendezvous_module, "within", lambda _, work: work()),
+                (peers.HostRecord, "join", lambda _store, rank, _size: self.record(rank)),
+                (dist, "get_rank", of_group(dist.get_rank, "rank")),
+                (dist, "get_world_size", of_group(dist.get_world_size, "size")),
+                (
+                    distributed_c10d,
+                    "_get_process_group_store",
+                    of_group(distributed_c10d._get_process_group_store, "store"),
+                ),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, new))
+            yield
+
+    def _allocate(self, rendezvous: Rendezvous, _: torch.device, num_bytes: int) -> SymmetricMemory:
+        local = torch.from_numpy(self.pool.take(num_bytes))
+        addresses = rendezvous.exchange("addresses", local.data_ptr())
+        return SymmetricMemory(local, tuple(addresses), "simulated", lambda: None)
+
+    def _launch(self, kernel: CompiledKernel, num_programs: int, values: tuple[Any, ...], _: torch.device) -> None:
+        assert self.scheduler.current is not None
+        stream = self.streams[self.scheduler.current.rank]
+        grid = self.machine.launch(stream, kernel.kernel, num_programs, values, plain(kernel.constants))
+        self.scheduler.wait(lambda: grid.lets_next_start if self.conditions.asynchronous else grid.has_ended)
+
+    def _repeat(self, held: Any, stopping: Any, name: str, secs: float, work: Callable[[Any], bool]) -> None:
+        def repeat() -> None:
+            while not stopping.is_set() and work(held):
+                self.scheduler.sleep(secs)
+
+        self.scheduler.start(Task(f"rank {held.rank} {name}", held.rank, repeat, is_daemon=True))
+
+
+def of_group(plain_function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of torch's process groups that also takes a Group, of which it returns an attribute."""
+
+    def found(group: Any = None) -> Any:
+        return getattr(group, name) if isinstance(group, Group) else plain_function(group)
+
+    return found
+
+
+def simulate(world_size: int, body: Callable[..., Any], *args: Any, conditions: Conditions = Conditions()) -> Outcome:
+    """Run body(context, *args) on every rank of a machine."""
+    return Simulation(world_size, conditions).run(body, *args)

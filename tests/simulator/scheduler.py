@@ -1,0 +1,253 @@
+"""Runs the hosts and programs of all ranks in one thread: one task at a time, by one clock, repeatable by its seed."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import greenlet
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from tests.simulator.memory import Pool
+
+SHORTEST_STEP_SECS = 1e-6
+LIMIT_SECS = 200.0
+"""More than the bounds of all waits, by the simulated clock."""
+TRACE_LENGTH = 4000
+SHOWN_OPERATIONS = 12
+"""Last operations of each rank that a failure shows."""
+
+
+class Operation(NamedTuple):
+    """An access to memory, for the trace of a failure.
+
+    Attributes:
+        rank, task: whose it is. name: of the operation. place: byte offset of its first element in the pool.
+        num_elements: of the access. site: "file:line" of the kernel's source.
+    """
+
+    rank: int
+    task: str
+    name: str
+    place: int
+    num_elements: int
+    site: str
+
+
+class Stuck(AssertionError):
+    """No task can go on."""
+
+
+class Killed(BaseException):
+    """Ends the tasks of a rank that dies."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A rank's host, or a program of a launch.
+
+    Attributes:
+        name: for the trace. rank: whose it is.
+        work: what it runs.
+        can_go_on: None, or what it waits for.
+        wakes_at: None, or the time at which a sleep ends.
+        has_polled: whether it has looked for something in vain since the last change.
+        enter: called whenever it gets control.
+    """
+
+    name: str
+    rank: int
+    work: Callable[[], Any]
+    enter: Callable[[], None] = lambda: None
+    is_daemon: bool = False
+    is_host: bool = False
+    can_go_on: Callable[[], bool] | None = None
+    wakes_at: float | None = None
+    has_polled: bool = False
+    result: Any = None
+    error: BaseException | None = None
+    context: greenlet.greenlet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context = greenlet.greenlet(self._run)
+
+    def _run(self) -> None:
+        try:
+            self.result = self.work()
+        except Killed as killed:
+            self.error = killed
+        except BaseException as error:  # noqa: BLE001 - reported to whoever started it
+            self.error = error
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has returned or raised."""
+        return self.context.dead
+
+
+class Scheduler:
+    """Chooses who goes on.
+
+    Attributes:
+        num_operations: by rank. dies: (rank, operation) at which a rank dies. on_death: called with that rank.
+
+    Args:
+        draws: random choices. pool: memory whose stores land when nobody can go on.
+        switch_probability: that a task is interrupted before an access to memory.
+        landing: which pending store lands first: "oldest", "newest" or "random".
+    """
+
+    def __init__(self, draws: random.Random, pool: Pool, switch_probability: float, landing: str) -> None:
+        self.draws, self.pool = draws, pool
+        self.switch_probability, self.landing = switch_probability, landing
+        self.start_secs = self.now = 1000.0
+        self.tasks: list[Task] = []
+        self.current: Task | None = None
+        self.num_operations: collections.Counter[int] = collections.Counter()
+        self.dies: tuple[int, int] | None = None
+        self.on_death: Callable[[int], None] = lambda _: None
+        self.trace: collections.deque[Operation] = collections.deque(maxlen=TRACE_LENGTH)
+        self._hub = greenlet.getcurrent()
+        self._step_secs = SHORTEST_STEP_SECS
+        self._changes = 0
+
+    def start(self, task: Task) -> Task:
+        """Let a task run from now on. Control comes back to the loop when it ends."""
+        task.context.parent = self._hub
+        self.tasks.append(task)
+        return task
+
+    # --- called by tasks ---
+
+    def note(self, operation: str, place: int, num_elements: int, site: str) -> None:
+        """Add an operation of the current task to the trace."""
+        assert self.current is not None
+        self.trace.append(Operation(self.current.rank, self.current.name, operation, place, num_elements, site))
+
+    def point(self) -> None:
+        """An operation of the current task: its rank may die here, or another task go on."""
+        self._count()
+        if self.switch_probability and self.draws.random() < self.switch_probability:
+            self._hub.switch()
+
+    def _count(self) -> None:
+        assert self.current is not None
+        rank = self.current.rank
+        self.num_operations[rank] += 1
+        if self.dies == (rank, self.num_operations[rank]):
+            self.kill(rank)
+            raise Killed
+
+    def kill(self, rank: int) -> None:
+        """End all tasks of a rank. The caller ends by itself if it is one of them."""
+        self.on_death(rank)
+        for task in [each for each in self.tasks if each.rank == rank and each is not self.current]:
+            self.tasks.remove(task)
+            task.context.parent = greenlet.getcurrent()
+            task.context.throw(Killed)
+
+    def poll(self) -> None:
+        """A task has looked for something in vain."""
+        assert self.current is not None
+        self._count()
+        self.current.has_polled = True
+        self._hub.switch()
+
+    def sleep(self, secs: float) -> None:
+        """A task goes on after a time."""
+        assert self.current is not None
+        self._count()
+        self.current.wakes_at = self.now + secs
+        self._hub.switch()
+
+    def wait(self, can_go_on: Callable[[], bool]) -> None:
+        """A task goes on when a condition holds."""
+        assert self.current is not None
+        if not can_go_on():
+            self.current.can_go_on = can_go_on
+            self._hub.switch()
+
+    # --- the loop ---
+
+    def run(self, limit_secs: float = LIMIT_SECS) -> None:
+        """Run until all tasks that are no daemons have ended."""
+        end = self.now + limit_secs
+        while any(not task.is_daemon for task in self.tasks):
+            if self.now > end:
+                raise Stuck(self.describe())
+            ready = [task for task in self.tasks if self._is_ready(task)]
+            fresh = [task for task in ready if not task.has_polled]
+            if fresh:
+                self._resume(self.draws.choice(fresh))
+            elif self._changes != self.pool.num_changes:
+                self._changes = self.pool.num_changes
+                self._step_secs = SHORTEST_STEP_SECS
+                self._look_again()
+            elif self._land_one():
+                self._look_again()
+            else:
+                self._pass_time()
+
+    def _is_ready(self, task: Task) -> bool:
+        if task.wakes_at is not None:
+            return self.now >= task.wakes_at
+        return task.can_go_on is None or task.can_go_on()
+
+    def _look_again(self) -> None:
+        for task in self.tasks:
+            task.has_polled = False
+
+    def _resume(self, task: Task) -> None:
+        task.wakes_at = task.can_go_on = None
+        self.current = task
+        task.enter()
+        task.context.switch()
+        self.current = None
+        if task.has_ended:
+            if task in self.tasks:
+                self.tasks.remove(task)
+            if task.error is not None and not task.is_host and not isinstance(task.error, Killed):
+                raise task.error
+
+    def _land_one(self) -> bool:
+        """Let one store land that lands by itself. Returns whether there was one."""
+        pending = [store for store in self.pool.pending if store.passes_caches]
+        if not pending:
+            return False
+        place = {"oldest": 0, "newest": len(pending) - 1}.get(self.landing)
+        store = pending[self.draws.randrange(len(pending)) if place is None else place]
+        place = int(store.places.flat[0])
+        self.trace.append(Operation(store.rank, "memory", "lands", place, len(store.places), store.site))
+        self.pool.land(store)
+        return True
+
+    def _pass_time(self) -> None:
+        sleeps = [task.wakes_at for task in self.tasks if task.wakes_at is not None]
+        polls = any(task.has_polled for task in self.tasks)
+        if not sleeps and not polls:
+            raise Stuck(self.describe())
+        step = self.now + self._step_secs
+        self.now = min([*sleeps, step]) if polls else min(sleeps)
+        self._step_secs *= 2
+        self._look_again()
+
+    def describe(self, name_of: Callable[[int], str] = hex) -> str:
+        """The last operations of each rank, and where its tasks are.
+
+        Args:
+            name_of: names a place of the pool.
+        """
+        lines = []
+        for rank in sorted(self.num_operations):
+            lines.append(f"rank {rank}, {self.num_operations[rank]} operations:")
+            last = [each for each in self.trace if each.rank == rank][-SHOWN_OPERATIONS:]
+            lines += [
+                f"  {each.task}: {each.name} {name_of(each.place)} x{each.num_elements} at {each.site}" for each in last
+            ]
+            own = [task for task in self.tasks if task.rank == rank and not task.is_daemon]
+            lines += [f"  {task.name} {'polls' if task.has_polled else 'waits'}" for task in own]
+        return "\n".join(lines)
