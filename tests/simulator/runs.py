@@ -1,0 +1,56 @@
+"""Runs of the simulator by name, and what a failure prints: the command that repeats it, and the last operations."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from tests.simulator.cases import BODIES, CASES
+from tests.simulator.ranks import Conditions, Outcome, simulate
+from tests.simulator.sites import ordering_sites
+
+CONDITIONS = {
+    # what was stored last lands first, and as late as it may; loads return the oldest value that they may
+    "late": Conditions(landing="newest", num_sms=4),
+    "in-order": Conditions(landing="oldest", num_sms=4),
+    "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
+}
+
+
+class SimulationFailed(AssertionError):
+    """A run that does not do what the product promises."""
+
+
+def conditions_of(body: str, name: str, **changes: object) -> Conditions:
+    """Conditions by name, with those that a body needs."""
+    is_chain = body == "chain"
+    return replace(CONDITIONS[name], asynchronous=is_chain, dependent=is_chain, **changes)  # type: ignore[arg-type]
+
+
+def run(case: str, body: str, conditions: Conditions) -> Outcome:
+    """Run a body of a case on all its ranks.
+
+    Raises:
+        SimulationFailed: a rank has raised. The text has the command that repeats the run, and the last operations.
+    """
+    found = simulate(CASES[case].world_size, BODIES[body], CASES[case], conditions=conditions)
+    errors = [f"rank {rank}: {type(each).__name__}: {each}" for rank, each in enumerate(found.errors) if each]
+    if errors:
+        raise SimulationFailed("\n".join([*errors, f"repeat: {command_of(case, body, conditions)}", found.describe()]))
+    return found
+
+
+def command_of(case: str, body: str, conditions: Conditions) -> str:
+    """The command that repeats a run."""
+    words = ["python -m tests.simulator", case, body]
+    for field in fields(Conditions):
+        value = getattr(conditions, field.name)
+        if value == field.default or field.name in ("asynchronous", "dependent"):
+            continue
+        if field.name == "weakened":
+            keys = {site.place: site.key for site in ordering_sites()}
+            words += [f"--weaken '{keys[place]}'" for place in sorted(value)]
+        elif field.name == "dies":
+            words.append(f"--dies {value[0]}:{value[1]}")
+        else:
+            words.append(f"--{field.name.replace('_', '-')} {value}")
+    return " ".join(words)

@@ -1,0 +1,24 @@
+"""The kernels on weak memory: every step meets the oracle, however late stores land and however old loads are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulator.cases import CASES, bodies_of
+from tests.simulator.runs import conditions_of, run
+
+NUM_SEEDS = 10
+RUNS = [(case, body) for case in CASES for body in bodies_of(case)]
+
+
+@pytest.mark.parametrize("name", ["late", "random"])
+@pytest.mark.parametrize(("case", "body"), RUNS)
+def test_steps_meet_the_oracle(case, body, name):
+    run(case, body, conditions_of(body, name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
+@pytest.mark.parametrize(("case", "body"), RUNS)
+def test_steps_meet_the_oracle_by_chance(case, body, seed):
+    run(case, body, conditions_of(body, "random", seed=seed))
