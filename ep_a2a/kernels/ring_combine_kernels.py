@@ -257,6 +257,8 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, S: tl.constexpr, R: 
     missing = behind.to(tl.int32)
     is_there = reduce_sum(missing, 0) == 0
     if is_there:
+        # each node's counter was acquired by a thread of its own, and all threads read the chunks
+        tl.debug_barrier()
         slots = ()
         for node in tl.static_range(R.NODES):
             came = counter_of(table, CHUNKS_ARRIVED, rank, node, channel, S, R)

@@ -19,6 +19,7 @@ from tests.cases.op_cases import (
     same_sums,
     set_first_epoch,
 )
+from tests.cases.ring_cases import SMALL_RINGS, rings
 
 if TYPE_CHECKING:
     from tests.simulator.ranks import Context
@@ -45,6 +46,9 @@ CASES = {
     "fp8_results": replace(SMALL, hidden_dim=128, quant_type="fp8_blockwise"),
     "fp8_results_direct": replace(SMALL, hidden_dim=128, quant_type="fp8_direct_cast"),
     "fp8": replace(SMALL, hidden_dim=128, quant_type="fp8_per_1x128", options=BULK),
+    "rings": replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS),
+    "rings_of_one_chunk": replace(SMALL, world_size=4, num_nodes=2, num_experts=8, num_steps=2, options=rings(1, 1, 1)),
+    "rings_of_a_step": replace(SMALL, world_size=4, num_nodes=2, num_experts=8, kernel="InterNodeV1LL"),
 }
 
 
