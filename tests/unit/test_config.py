@@ -241,6 +241,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": "expert_major", "max_num_inp_token_per_rank": 1 << 23, "num_experts_per_rank": 33},
         r"at most 2\*\*31 rows E \* W \* M in layout expert_major; got 2214592512",
     ),
+    "a list for a choice": ({"use_external_inp_buf": [1]}, r"use_external_inp_buf to be True or False; got \[1\]"),
     "a kernel type by number": ({"kernel_type": 0}, "kernel_type to be an EpDispatchCombineKernelType; got 0"),
     "a combine cast in dispatch": (
         {"dispatch_quant_type": "fp8_blockwise"},
