@@ -10,7 +10,7 @@ import typer
 
 from tests.simulator.cases import BODIES, CASES, bodies_of
 from tests.simulator.ranks import Conditions
-from tests.simulator.runs import CONDITIONS, SimulationFailed, conditions_of, run
+from tests.simulator.runs import CONDITIONS, SimulationFailed, run
 from tests.simulator.sites import ordering_sites
 
 
@@ -33,8 +33,6 @@ def main(
     places = frozenset(site.place for site in ordering_sites() if site.key in (weaken or ()))
     death = tuple(map(int, dies.split(":"))) if dies else None
     given = Conditions(seed, switches, staleness, landing, num_sms, places, dies=death)  # type: ignore[arg-type]
-    is_chain = body == "chain"
-    given = replace(given, asynchronous=is_chain, dependent=is_chain)
     for number in range(seed, seed + runs):
         try:
             found = run(case, body, replace(given, seed=number))
@@ -47,7 +45,7 @@ def main(
 def search(part: str) -> None:
     """Print for each site whose key has `part` the run that notices its weakening."""
     seen = {
-        (case, body, name): run(case, body, conditions_of(body, name)).machine.sites_seen
+        (case, body, name): run(case, body, CONDITIONS[name]).machine.sites_seen
         for case in CASES
         for body in bodies_of(case)
         for name in CONDITIONS
@@ -61,8 +59,8 @@ def search(part: str) -> None:
                 start = time.process_time()
                 verdict = "no run notices"
                 try:
-                    run(case, body, conditions_of(body, name, weakened=frozenset([site.place])))
-                except Exception:  # noqa: BLE001 - whatever it raises is noticed
+                    run(case, body, replace(CONDITIONS[name], weakened=frozenset([site.place])))
+                except SimulationFailed:
                     verdict = f'("{case}", "{body}", "{name}"),  # {time.process_time() - start:.1f} s'
                     break
         typer.echo(f'    "{site.key}": {verdict}')

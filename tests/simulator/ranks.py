@@ -97,7 +97,6 @@ class Record:
 
     lines: list[dict[str, Any]]
     ended: set[int]
-    waiting_ranks: set[int]
 
     def __init__(self, rank: int) -> None:
         self._rank, self._num_read = rank, 0
@@ -105,16 +104,8 @@ class Record:
     def has_ended(self, rank: int) -> bool:
         return rank in self.ended
 
-    def waits(self, rank: int) -> bool:
-        return rank in self.waiting_ranks
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        self.waiting_ranks.add(self._rank)
-        try:
-            yield
-        finally:
-            self.waiting_ranks.discard(self._rank)
+    def waits(self, _: int) -> bool:
+        return False
 
     def append(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
@@ -142,10 +133,6 @@ class Outcome:
     results: list[Any]
     errors: list[BaseException | None]
 
-    def describe(self) -> str:
-        """The last operations of each rank."""
-        return self.machine.scheduler.describe(self.machine.pool.name_of)
-
 
 class Simulation:
     """A machine with one GPU per rank, and what stands in for the product's ways to the world."""
@@ -157,7 +144,7 @@ class Simulation:
         self.scheduler = Scheduler(draws, self.pool, conditions.switches, conditions.landing)
         self.machine = Machine(self.pool, self.scheduler, conditions.weakened)
         self.streams = [RankStream(rank) for rank in range(world_size)]
-        self.record = type("RecordOfAll", (Record,), {"lines": [], "ended": set(), "waiting_ranks": set()})
+        self.record = type("RecordOfAll", (Record,), {"lines": [], "ended": set()})
         self.scheduler.dies, self.scheduler.on_death = conditions.dies, self.record.ended.add
         self._meetings: dict[str, list[View]] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from tests.simulator.cases import BODIES, CASES
-from tests.simulator.ranks import Conditions, Outcome, simulate
+from tests.simulator.ranks import Conditions, Outcome, Simulation
 from tests.simulator.sites import ordering_sites
 
 CONDITIONS = {
@@ -20,22 +20,23 @@ class SimulationFailed(AssertionError):
     """A run that does not do what the product promises."""
 
 
-def conditions_of(body: str, name: str, **changes: object) -> Conditions:
-    """Conditions by name, with those that a body needs."""
-    is_chain = body == "chain"
-    return replace(CONDITIONS[name], asynchronous=is_chain, dependent=is_chain, **changes)  # type: ignore[arg-type]
-
-
 def run(case: str, body: str, conditions: Conditions) -> Outcome:
-    """Run a body of a case on all its ranks.
+    """Run a body of a case on all its ranks. The launches of a chain need not wait for each other.
 
     Raises:
-        SimulationFailed: a rank has raised. The text has the command that repeats the run, and the last operations.
+        SimulationFailed: a rank or a kernel has failed. The text has the command that repeats the run, and the last
+            operations of each rank.
     """
-    found = simulate(CASES[case].world_size, BODIES[body], CASES[case], conditions=conditions)
-    errors = [f"rank {rank}: {type(each).__name__}: {each}" for rank, each in enumerate(found.errors) if each]
+    is_chain = body == "chain"
+    simulation = Simulation(CASES[case].world_size, replace(conditions, asynchronous=is_chain, dependent=is_chain))
+    try:
+        found = simulation.run(BODIES[body], CASES[case])
+        errors = [f"rank {rank}: {type(each).__name__}: {each}" for rank, each in enumerate(found.errors) if each]
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises
+        errors = [f"{type(error).__name__}: {error}"]
     if errors:
-        raise SimulationFailed("\n".join([*errors, f"repeat: {command_of(case, body, conditions)}", found.describe()]))
+        last = simulation.scheduler.describe()
+        raise SimulationFailed("\n".join([*errors, f"repeat: {command_of(case, body, conditions)}", last]))
     return found
 
 
@@ -44,7 +45,7 @@ def command_of(case: str, body: str, conditions: Conditions) -> str:
     words = ["python -m tests.simulator", case, body]
     for field in fields(Conditions):
         value = getattr(conditions, field.name)
-        if value == field.default or field.name in ("asynchronous", "dependent"):
+        if value == field.default:
             continue
         if field.name == "weakened":
             keys = {site.place: site.key for site in ordering_sites()}

@@ -178,7 +178,7 @@ class Scheduler:
         end = self.now + limit_secs
         while any(not task.is_daemon for task in self.tasks):
             if self.now > end:
-                raise Stuck(self.describe())
+                raise Stuck("no task can go on, or some never end")
             ready = [task for task in self.tasks if self._is_ready(task)]
             fresh = [task for task in ready if not task.has_polled]
             if fresh:
@@ -229,24 +229,21 @@ class Scheduler:
         sleeps = [task.wakes_at for task in self.tasks if task.wakes_at is not None]
         polls = any(task.has_polled for task in self.tasks)
         if not sleeps and not polls:
-            raise Stuck(self.describe())
+            raise Stuck("no task can go on, or some never end")
         step = self.now + self._step_secs
         self.now = min([*sleeps, step]) if polls else min(sleeps)
         self._step_secs *= 2
         self._look_again()
 
-    def describe(self, name_of: Callable[[int], str] = hex) -> str:
-        """The last operations of each rank, and where its tasks are.
-
-        Args:
-            name_of: names a place of the pool.
-        """
+    def describe(self) -> str:
+        """The last operations of each rank, and where its tasks are."""
         lines = []
         for rank in sorted(self.num_operations):
             lines.append(f"rank {rank}, {self.num_operations[rank]} operations:")
             last = [each for each in self.trace if each.rank == rank][-SHOWN_OPERATIONS:]
             lines += [
-                f"  {each.task}: {each.name} {name_of(each.place)} x{each.num_elements} at {each.site}" for each in last
+                f"  {each.task}: {each.name} {self.pool.name_of(each.place)} x{each.num_elements} at {each.site}"
+                for each in last
             ]
             own = [task for task in self.tasks if task.rank == rank and not task.is_daemon]
             lines += [f"  {task.name} {'polls' if task.has_polled else 'waits'}" for task in own]

@@ -42,6 +42,6 @@ def test_survivors_name_exactly_the_rank_that_has_died(name, number):
     assert isinstance(run.errors[VICTIM], Killed)
     for rank, error in enumerate(run.errors):
         if rank != VICTIM:
-            assert isinstance(error, RankTimeoutError), (at, rank, error, run.describe())
-            assert error.missing_ranks == (VICTIM,), (at, rank, error, run.describe())
+            assert isinstance(error, RankTimeoutError), (at, rank, error, run.machine.scheduler.describe())
+            assert error.missing_ranks == (VICTIM,), (at, rank, error, run.machine.scheduler.describe())
     assert run.machine.scheduler.now - run.machine.scheduler.start_secs < LONGEST_SECS

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.simulator.runs import conditions_of, run
+from tests.simulator.runs import CONDITIONS, SimulationFailed, run
 from tests.simulator.sites import ordering_sites
 
 FIRST_LOOK = "a first look that sees nothing is followed by another one, which is volatile"
@@ -125,6 +127,5 @@ def test_each_site_is_in_one_table():
 def test_a_site_without_its_order_is_noticed(key):
     # with its order the same run is right: test_steps.py
     case, body, name = NOTICED_BY[key]
-    # whatever it raises: a wrong sum, a time-out, an address out of the pool
-    with pytest.raises(Exception):  # noqa: B017, PT011
-        run(case, body, conditions_of(body, name, weakened=frozenset([SITES[key].place])))
+    with pytest.raises(SimulationFailed):
+        run(case, body, replace(CONDITIONS[name], weakened=frozenset([SITES[key].place])))
