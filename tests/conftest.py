@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import time
-import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from ep_a2a.testing import RankPool
 from tests.markers import needs_gpus
 from tests.multigpu.used_variants import compiled_when_used
 from tests.resume import leave_out_passed, note
-from tests.tiers import is_quick, parse_share
+from tests.tiers import is_quick
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,19 +45,9 @@ with contextlib.suppress(ImportError):
     settings.load_profile("any machine")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--share",
-        default="1/1",
-        metavar="K/N",
-        help="run the K-th of N shares of the chosen tests; together the N shares are all of them",
-    )
-
-
 # before pytest-xdist looks for groups, and before `-m` chooses
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _keep_share(config, items)
     leave_out_passed(config, items)
     for item in items:
         if not item.path.is_relative_to(TESTS):
@@ -78,15 +67,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     note(report)
-
-
-def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what --share leaves to the other shares. A test's share depends on its name alone."""
-    share, num_shares = parse_share(config.getoption("--share"))
-    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_shares != share - 1]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_shares == share - 1]
 
 
 COMPILE_WHEN_USED = "EP_A2A_TEST_COMPILE_WHEN_USED"

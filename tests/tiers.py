@@ -33,15 +33,3 @@ QUICK = (
 def is_quick(path: str, function: str) -> bool:
     """Whether `make test` runs a test that is not marked `full`; path: of its file, below tests/."""
     return path.split("/")[0] in QUICK_FOLDERS or path in QUICK or f"{path}::{function}" in QUICK
-
-
-def parse_share(text: str) -> tuple[int, int]:
-    """(K, N) of `--share K/N`.
-
-    Raises:
-        ValueError: text is not two integers with 1 <= K <= N.
-    """
-    share, _, num_shares = text.partition("/")
-    if not (share.isdigit() and num_shares.isdigit() and 1 <= int(share) <= int(num_shares)):
-        raise ValueError(f"expected --share K/N with 1 <= K <= N, got --share {text}")
-    return int(share), int(num_shares)

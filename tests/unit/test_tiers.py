@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import QUICK, is_quick, parse_share
+from tests.tiers import QUICK, is_quick
 
 TESTS = Path(__file__).parents[1]
 
@@ -26,11 +26,3 @@ def test_folders_files_and_functions():
     assert is_quick("multiprocess/test_backend_parity.py", "test_parity")
     assert not is_quick("multiprocess/test_backend_parity.py", "test_new")
     assert not is_quick("integration/test_docs.py", "test_new")
-
-
-def test_shares():
-    assert parse_share("1/1") == (1, 1)
-    assert parse_share("3/4") == (3, 4)
-    for wrong in ("", "3", "0/4", "5/4", "a/b", "1/4/2", "-1/4"):
-        with pytest.raises(ValueError, match="1 <= K <= N"):
-            parse_share(wrong)
