@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from ep_a2a.testing import RankPool
+from tests.allowed_skips import pytest_addoption as pytest_addoption
+from tests.allowed_skips import pytest_make_collect_report as pytest_make_collect_report
+from tests.allowed_skips import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.markers import needs_gpus
 from tests.multigpu.used_variants import compiled_when_used
 from tests.resume import leave_out_passed, note

@@ -183,7 +183,7 @@ def test_every_backend_says_where_it_has_run():
         assert (manager.library is None) == manager.capabilities.runs_on_cpu
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without GPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_what_a_machine_lacks_is_said():
     assert device_problem(Capabilities(runs_on_cpu=True), "cpu") is None
     assert device_problem(Capabilities(gpus=("AMD",)), "cpu") == "does not run on CPU: needs AMD GPUs"

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import matplotlib.text
 import pytest
 
 from ep_a2a.commands import plots
@@ -24,8 +26,6 @@ from ep_a2a.telemetry.spans import HOST, TraceSpan
 from ep_a2a.topology.gpu_share import sharing_note
 
 PROJECT = Path(__file__).resolve().parents[2]
-mpl = pytest.importorskip("matplotlib")
-pytest.importorskip("matplotlib.text")
 
 GPUS = {"device": "cuda", "gpus": ["NVIDIA H200"] * 4, "ep_a2a": "0.1.0", "commit": "648c52e"}
 CPU = {"device": "cpu", "ep_a2a": "0.1.0", "commit": None}
