@@ -20,13 +20,12 @@ from tests.allowed_skips import pytest_runtest_makereport as pytest_runtest_make
 from tests.markers import needs_gpus
 from tests.multigpu.used_variants import compiled_when_used
 from tests.resume import leave_out_passed, note
+from tests.shared_files import process_of, shared_files
 from tests.tiers import is_quick
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SHARED_MEMORY = Path("/dev/shm")
-FILE_PREFIX = "ep_a2a_"
 # A file whose name does not say whose it is may be another session's, for an instant; a leak stays.
 LEAK_PATIENCE_SECS = 10.0
 # Ranks of all pools together; one that waits takes no time, and about 100 MB.
@@ -152,16 +151,12 @@ def _nothing_left_in_shared_memory(request: pytest.FixtureRequest) -> Iterator[N
     while (left := _files_of_ours() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
-        pytest.fail(f"left in {SHARED_MEMORY}: {', '.join(sorted(left))}")
+        pytest.fail(f"left in shared memory: {', '.join(sorted(left))}")
 
 
 def _files_of_ours() -> set[str]:
     """Files of this worker's processes and of dead ones; another worker looks for what its own have left."""
-    if not SHARED_MEMORY.is_dir():
-        return set()
-    names = [path.name for path in SHARED_MEMORY.glob(f"{FILE_PREFIX}*")]
-    # ep_a2a_<namespace>_<process>_<random>
-    return {name for name in names if _is_ours_or_dead(name.split("_")[-2])}
+    return {name for name in shared_files() if _is_ours_or_dead(process_of(name))}
 
 
 def _is_ours_or_dead(process: str) -> bool:

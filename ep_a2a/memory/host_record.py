@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UntrustedFolderError
-from ep_a2a.memory.host_shm import create_private, in_shared_memory, new_path, open_private
+from ep_a2a.memory.host_shm import create_private, in_private_folder, new_name, open_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,9 +61,12 @@ class HostRecord:
         The first rank of a host publishes the name of its file in the store. Ranks that cannot open or lock that file
         (another container, another user) publish one of their own, and count as another host; so does a rank without
         shared memory.
+
+        Raises:
+            UntrustedFolderError: this user's folder in shared memory is not this user's alone.
         """
-        path = new_path()
         try:
+            path = in_private_folder(new_name())
             descriptor = create_private(path, 0)
         except OSError:
             descriptor, unnamed = tempfile.mkstemp()
@@ -84,7 +87,7 @@ class HostRecord:
     def _open(cls, name: str, rank: int, world_size: int) -> HostRecord | None:
         """The file of another rank; None where it cannot be opened, or another process has this rank's lock there."""
         try:
-            path = in_shared_memory(name)
+            path = in_private_folder(name)
             descriptor = open_private(path, 0)
         except (OSError, UntrustedFolderError):
             return None

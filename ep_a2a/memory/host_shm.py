@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import secrets
+import shutil
 import stat
 import weakref
 from pathlib import Path
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ep_a2a.memory.rendezvous import Rendezvous
 
 SHM_DIRECTORY = Path("/dev/shm")
-NAME_PREFIX = "ep_a2a_"
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 ONE_FOLDER = "Ranks of one host need one /dev/shm: run them in one container, or with --ipc=host."
 
@@ -36,24 +36,24 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
 
     The memory lives until its last tensor is gone, so a forgotten tensor cannot crash the process.
     """
-    remove_stale_files()
-    path = new_path()
+    own_name = new_name()
 
     def create() -> None:
-        with _refusals_named(f"{num_bytes} bytes of shared memory in {SHM_DIRECTORY}"):
-            _create(path, num_bytes)
+        with refusals_named(f"{num_bytes} bytes of shared memory in {SHM_DIRECTORY}"):
+            remove_stale_files()
+            _create(in_private_folder(own_name), num_bytes)
 
     def map_all(names: list[str]) -> list[torch.Tensor]:
-        with _refusals_named("every rank's shared memory to be mappable", ONE_FOLDER):
-            return [_map(in_shared_memory(name), num_bytes) for name in names]
+        with refusals_named("every rank's shared memory to be mappable", ONE_FOLDER):
+            return [_map(in_private_folder(name), num_bytes) for name in names]
 
     try:
         rendezvous.attempt("creating shared memory", create)
-        names = rendezvous.exchange("shared memory names", path.name)
+        names = rendezvous.exchange("shared memory names", own_name)
         maps = rendezvous.attempt("mapping shared memory", lambda: map_all(names))
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        with contextlib.suppress(OSError, UntrustedFolderError):
+            in_private_folder(own_name).unlink()
     addresses = tuple(tensor.data_ptr() for tensor in maps)
     memory = SymmetricMemory(maps[rendezvous.rank], addresses, "host shared memory", maps.clear)
     _living.add(memory)
@@ -61,7 +61,7 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
 
 
 @contextlib.contextmanager
-def _refusals_named(expected: str, remedy: str | None = None) -> Iterator[None]:
+def refusals_named(expected: str, remedy: str | None = None) -> Iterator[None]:
     """Turns a refusal of the system into a HostMemoryError."""
     try:
         yield
@@ -101,34 +101,58 @@ def _place_of(address: int, rank: int) -> int:
     )
 
 
+def private_folder() -> Path:
+    """The folder in shared memory that holds this user's files; makes it where there is none.
+
+    Raises:
+        UntrustedFolderError: its name belongs to a link, to a file or to another user, or others may enter it.
+        OSError: it cannot be made.
+    """
+    folder = SHM_DIRECTORY / f"ep_a2a_{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o077:
+        raise UntrustedFolderError(
+            f"a folder {folder} that only user {os.geteuid()} can enter",
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}",
+            "Its owner or root can remove it; a container without --ipc=host has a /dev/shm of its own.",
+        )
+    return folder
+
+
+def in_private_folder(name: str) -> Path:
+    """The path of a file in `private_folder`. A peer may have made the name up, so only its last part counts."""
+    return private_folder() / Path(name).name
+
+
+def new_name() -> str:
+    """A name that nobody can guess and that tells `remove_stale_files` whose it is."""
+    return f"{own_prefix()}{secrets.token_hex(16)}"
+
+
+def own_prefix() -> str:
+    """What names of this process's files begin with: its PID namespace and its number there."""
+    return f"{_process_namespace()}_{os.getpid()}_"
+
+
 def remove_stale_files() -> None:
-    """Remove files whose process died between creating and unlinking them.
+    """Remove files and folders of this user whose process ended before it removed them.
 
-    Process numbers are comparable inside one PID namespace only, so files of other containers stay. Files of other
-    users stay, too, and so does everything that is no file: anybody may choose such a name.
+    Process numbers are comparable inside one PID namespace only, so files of other containers stay.
     """
-    for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}{process_namespace()}_*_*"):
-        pid = path.name.split("_")[-2]
-        # a file that cannot be looked at is none of ours
-        with contextlib.suppress(OSError):
-            status = path.lstat()
-            is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            if is_own_file and not Path("/proc", pid).exists():
-                path.unlink()
+    with contextlib.suppress(OSError, UntrustedFolderError):
+        for path in private_folder().glob(f"{_process_namespace()}_*_*"):
+            if Path("/proc", path.name.split("_")[1]).exists():
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
-def process_namespace() -> int:
-    """The inode of this process's PID namespace. Process numbers are comparable inside one namespace only."""
+def _process_namespace() -> int:
     return PID_NAMESPACE.stat().st_ino
-
-
-def new_path(kind: str = "") -> Path:
-    """A path for a file of this process, with a name that nobody can guess and that `remove_stale_files` knows.
-
-    Args:
-        kind: letters before the random part, where a file must not pass for one of another kind.
-    """
-    return SHM_DIRECTORY / f"{NAME_PREFIX}{process_namespace()}_{os.getpid()}_{kind}{secrets.token_hex(16)}"
 
 
 def create_private(path: Path, num_bytes: int) -> int:
@@ -147,11 +171,6 @@ def create_private(path: Path, num_bytes: int) -> int:
         path.unlink()
         raise
     return descriptor
-
-
-def in_shared_memory(name: str) -> Path:
-    """The path of a file that a peer has named; only the name counts, so the path stays in the folder."""
-    return SHM_DIRECTORY / Path(name).name
 
 
 def open_private(path: Path, num_bytes: int) -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import re
-import secrets
 import socket
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ConfigError
-from ep_a2a.memory.host_shm import new_path
+from ep_a2a.errors import ConfigError, UntrustedFolderError, without_section
+from ep_a2a.memory import host_shm
+from ep_a2a.memory.host_shm import create_private, in_private_folder, new_name, open_private
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -25,10 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHM_DIRECTORY = Path("/dev/shm")
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
-_TOKEN_BYTES = 32
-PROBE_NAME = r"ep_a2a_\d+_\d+_probe[0-9a-f]{32}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,6 @@ class _Offer:
     """A file that the other ranks may try to open; without a name, `failure` says why there is none."""
 
     name: str = ""
-    token: str = ""
     failure: str = ""
 
 
@@ -115,22 +109,20 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
     Raises:
         ConfigMismatchError: ranks have different versions of this package.
         RankTimeoutError: ranks did not come; the error names them.
+        UntrustedFolderError: this user's folder in /dev/shm is not this user's alone.
     """
     offer = _make_offer()
     facts = _rank_facts(dist.get_rank(group), device)
     if offer.failure:
         facts = replace(facts, errors=(*facts.errors, offer.failure))
-    offers_known = [offer]
     try:
         meeting = Rendezvous(group)
         answers = meeting.exchange("facts of each rank", {"facts": asdict(facts), "offer": asdict(offer)})
-        offers_known = [_Offer(**answer["offer"]) for answer in answers]
-        failures = meeting.exchange("files that could be opened", [_try_to_open(other) for other in offers_known])
+        offers = [_Offer(**answer["offer"]) for answer in answers]
+        failures = meeting.exchange("files that could be opened", [_try_to_open(other) for other in offers])
     finally:
-        # All ranks have tried, or the group is broken: nobody needs the names. Each rank removes all of them, so that a
-        # rank that dies in between leaves nothing.
-        for known in offers_known:
-            _remove(known)
+        # all ranks have tried, or the group is broken
+        _remove(offer)
     found = tuple(RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"])}) for answer in answers)
     return TopologyReport(found, tuple(map(tuple, failures)))
 
@@ -163,63 +155,39 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
             "ranks %s run on the host of rank %d but do not share %s with it (%s): give their containers one --ipc",
             ", ".join(map(str, apart)),
             source_rank,
-            SHM_DIRECTORY,
+            host_shm.SHM_DIRECTORY,
             failures[apart[0]],
         )
     return [not failure for failure in failures]
 
 
 def _make_offer() -> _Offer:
-    # The name cannot be guessed and the file is ours alone, so nobody else can plant or read it; the token tells a
-    # file of the same name on another host apart.
-    # Whoever comes later removes the file of a rank that has died.
-    offer = _Offer(new_path("probe").name, secrets.token_hex(_TOKEN_BYTES))
-    path = SHM_DIRECTORY / offer.name
+    # nobody can guess the name, so a file of that name on another host cannot pass for this one
+    name = new_name()
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        os.close(create_private(in_private_folder(name), 0))
     except OSError as error:
-        return _Offer(failure=f"cannot create a file in {SHM_DIRECTORY}: {error.strerror}")
-    try:
-        os.write(descriptor, offer.token.encode())
-    except OSError as error:
-        path.unlink()
-        return _Offer(failure=f"cannot write to a file in {SHM_DIRECTORY}: {error.strerror}")
-    finally:
-        os.close(descriptor)
-    return offer
+        return _Offer(failure=f"cannot create a file in {host_shm.SHM_DIRECTORY}: {error.strerror}")
+    return _Offer(name)
 
 
 def _remove(offer: _Offer) -> None:
-    # Another rank may have been first; one that runs as another user removes its own.
-    with contextlib.suppress(FileNotFoundError, PermissionError):
+    with contextlib.suppress(OSError):
         if offer.name:
-            _path_of(offer).unlink()
-
-
-def _path_of(offer: _Offer) -> Path:
-    """Where an offered file lies; a peer has chosen the name, and nothing else may be opened or removed by it.
-
-    Raises:
-        FileNotFoundError: no offer has such a name.
-    """
-    if not re.fullmatch(PROBE_NAME, offer.name):
-        raise FileNotFoundError(errno.ENOENT, "not the name of an offered file", offer.name)
-    return SHM_DIRECTORY / offer.name
+            in_private_folder(offer.name).unlink()
 
 
 def _try_to_open(offer: _Offer) -> str:
-    """Returns the reason why the offered file cannot be read here; "" if it can."""
+    """Returns the reason why the offered file cannot be opened here; "" if it can."""
     if offer.failure:
         return offer.failure
     try:
-        descriptor = os.open(_path_of(offer), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            token = os.read(descriptor, 2 * _TOKEN_BYTES).decode(errors="replace")
-        finally:
-            os.close(descriptor)
+        os.close(open_private(in_private_folder(offer.name), 0))
     except OSError as error:
         return error.strerror or str(error)
-    return "" if token == offer.token else "another file has its name"
+    except UntrustedFolderError as error:
+        return without_section(str(error))
+    return ""
 
 
 @dataclass

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.kernels import combine_send_kernels, ll_dispatch_kernels, primitives, send_kernels
 from ep_a2a.memory import arena as arena_module
-from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.failures import check_peers
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.cases.op_checks import raised
+from tests.shared_files import files_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -186,7 +186,7 @@ def killed(context: RankContext, case: Case, place_name: str, folder: str) -> No
     raised(RankTimeoutError, op.check, f"rank {VICTIM}")
     raised(RankTimeoutError, lambda: run_step(case, op, 2, context.device), f"rank {VICTIM}")
     seen["close_secs"] = close_secs(op, arena)
-    seen["files"] = [path.name for path in host_shm.SHM_DIRECTORY.glob(f"{host_shm.NAME_PREFIX}*_{os.getpid()}_*")]
+    seen["files"] = files_of(os.getpid())
     Path(folder, f"{context.rank}.json").write_text(json.dumps(seen))
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import (
@@ -36,6 +35,7 @@ from tests.cases.fault_cases import (
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, same_bits
 from tests.cases.op_checks import raised, synchronize
 from tests.replay import CapturedStep
+from tests.shared_files import files_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,7 +167,7 @@ def _leave(op: EpDispatchCombineOp, arena: Arena, seen: dict[str, Any], report: 
     """The op stays failed and closes alone; the rest of the report."""
     raised(RankTimeoutError, op.check, f"rank {VICTIM}")
     seen["close_secs"] = close_secs(op, arena)
-    seen["files"] = [path.name for path in host_shm.SHM_DIRECTORY.glob(f"{host_shm.NAME_PREFIX}*_{os.getpid()}_*")]
+    seen["files"] = files_of(os.getpid())
     report.write_text(json.dumps(seen))
 
 

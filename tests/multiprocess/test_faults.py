@@ -12,7 +12,8 @@ from ep_a2a.testing import RankFailure, RankPool
 from tests.cases import fault_cases
 from tests.cases.fault_cases import LOCAL_SECS, SLACK_SECS, TIMEOUT_SECS, VICTIM
 from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
-from tests.multiprocess.test_memory import files_of, process_id
+from tests.multiprocess.test_memory import process_id
+from tests.shared_files import files_of
 
 SURVIVORS = (0, 2)
 

@@ -16,6 +16,7 @@ from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from tests.cases.op_cases import Case, make_op, run_step
+from tests.shared_files import files_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +30,16 @@ NUM_BYTES = 4096
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
 
 
-def intrude(user: int, address: int, folder: str, *processes: int) -> dict[str, list[str]]:
+def intrude(user: int, address: int, folder: str | Path, *processes: int) -> list[str]:
+    """Attempts that worked."""
     done = subprocess.run(
-        [sys.executable, str(INTRUDER), str(user), str(address), folder, *map(str, processes)],
+        [sys.executable, str(INTRUDER), str(user), str(address), str(folder), *map(str, processes)],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    found: dict[str, list[str]] = json.loads(done.stdout)
+    found: list[str] = json.loads(done.stdout)
     return found
 
 
@@ -49,7 +51,8 @@ def be_visited(context: RankContext, case: Case, user: int) -> dict[str, Any]:
 
     def visited(path: Path, num_bytes: int) -> torch.Tensor:
         if context.rank == 0 and not visits:
-            visits["names"] = intrude(user, 0, "", *pids)
+            visits["files"] = files_of(*pids)
+            visits["on files"] = intrude(user, 0, host_shm.private_folder(), *pids)
         return original(path, num_bytes)
 
     host_shm._map = visited
@@ -61,7 +64,7 @@ def be_visited(context: RankContext, case: Case, user: int) -> dict[str, Any]:
             if context.rank == 0:
                 address = op.memory.acquired.symmetric["own"].local.data_ptr()
                 folder = os.path.dirname(os.readlink(f"/proc/self/fd/{stacks_descriptor()}"))
-                visits["memory"] = intrude(user, address, folder, *pids)
+                visits["on memory"] = intrude(user, address, folder, *pids)
             arena.rendezvous.barrier("visited")
     finally:
         host_shm._map = original
@@ -81,24 +84,22 @@ def is_link(name: str) -> bool:
 @needs_root
 def test_another_user_cannot_reach_what_ranks_share(ranks):
     visits = ranks(be_visited, 2, Case(world_size=2, tokens=((3, 5),)), NOBODY)[0]
-    assert len(visits["names"]["names"]) >= 2
-    assert visits["names"]["worked"] == []
-    assert visits["memory"] == {"names": [], "worked": []}
+    assert len(visits["files"]) >= 2
+    assert visits["on files"] == visits["on memory"] == []
 
 
 @needs_root
 def test_the_intruder_would_notice_if_it_could(ranks):
     """The same attempts as the ranks' own user succeed: so they mean something where they do not."""
     visits = ranks(be_visited, 2, Case(world_size=2, tokens=((3, 5),)), os.geteuid())[0]
-    name = visits["names"]["names"][0]
-    assert {f"read {name}", f"write {name}"} <= set(visits["names"]["worked"])
-    kinds = {text.split()[0] for text in visits["memory"]["worked"]}
+    assert {f"{what} {name}" for what in ("read", "write") for name in visits["files"]} <= set(visits["on files"])
+    kinds = {text.split()[0] for text in visits["on memory"]}
     assert {"memory", "addresses", "list", "make"} <= kinds
 
 
 def take_a_planted_file(context: RankContext, how: str) -> tuple[type, str]:
     """Rank 1 announces another file than the one it made, as somebody who writes to the store could."""
-    planted = host_shm.SHM_DIRECTORY / f"ep_a2a_planted_{os.getpid()}"
+    planted = host_shm.in_private_folder(f"planted_{os.getpid()}")
     rendezvous = Rendezvous(context.group)
     exchange = rendezvous.exchange
 

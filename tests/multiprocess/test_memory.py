@@ -35,6 +35,7 @@ from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
+from tests.shared_files import files_of, shared_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,17 +43,11 @@ if TYPE_CHECKING:
     from ep_a2a.memory.symmetric import SymmetricMemory
     from ep_a2a.testing import RankContext
 
-SHARED_MEMORY = Path("/dev/shm")
 NUM_BYTES = 100_000
 GIB = 1 << 30
 SHORT_TIMEOUT_SECS = 6.0
 """Longer than ranks of a busy machine are apart that left a barrier together."""
 SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared={"local": 128}, record_words=10)
-
-
-def files_of(*processes: int) -> list[str]:
-    """Shared files that these processes made; other sessions of this machine have theirs there too."""
-    return [path.name for process in processes for path in SHARED_MEMORY.glob(f"ep_a2a_*_{process}_*")]
 
 
 def memory_at(address: int, num_bytes: int) -> torch.Tensor:
@@ -149,7 +144,7 @@ def test_unequal_sizes_are_an_error_on_every_rank(ranks):
 
 
 def ask_for_too_much(context: RankContext, greedy: tuple[int, ...]) -> Any:
-    space = os.statvfs(SHARED_MEMORY)
+    space = os.statvfs(host_shm.SHM_DIRECTORY)
     # more than the file system holds, not than is free: the kernel then refuses before it touches memory
     too_much = space.f_blocks * space.f_frsize + GIB
     error = error_of(lambda: allocate(context, too_much if context.rank in greedy else NUM_BYTES))
@@ -226,7 +221,7 @@ def watch_names(context: RankContext, case: Case) -> Any:
             op = make_op(context, case, arena)
             # every rank has left its allocations, and its file names with them
             arena.rendezvous.barrier("op is made")
-            left = [name for name, _, _ in seen if (SHARED_MEMORY / name).exists()]
+            left = [name for name, _, _ in seen if name in shared_files()]
             run_step(case, op, 0, context.device)
             return seen, left
     finally:
@@ -240,36 +235,32 @@ def test_files_are_private_unguessable_and_gone_while_the_op_lives(ranks):
     # three blocks, of two ranks each
     assert len(names) == len(set(names)) == 6
     # 128 random bits at the end
-    assert all(re.fullmatch(r"ep_a2a_\d+_\d+_[0-9a-f]{32}", name) for name in names)
+    assert all(re.fullmatch(r"\d+_\d+_[0-9a-f]{32}", name) for name in names)
     for seen, left in results:
         assert [name for name, _, _ in seen] == names
         assert {(mode, surplus) for _, mode, surplus in seen} == {(0o600, 0)}
         assert left == []
 
 
-def files_to_clean_up(namespace: int, dead_process: int) -> dict[str, Path]:
-    names = {
-        "of a dead process": f"{namespace}_{dead_process}",
-        "of a living process": f"{namespace}_{os.getpid()}",
-        "of another container": f"{namespace + 1}_{dead_process}",
-    }
-    return {what: SHARED_MEMORY / f"ep_a2a_{name}_test{os.getpid()}" for what, name in names.items()}
-
-
-def test_files_of_dead_processes_are_removed():
+def test_files_and_folders_of_dead_processes_are_removed():
     """What a rank left that was killed between creating and unlinking; whoever allocates next removes it."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    files = files_to_clean_up(Path("/proc/self/ns/pid").stat().st_ino, process.pid)
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    dead = [f"{namespace}_{process.pid}_{what}{os.getpid()}" for what in ("file", "folder")]
+    kept = [f"{namespace}_{os.getpid()}_test", f"{namespace + 1}_{process.pid}_test{os.getpid()}"]
+    paths = {name: host_shm.in_private_folder(name) for name in (*dead, *kept)}
     try:
-        for path in files.values():
+        for name, path in paths.items():
+            if "folder" in name:
+                path.mkdir()
+                path /= "file"
             path.touch()
         host_shm.remove_stale_files()
-        left = {what for what, path in files.items() if path.exists()}
+        assert [name for name, path in paths.items() if path.exists()] == kept
     finally:
-        for path in files.values():
-            path.unlink(missing_ok=True)
-    assert left == {"of a living process", "of another container"}
+        for name in kept:
+            paths[name].unlink(missing_ok=True)
 
 
 # --- death of a rank ---
@@ -363,7 +354,7 @@ def drop_ops(context: RankContext, case: Case) -> list[tuple[int, int, int]]:
             late = (op, step) if number % 4 == context.rank else None
             del op, step
             run_step(case, kept, number, context.device)
-            maps = Path("/proc/self/maps").read_text().count(host_shm.NAME_PREFIX)
+            maps = Path("/proc/self/maps").read_text().count(str(host_shm.private_folder()))
             seen.append((arena.num_bytes, len(os.listdir("/proc/self/fd")), maps))
             # the ranks collect their garbage at different times
             arena.rendezvous.barrier("dropped")
@@ -390,7 +381,7 @@ def drop_many_ops(context: RankContext, case: Case) -> list[tuple[int, int, int,
             del op, step
             if number % 50 == 0:
                 arena.rendezvous.barrier("dropped")
-                maps = Path("/proc/self/maps").read_text().count(host_shm.NAME_PREFIX)
+                maps = Path("/proc/self/maps").read_text().count(str(host_shm.private_folder()))
                 descriptors, keys = len(os.listdir("/proc/self/fd")), arena.rendezvous._store.num_keys()
                 resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
                 # no rank writes keys while another one counts them

@@ -6,16 +6,18 @@ import os
 import stat
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigError
-from ep_a2a.testing import RankFailure, run_ranks
+from ep_a2a.memory import host_shm
+from ep_a2a.memory.peers import peers_of
+from ep_a2a.testing import RankFailure, RankPool
 from ep_a2a.topology import classify, facts, gather_report, in_the_same_node_as
 from tests.messages import messages_of
-
-PATIENCE_SECS = 10.0
+from tests.shared_files import files_of
 
 
 def subgroup(context, members):
@@ -28,6 +30,10 @@ def subgroup(context, members):
     return group
 
 
+def process_id(_context):
+    return os.getpid()
+
+
 def probe_group(context, members, source_rank):
     group = subgroup(context, members)
     if group is None:
@@ -38,17 +44,19 @@ def probe_group(context, members, source_rank):
         dist.destroy_process_group(group)
 
 
-def isolate_shared_memory(rank, isolated, directory):
+def isolate_shared_memory(context, isolated, directory):
     """Gives the ranks in `isolated` a /dev/shm of their own, as a container without --ipc=host has."""
-    if rank in isolated:
-        own = Path(directory) / f"shm{rank}"
+    # the ranks of a pool serve other tests, too: they find each other first
+    peers_of(context.group)
+    if context.rank in isolated:
+        own = Path(directory) / f"shm{context.rank}"
         own.mkdir()
-        facts.SHM_DIRECTORY = own
+        host_shm.SHM_DIRECTORY = own
 
 
 def report_with_isolated(context, isolated, directory, boot_ids=None):
-    shm, boot_id_path = facts.SHM_DIRECTORY, facts.BOOT_ID_PATH
-    isolate_shared_memory(context.rank, isolated, directory)
+    shm, boot_id_path = host_shm.SHM_DIRECTORY, facts.BOOT_ID_PATH
+    isolate_shared_memory(context, isolated, directory)
     if boot_ids:
         facts.BOOT_ID_PATH = Path(directory) / f"boot_id{context.rank}"
         facts.BOOT_ID_PATH.write_text(boot_ids[context.rank])
@@ -56,12 +64,12 @@ def report_with_isolated(context, isolated, directory, boot_ids=None):
         with messages_of(facts.logger) as messages:
             return gather_report(context.group), in_the_same_node_as(context.group, 0), messages
     finally:
-        facts.SHM_DIRECTORY, facts.BOOT_ID_PATH = shm, boot_id_path
+        host_shm.SHM_DIRECTORY, facts.BOOT_ID_PATH = shm, boot_id_path
 
 
 def modes_of_offered_files(context):
     offer = facts._make_offer()
-    path = facts.SHM_DIRECTORY / offer.name
+    path = host_shm.in_private_folder(offer.name)
     mode = stat.S_IMODE(path.stat().st_mode)
     path.unlink()
     return mode, offer.name
@@ -85,17 +93,9 @@ def die_while_probing(context, dying_rank, has_offers):
 
 
 def report_without_shared_memory(context):
-    shm = facts.SHM_DIRECTORY
-    facts.SHM_DIRECTORY = Path("/proc/missing")
-    try:
+    peers_of(context.group)
+    with mock.patch.object(host_shm, "SHM_DIRECTORY", Path("/proc/missing")):
         return gather_report(context.group)
-    finally:
-        facts.SHM_DIRECTORY = shm
-
-
-def probe_files():
-    """Those of all processes of this machine: other tests probe, too."""
-    return set(Path("/dev/shm").glob("ep_a2a_*_probe*"))
 
 
 @pytest.mark.parametrize("source_rank", [0, 1, 2])
@@ -157,13 +157,9 @@ def test_source_rank_is_checked(ranks):
 
 
 def test_a_rank_that_dies_while_probing_leaves_nothing(tmp_path):
-    before = probe_files()
-    with pytest.raises(RankFailure, match="exit code 3") as caught:
-        run_ranks(die_while_probing, 2, 1, tmp_path / "has offers")
+    with RankPool(2) as pool:
+        processes = pool.run(process_id)
+        with pytest.raises(RankFailure, match="exit code 3") as caught:
+            pool.run(die_while_probing, 1, tmp_path / "has offers")
     assert "in gather_report" in caught.value.tracebacks[0]
-    new = probe_files() - before
-    # another process removes the files of its probe at once
-    deadline = time.monotonic() + PATIENCE_SECS
-    while (left := [path.name for path in new if path.exists()]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left
+    assert files_of(*processes) == []

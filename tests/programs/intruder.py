@@ -2,8 +2,8 @@
 
     python tests/programs/intruder.py USER ADDRESS FOLDER PID...
 
-It becomes user USER and prints as JSON which files of processes PID it saw in /dev/shm, and which of its attempts
-worked: on those files, on the memory of the processes (at ADDRESS, unless that is 0) and on FOLDER (unless it is "").
+It becomes user USER and prints as JSON which of its attempts worked: on FOLDER, on files in it that processes PID have
+made for shared memory, and on the memory of these processes (at ADDRESS, unless that is 0).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHARED_MEMORY = Path("/dev/shm")
 PTRACE_ATTACH = 16
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -79,8 +78,12 @@ def attempts_on_process(process: int, address: int) -> dict[str, Callable[[], An
 
 
 def attempts_on_folder(folder: Path) -> dict[str, Callable[[], Any]]:
-    """What may be tried on the folder in which ranks meet."""
-    return {"list": lambda: os.listdir(folder), "make": lambda: opened(folder / "x", os.O_CREAT | os.O_WRONLY)}
+    """What may be tried on a folder of ranks."""
+    new = folder / "x"
+    return {
+        "list": lambda: os.listdir(folder),
+        "make": lambda: (opened(new, os.O_CREAT | os.O_WRONLY), os.unlink(new)),
+    }
 
 
 def worked(what: str, attempts: dict[str, Callable[[], Any]]) -> list[str]:
@@ -96,17 +99,17 @@ def worked(what: str, attempts: dict[str, Callable[[], Any]]) -> list[str]:
 def main() -> None:
     """Becomes the user, tries everything, prints the result."""
     user, address, folder, *processes = sys.argv[1:]
+    # <namespace>_<process>_<random>
+    paths = [path for each in processes for path in Path(folder).glob(f"*_{each}_*")]
     if int(user) != os.geteuid():
         os.setgroups([])
         os.setgid(int(user))
         os.setuid(int(user))
-    names = sorted(path.name for each in processes for path in SHARED_MEMORY.glob(f"ep_a2a_*_{each}_*"))
-    successes = [text for name in names for text in worked(name, attempts_on(SHARED_MEMORY / name))]
+    successes = worked(folder, attempts_on_folder(Path(folder)))
+    successes += [text for path in paths for text in worked(path.name, attempts_on(path))]
     for process in processes if int(address) else []:
         successes += worked(process, attempts_on_process(int(process), int(address)))
-    if folder:
-        successes += worked(folder, attempts_on_folder(Path(folder)))
-    sys.stdout.write(json.dumps({"names": names, "worked": successes}))
+    sys.stdout.write(json.dumps(successes))
 
 
 if __name__ == "__main__":

@@ -1,58 +1,89 @@
-"""Names in /dev/shm that are another's, or that a peer makes up: nothing of it is removed or stops a rank."""
+"""Names in shared memory that another user has planted, or that a peer makes up."""
 
 from __future__ import annotations
 
 import os
-import secrets
+import stat
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from ep_a2a.errors import UntrustedFolderError
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.host_record import HostRecord
 from ep_a2a.topology import facts
 
 
 @pytest.fixture
-def stale_name(tmp_path, monkeypatch):
-    """A name as of a file of a dead process, in a folder where no other test removes it."""
+def planted(tmp_path, monkeypatch):
+    """The name of this user's folder, in a shared memory where nobody has made it yet."""
     monkeypatch.setattr(host_shm, "SHM_DIRECTORY", tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    name = f"{host_shm.NAME_PREFIX}{host_shm.process_namespace()}_{process.pid}_{secrets.token_hex(4)}"
-    return host_shm.SHM_DIRECTORY / name
+    return tmp_path / f"ep_a2a_{os.geteuid()}"
 
 
-def test_a_directory_is_left_alone(stale_name):
-    stale_name.mkdir()
+def test_the_folder_is_made_for_this_user_alone(planted):
+    before = os.umask(0)
+    try:
+        assert host_shm.private_folder() == host_shm.private_folder() == planted
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(planted.stat().st_mode) == 0o700
+
+
+def plant_link(planted):
+    own = planted.with_name("own")
+    own.mkdir(mode=0o700)
+    planted.symlink_to(own)
+
+
+def plant_open_folder(planted):
+    planted.mkdir()
+    planted.chmod(0o770)
+
+
+def refused():
+    """Runs what uses the folder; the texts of the errors."""
+    uses = [
+        lambda: HostRecord.join(torch.distributed.HashStore(), 0, 2),
+        facts._make_offer,
+        lambda: host_shm.open_private(host_shm.in_private_folder("name"), 0),
+    ]
+    texts = []
+    for use in uses:
+        with pytest.raises(UntrustedFolderError) as caught:
+            use()
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_open_folder, lambda planted: planted.touch(0o600)])
+def test_what_only_looks_like_the_folder_is_refused(plant, planted):
+    plant(planted)
+    before = list(planted.parent.rglob("*"))
+    for text in refused():
+        assert f"expected a folder {planted} that only user {os.geteuid()} can enter" in text
     host_shm.remove_stale_files()
-    assert stale_name.is_dir()
+    assert list(planted.parent.rglob("*")) == before
 
 
-def test_a_file_of_another_user_is_left_alone(stale_name, monkeypatch):
-    stale_name.touch()
-    with monkeypatch.context() as another_user:
-        another_user.setattr(os, "geteuid", lambda: 12345)
-        host_shm.remove_stale_files()
-        assert stale_name.exists()
-    host_shm.remove_stale_files()
-    assert not stale_name.exists()
+def test_a_folder_of_another_user_is_refused(planted, monkeypatch):
+    planted.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    planted.rename(planted.with_name("ep_a2a_12345"))
+    for text in refused():
+        assert f"got drwx------ of user {os.getuid()}" in text
 
 
-@pytest.mark.parametrize("name", ["../victim", "/victim", "victim", "ep_a2a_1_2_probe../victim"])
-def test_an_offer_names_a_file_of_its_kind_only(name, tmp_path, monkeypatch):
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    victims = [tmp_path / "victim", folder / "victim"]
-    for victim in victims:
-        victim.write_text("kept")
-    monkeypatch.setattr(facts, "SHM_DIRECTORY", folder)
-    offer = facts._Offer(str(victims[0]) if name.startswith("/") else name, b"kept")
-    facts._remove(offer)
-    assert [victim.read_text() for victim in victims] == ["kept", "kept"]
-    assert facts._try_to_open(offer) == "not the name of an offered file"
+@pytest.mark.parametrize("name", ["../victim", "/victim", "..", "victim/..", ""])
+def test_a_name_that_a_peer_makes_up_stays_in_the_folder(name, planted):
+    victim = planted.with_name("victim")
+    victim.touch(0o600)
+    assert facts._try_to_open(facts._Offer(name)) != ""
+    facts._remove(facts._Offer(name))
+    assert victim.exists()
+    assert host_shm.private_folder().is_dir()
 
 
 def test_a_probe_is_opened_and_removed():
@@ -64,18 +95,18 @@ def test_a_probe_is_opened_and_removed():
 
 OFFER_AND_DIE = """
 import pathlib, sys
+from ep_a2a.memory import host_shm
 from ep_a2a.topology import facts
-facts.SHM_DIRECTORY = pathlib.Path(sys.argv[1])
+host_shm.SHM_DIRECTORY = pathlib.Path(sys.argv[1])
 facts._make_offer()
 """
 
 
-def test_the_probe_of_a_dead_process_is_removed(tmp_path, monkeypatch):
-    subprocess.run([sys.executable, "-c", OFFER_AND_DIE, str(tmp_path)], check=True)
-    assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(host_shm, "SHM_DIRECTORY", tmp_path)
+def test_the_probe_of_a_dead_process_is_removed(planted):
+    subprocess.run([sys.executable, "-c", OFFER_AND_DIE, str(planted.parent)], check=True)
+    assert len(list(planted.iterdir())) == 1
     host_shm.remove_stale_files()
-    assert list(tmp_path.iterdir()) == []
+    assert list(planted.iterdir()) == []
 
 
 HOLD_A_LOCK = """

@@ -1,0 +1,27 @@
+"""Which files of this package stand in shared memory, and whose they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ep_a2a.memory import host_shm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def shared_files() -> dict[str, Path]:
+    """Path by name of each file of this user. Folders are those of pools of ranks, which may live."""
+    if not host_shm.SHM_DIRECTORY.is_dir():
+        return {}
+    return {path.name: path for path in host_shm.private_folder().iterdir() if not path.is_dir()}
+
+
+def process_of(name: str) -> str:
+    """The number of the process that made a file: <namespace>_<process>_<random>."""
+    return name.split("_")[1]
+
+
+def files_of(*processes: int) -> list[str]:
+    """Names of files that these processes made."""
+    return [name for name in shared_files() if process_of(name) in map(str, processes)]
