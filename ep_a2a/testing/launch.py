@@ -21,7 +21,7 @@ from ep_a2a import env
 from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
 from ep_a2a.interrupts import interrupts_held
 from ep_a2a.log_once import log_once
-from ep_a2a.memory.host_shm import remove_stale_files
+from ep_a2a.memory.host_shm import own_prefix, private_folder, refusals_named, remove_stale_files
 from ep_a2a.testing.mps import PIPE_VARIABLE, Mps, MpsDaemon, find_mps
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 from ep_a2a.topology.gpu_share import ranks_per_gpu, sharing_note
@@ -204,7 +204,9 @@ class RankPool:
         if self._workers:
             return
         context = _process_context(self.device)
-        self._directory = tempfile.TemporaryDirectory(prefix="ep_a2a_ranks_")
+        with refusals_named("a folder for the ranks in /dev/shm"):
+            remove_stale_files()
+            self._directory = tempfile.TemporaryDirectory(prefix=own_prefix(), dir=private_folder())
         variables = env.all_variables() | self._start_mps(self._directory.name)
         for rank in range(self.world_size):
             options = WorkerOptions(

@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import threading
 import traceback
@@ -118,7 +119,7 @@ def _serve(options: WorkerOptions, pipe: connection.Connection) -> None:
     env.take_over(options.environment)
     # Ctrl-C reaches the whole terminal session; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(options.directory,), daemon=True).start()
     with options.stacks_path.open("w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
@@ -182,9 +183,10 @@ def _failure(error: BaseException) -> Reply:
     return Reply(traceback_text="".join(traceback.format_exception(error)), pickled_error=pickled)
 
 
-def _exit_with_parent() -> None:
-    """Ends this process when its parent ends, even while a collective blocks it."""
+def _exit_with_parent(directory: Path) -> None:
+    """Ends this process when its parent ends, even while a collective blocks it, and removes the pool's folder."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)

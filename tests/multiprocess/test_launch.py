@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -15,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ClosedError, ConfigError, ShapeError
+from ep_a2a.memory import host_shm
 from ep_a2a.testing import RankFailure, RankPool, launch, run_ranks
 
+END_SECS = 60
 HANG_SECS = 5
 """Long enough for a fresh rank to import this module on a busy machine."""
 
@@ -72,6 +77,11 @@ def value_of(_context, name):
 
 def running(process_ids):
     return [pid for pid in process_ids if Path(f"/proc/{pid}").exists()]
+
+
+def pool_folders(owner):
+    """Folders of the pools that a process has."""
+    return {path for path in host_shm.private_folder().glob(f"*_{owner}_*") if path.is_dir()}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +148,7 @@ def test_a_hanging_rank_is_killed_and_named(pool, tmp_path, monkeypatch):
     # a place of its own, since other sessions on this machine have pools too
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     children_before = set(multiprocessing.active_children())
+    before = pool_folders(os.getpid())
     with RankPool(2) as hanging:
         # the first call of fresh ranks imports this module, which may take longer than the bound on a busy machine
         first = hanging.run(process_id)
@@ -150,10 +161,11 @@ def test_a_hanging_rank_is_killed_and_named(pool, tmp_path, monkeypatch):
         hanging.timeout_secs = patience_secs
         second = hanging.run(process_id)
         assert not set(first) & set(second)
-        assert len(list(tmp_path.glob("ep_a2a_ranks_*"))) == 1
+        assert len(pool_folders(os.getpid()) - before) == 1
     assert not running(second)
     assert set(multiprocessing.active_children()) <= children_before
     assert not list(tmp_path.iterdir())
+    assert pool_folders(os.getpid()) == before
 
 
 def test_a_dying_rank_is_named():
@@ -163,6 +175,28 @@ def test_a_dying_rank_is_named():
         with pytest.raises(RankFailure, match="exit code -9") as caught:
             dying.run(die_on, 0)
     assert sorted(caught.value.tracebacks) == [0]
+
+
+HOLD_A_POOL = """
+import sys
+from ep_a2a.testing import RankPool
+from tests.multiprocess.test_launch import process_id
+with RankPool(2) as pool:
+    print(*pool.run(process_id), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_ranks_of_a_killed_owner_end_and_remove_its_folder():
+    with subprocess.Popen([sys.executable, "-c", HOLD_A_POOL], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        ranks = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
+        assert len(pool_folders(owner.pid)) == 1
+        owner.kill()
+        for rank in ranks:
+            # readable when the process has ended
+            assert select.select([rank], [], [], END_SECS)[0]
+            os.close(rank)
+    assert not pool_folders(owner.pid)
 
 
 def test_misuse():
