@@ -11,6 +11,7 @@ import typer
 from tests.simulator.cases import BODIES, CASES, bodies_of
 from tests.simulator.ranks import Conditions
 from tests.simulator.runs import CONDITIONS, SimulationFailed, run
+from tests.simulator.scheduler import Fault
 from tests.simulator.sites import ordering_sites
 
 
@@ -24,15 +25,17 @@ def main(
     landing: Annotated[str, typer.Option(help="Which pending store lands first: newest, oldest or random.")] = "newest",
     num_sms: Annotated[int, typer.Option(help="Multiprocessors of a GPU.")] = 2,
     weaken: Annotated[list[str] | None, typer.Option(help="Key of a site that loses its order.")] = None,
-    dies: Annotated[str, typer.Option(help="RANK:OPERATION at which a rank dies.")] = "",
+    fault: Annotated[
+        list[str] | None, typer.Option(help="RANK:OPERATION at which a rank dies, or stops :SECS.")
+    ] = None,
 ) -> None:
     """Print how the runs end; 1 if one fails."""
     if case == "sites":
         search(body)
         return
     places = frozenset(site.place for site in ordering_sites() if site.key in (weaken or ()))
-    death = tuple(map(int, dies.split(":"))) if dies else None
-    given = Conditions(seed, switches, staleness, landing, num_sms, places, dies=death)  # type: ignore[arg-type]
+    faults = tuple(read_fault(text) for text in fault or ())
+    given = Conditions(seed, switches, staleness, landing, num_sms, places, faults=faults)
     for number in range(seed, seed + runs):
         try:
             found = run(case, body, replace(given, seed=number))
@@ -40,6 +43,12 @@ def main(
             typer.echo(failed)
             raise typer.Exit(1) from failed
         typer.echo(f"seed {number}: {sum(found.machine.scheduler.num_operations.values())} operations, right")
+
+
+def read_fault(text: str) -> Fault:
+    """The fault of RANK:OPERATION or RANK:OPERATION:SECS."""
+    rank, operation, *secs = text.split(":")
+    return Fault(int(rank), int(operation), float(secs[0]) if secs else None)
 
 
 def search(part: str) -> None:

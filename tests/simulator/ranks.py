@@ -24,7 +24,8 @@ from ep_a2a.ops import intra_node, op_kernels
 from ep_a2a.ops.memory import BoundMemory
 from tests.simulator.interpreter import Machine, RankStream
 from tests.simulator.memory import Pool, View
-from tests.simulator.scheduler import Scheduler, Task
+from tests.simulator.scheduler import Fault, Scheduler, Task
+from tests.simulator.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +48,10 @@ class Conditions:
         weakened: places (sites.Site.place) whose ordering is taken away.
         asynchronous: launches that a next one may follow do not hold up the host; it calls `Context.synchronize`.
         dependent: every launch of a call may start beside the one before it, whatever the policy says.
-        dies: (rank, number of the operation) at which a rank dies.
+        faults: ranks that die or stand still.
+        hosts: number of each rank's host; empty where all have one.
+        host_switches: probability that a host is interrupted where it reaches other hosts.
+        store_holder: rank whose process holds the store; None for a process that outlives all.
     """
 
     seed: int = 0
@@ -58,13 +62,16 @@ class Conditions:
     weakened: frozenset[str] = frozenset()
     asynchronous: bool = False
     dependent: bool = False
-    dies: tuple[int, int] | None = None
+    faults: tuple[Fault, ...] = ()
+    hosts: tuple[int, ...] = ()
+    host_switches: float = 0.0
+    store_holder: int | None = None
 
 
 class Group:
     """Stands in for a process group."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size, self.store = rank, size, store
 
 
@@ -93,21 +100,25 @@ class Context:
 
 
 class Record:
-    """Stands in for HostRecord: one list of lines for all ranks."""
+    """Stands in for HostRecord.
 
-    lines: list[dict[str, Any]]
-    ended: set[int]
+    Args:
+        rank: whose it is. scheduler: of the simulation.
+        lines, left: of all ranks of a host: the lines that they have appended, and who has closed its record.
+    """
 
-    def __init__(self, rank: int) -> None:
-        self._rank, self._num_read = rank, 0
+    def __init__(self, rank: int, scheduler: Scheduler, lines: list[dict[str, Any]], left: set[int]) -> None:
+        self._rank, self._scheduler, self._num_read = rank, scheduler, 0
+        self.lines, self.left = lines, left
 
     def has_ended(self, rank: int) -> bool:
-        return rank in self.ended
+        return rank in self._scheduler.dead or rank in self.left
 
     def waits(self, _: int) -> bool:
         return False
 
     def append(self, line: dict[str, Any]) -> None:
+        self._scheduler.host_point()
         self.lines.append(line)
 
     def new_lines(self) -> list[dict[str, Any]]:
@@ -118,7 +129,7 @@ class Record:
         pass
 
     def close(self) -> None:
-        self.ended.add(self._rank)
+        self.left.add(self._rank)
 
 
 @dataclass
@@ -141,16 +152,18 @@ class Simulation:
         self.conditions = conditions
         draws = random.Random(conditions.seed)
         self.pool = Pool(POOL_BYTES, draws, conditions.staleness)
-        self.scheduler = Scheduler(draws, self.pool, conditions.switches, conditions.landing)
+        self.scheduler = Scheduler(draws, self.pool, conditions.switches, conditions.landing, conditions.host_switches)
         self.machine = Machine(self.pool, self.scheduler, conditions.weakened)
         self.streams = [RankStream(rank) for rank in range(world_size)]
-        self.record = type("RecordOfAll", (Record,), {"lines": [], "ended": set()})
-        self.scheduler.dies, self.scheduler.on_death = conditions.dies, self.record.ended.add
+        self.scheduler.faults = conditions.faults
+        self.hosts = conditions.hosts or (0,) * world_size
+        self._lines: dict[int, list[dict[str, Any]]] = {host: [] for host in self.hosts}
+        self._left: set[int] = set()
         self._meetings: dict[str, list[View]] = {}
 
     def run(self, body: Callable[..., Any], *args: Any) -> Outcome:
         """Run body(context, *args) on every rank."""
-        store, hosts = dist.HashStore(), []
+        store, hosts = Store(self.scheduler, self.conditions.store_holder), []
         for stream in self.streams:
             group = Group(stream.number, len(self.streams), store)
             context = Context(stream.number, group, torch.device("cpu"), self.machine, stream)
@@ -208,9 +221,12 @@ class Simulation:
                 (clock, "sleep", self.scheduler.sleep),
                 (peers, "_start", self._repeat),
                 (peers, "_leave", lambda stopping, _, record: (stopping.set(), record.close())),
-                (peers, "within", lambda _, work: work()),
-                (rendezvous_module, "within", lambda _, work: work()),
-                (peers.HostRecord, "join", lambda _store, rank, _size: self.record(rank)),
+                (peers, "within", at_once),
+                (rendezvous_module, "within", at_once),
+                # a meeting that waits to its bound takes fewer operations
+                (rendezvous_module, "POLL_SECS_PER_RANK", rendezvous_module.LONGEST_POLL_SECS),
+                (peers.HostRecord, "join", lambda _store, rank, _size: self._record(rank)),
+                (distributed_c10d, "PrefixStore", lambda prefix, store: store.below(prefix)),
                 (dist, "get_rank", of_group(dist.get_rank, "rank")),
                 (dist, "get_world_size", of_group(dist.get_world_size, "size")),
                 (
@@ -221,6 +237,9 @@ class Simulation:
             ):
                 stack.enter_context(mock.patch.object(owner, name, new))
             yield
+
+    def _record(self, rank: int) -> Record:
+        return Record(rank, self.scheduler, self._lines[self.hosts[rank]], self._left)
 
     def _allocate(self, rendezvous: Rendezvous, _: torch.device, num_bytes: int) -> SymmetricMemory:
         local = torch.from_numpy(self.pool.take(num_bytes))
@@ -239,6 +258,13 @@ class Simulation:
                 self.scheduler.sleep(secs)
 
         self.scheduler.start(Task(f"rank {held.rank} {name}", held.rank, repeat, is_daemon=True))
+
+
+def at_once(_secs: float, work: Callable[[], Any]) -> Any:
+    """Stands in for peers.within: no answer takes longer."""
+    with contextlib.suppress(RuntimeError):
+        return work()
+    return None
 
 
 def of_group(plain_function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -50,8 +50,8 @@ def command_of(case: str, body: str, conditions: Conditions) -> str:
         if field.name == "weakened":
             keys = {site.place: site.key for site in ordering_sites()}
             words += [f"--weaken '{keys[place]}'" for place in sorted(value)]
-        elif field.name == "dies":
-            words.append(f"--dies {value[0]}:{value[1]}")
+        elif field.name == "faults":
+            words += [f"--fault {':'.join(str(part) for part in fault if part is not None)}" for fault in value]
         else:
             words.append(f"--{field.name.replace('_', '-')} {value}")
     return " ".join(words)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.simulator.memory import Pool
 
 SHORTEST_STEP_SECS = 1e-6
-LIMIT_SECS = 200.0
+LIMIT_SECS = 1000.0
 """More than the bounds of all waits, by the simulated clock."""
 TRACE_LENGTH = 4000
 SHOWN_OPERATIONS = 12
@@ -36,6 +36,20 @@ class Operation(NamedTuple):
     place: int
     num_elements: int
     site: str
+
+
+class Fault(NamedTuple):
+    """What happens to a rank.
+
+    Attributes:
+        rank: whose process it is.
+        operation: number of its operation at which it happens, from 1.
+        secs: how long all of the rank stands still; None where it dies.
+    """
+
+    rank: int
+    operation: int
+    secs: float | None = None
 
 
 class Stuck(AssertionError):
@@ -93,23 +107,30 @@ class Scheduler:
     """Chooses who goes on.
 
     Attributes:
-        num_operations: by rank. dies: (rank, operation) at which a rank dies. on_death: called with that rank.
+        num_operations: by rank.
+        faults: what happens to ranks. struck: when it has happened, by rank.
+        dead: ranks that have died. stopped: ranks that stand still, and until when.
 
     Args:
         draws: random choices. pool: memory whose stores land when nobody can go on.
         switch_probability: that a task is interrupted before an access to memory.
         landing: which pending store lands first: "oldest", "newest" or "random".
+        host_switches: probability that a host is interrupted where it reaches other hosts.
     """
 
-    def __init__(self, draws: random.Random, pool: Pool, switch_probability: float, landing: str) -> None:
+    def __init__(
+        self, draws: random.Random, pool: Pool, switch_probability: float, landing: str, host_switches: float = 0.0
+    ) -> None:
         self.draws, self.pool = draws, pool
-        self.switch_probability, self.landing = switch_probability, landing
+        self.switch_probability, self.landing, self.host_switches = switch_probability, landing, host_switches
         self.start_secs = self.now = 1000.0
         self.tasks: list[Task] = []
         self.current: Task | None = None
         self.num_operations: collections.Counter[int] = collections.Counter()
-        self.dies: tuple[int, int] | None = None
-        self.on_death: Callable[[int], None] = lambda _: None
+        self.faults: tuple[Fault, ...] = ()
+        self.struck: dict[int, float] = {}
+        self.dead: set[int] = set()
+        self.stopped: dict[int, float] = {}
         self.trace: collections.deque[Operation] = collections.deque(maxlen=TRACE_LENGTH)
         self._hub = greenlet.getcurrent()
         self._step_secs = SHORTEST_STEP_SECS
@@ -129,22 +150,38 @@ class Scheduler:
         self.trace.append(Operation(self.current.rank, self.current.name, operation, place, num_elements, site))
 
     def point(self) -> None:
-        """An operation of the current task: its rank may die here, or another task go on."""
+        """An operation of the current task: its rank may die or stop here, or another task go on."""
         self._count()
         if self.switch_probability and self.draws.random() < self.switch_probability:
+            self._hub.switch()
+
+    def host_point(self) -> None:
+        """The current host reaches other hosts: its rank may die or stop here, or another task go on."""
+        self._count()
+        if self.host_switches and self.draws.random() < self.host_switches:
             self._hub.switch()
 
     def _count(self) -> None:
         assert self.current is not None
         rank = self.current.rank
         self.num_operations[rank] += 1
-        if self.dies == (rank, self.num_operations[rank]):
-            self.kill(rank)
+        for fault in self.faults:
+            if (fault.rank, fault.operation) == (rank, self.num_operations[rank]):
+                self._strike(fault)
+        if rank in self.dead:
             raise Killed
+
+    def _strike(self, fault: Fault) -> None:
+        self.struck[fault.rank] = self.now
+        if fault.secs is None:
+            self.kill(fault.rank)
+        else:
+            self.stopped[fault.rank] = self.now + fault.secs
+            self._hub.switch()
 
     def kill(self, rank: int) -> None:
         """End all tasks of a rank. The caller ends by itself if it is one of them."""
-        self.on_death(rank)
+        self.dead.add(rank)
         for task in [each for each in self.tasks if each.rank == rank and each is not self.current]:
             self.tasks.remove(task)
             task.context.parent = greenlet.getcurrent()
@@ -192,7 +229,12 @@ class Scheduler:
             else:
                 self._pass_time()
 
+    def _stands_still(self, task: Task) -> bool:
+        return self.now < self.stopped.get(task.rank, 0.0)
+
     def _is_ready(self, task: Task) -> bool:
+        if self._stands_still(task):
+            return False
         if task.wakes_at is not None:
             return self.now >= task.wakes_at
         return task.can_go_on is None or task.can_go_on()
@@ -226,8 +268,11 @@ class Scheduler:
         return True
 
     def _pass_time(self) -> None:
-        sleeps = [task.wakes_at for task in self.tasks if task.wakes_at is not None]
-        polls = any(task.has_polled for task in self.tasks)
+        still = [task for task in self.tasks if self._stands_still(task)]
+        others = [task for task in self.tasks if task not in still]
+        sleeps = [self.stopped[task.rank] for task in still]
+        sleeps += [task.wakes_at for task in others if task.wakes_at is not None]
+        polls = any(task.has_polled for task in others)
         if not sleeps and not polls:
             raise Stuck("no task can go on, or some never end")
         step = self.now + self._step_secs

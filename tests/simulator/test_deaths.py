@@ -10,7 +10,7 @@ import pytest
 from ep_a2a.errors import RankTimeoutError
 from tests.simulator.cases import CASES, run_until_death
 from tests.simulator.ranks import Conditions, simulate
-from tests.simulator.scheduler import Killed
+from tests.simulator.scheduler import Fault, Killed
 
 VICTIM = 1
 NUM_DEATHS = 8
@@ -37,8 +37,10 @@ def num_operations_of(name: str) -> int:
 )
 @pytest.mark.parametrize("name", VARIANTS)
 def test_survivors_name_exactly_the_rank_that_has_died(name, number):
-    case, at = VARIANTS[name], 1 + number * num_operations_of(name) // NUM_DEATHS
-    run = simulate(case.world_size, run_until_death, case, conditions=Conditions(num_sms=4, dies=(VICTIM, at)))
+    case, at = VARIANTS[name], 2 + number * num_operations_of(name) // NUM_DEATHS
+    run = simulate(
+        case.world_size, run_until_death, case, conditions=Conditions(num_sms=4, faults=(Fault(VICTIM, at),))
+    )
     assert isinstance(run.errors[VICTIM], Killed)
     for rank, error in enumerate(run.errors):
         if rank != VICTIM:
