@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ep_a2a.errors import EnvironmentVariableError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -200,11 +201,32 @@ def other_variable(name: str) -> str:
     return os.environ.get(name, "")
 
 
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
 def set_unless_set(name: str, value: str) -> str:
     """Sets another library's variable unless it has a value; returns its value."""
     if not os.environ.get(name):
         os.environ[name] = value
     return os.environ[name]
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Lets Python processes that start meanwhile import nothing from the current folder (PYTHONSAFEPATH).
+
+    `multiprocessing` starts its helpers by `python -c`, which else searches the current folder before the standard
+    library.
+    """
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def all_variables() -> dict[str, str]:

@@ -221,12 +221,13 @@ class RankPool:
             )
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(options, theirs), name=f"ep_a2a rank {rank}", daemon=True)
-            # Python unblocks SIGINT where it starts this process, which is too early if that is in the middle of ours.
-            resource_tracker.ensure_running()
-            # Ctrl-C reaches all processes of a terminal; ranks leave it to their owner, and the server that they are
-            # forked from gets no half request.
-            with interrupts_held():
-                process.start()
+            with env.safe_path():
+                # Python unblocks SIGINT where it starts this process, which is too early in the middle of ours.
+                resource_tracker.ensure_running()
+                # Ctrl-C reaches all processes of a terminal; ranks leave it to their owner, and the server that they
+                # are forked from gets no half request.
+                with interrupts_held():
+                    process.start()
             # Only the worker may hold its end, or its death would not end the pipe.
             theirs.close()
             self._workers.append(_Worker(options, process, ours))

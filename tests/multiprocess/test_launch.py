@@ -21,6 +21,7 @@ from ep_a2a.errors import ClosedError, ConfigError, ShapeError
 from ep_a2a.memory import host_shm
 from ep_a2a.testing import RankFailure, RankPool, launch, run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 END_SECS = 60
 HANG_SECS = 5
 """Long enough for a fresh rank to import this module on a busy machine."""
@@ -187,6 +188,17 @@ with RankPool(2) as pool:
 """
 
 
+USE_A_POOL = """
+import sys
+from ep_a2a.testing import launch
+from tests.multiprocess.test_launch import value_of
+if __name__ == "__main__":
+    context = launch._process_context(sys.argv[1])
+    launch._process_context = lambda _: context
+    print(launch.run_ranks(value_of, 2, "PYTHONSAFEPATH"))
+"""
+
+
 def test_ranks_of_a_killed_owner_end_and_remove_its_folder():
     with subprocess.Popen([sys.executable, "-c", HOLD_A_POOL], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         ranks = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
@@ -197,6 +209,28 @@ def test_ranks_of_a_killed_owner_end_and_remove_its_folder():
             assert select.select([rank], [], [], END_SECS)[0]
             os.close(rank)
     assert not pool_folders(owner.pid)
+
+
+PLANTED = "import os; open(os.environ['PLANTED_RAN'], 'w').close()"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_files_of_the_current_folder_do_not_run(device, tmp_path):
+    """A CUDA pool spawns its ranks: without a GPU, its way to start processes is tried on CPU."""
+    program = tmp_path / "program" / "program.py"
+    current = tmp_path / "current"
+    for folder in (program.parent, current):
+        folder.mkdir()
+    program.write_text(USE_A_POOL)
+    for name in ("selectors", "signal", "random", "pickle", "torch", "sitecustomize"):
+        (current / f"{name}.py").write_text(PLANTED)
+    ran = tmp_path / "ran"
+    variables = os.environ | {"PLANTED_RAN": str(ran), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, program, device], cwd=current, env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[None, None]\n"
+    assert not ran.exists()
 
 
 def test_misuse():
