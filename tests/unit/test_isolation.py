@@ -73,7 +73,10 @@ def test_no_text_is_run_as_code():
 
 
 def test_the_environment_is_written_in_one_place_for_the_devices_of_libraries():
-    """EP_A2A_RDMA_DEVICES is for NCCL and NVSHMEM, which take their devices from variables only."""
+    """EP_A2A_RDMA_DEVICES is for NCCL and NVSHMEM, which take their devices from variables only.
+
+    The other variable is written while processes start, which take it from there only.
+    """
     writers = [
         ast.unparse(node)
         for tree in TREES.values()
@@ -82,7 +85,9 @@ def test_the_environment_is_written_in_one_place_for_the_devices_of_libraries():
         for target in (node.targets if not isinstance(node, ast.AugAssign) else [node.target])
         if "environ" in ast.unparse(target)
     ]
-    assert writers == ["os.environ[name] = value"]
+    assert [text for text in writers if "[SAFE_PATH]" not in text] == ["os.environ[name] = value"]
+    starters = [path for path, tree in TREES.items() for call in calls(tree) if name_of(call) == "env.safe_path"]
+    assert starters == ["testing/launch.py"]
     changing = ("putenv", "unsetenv", "environ.update", "environ.pop", "environ.setdefault", "environ.clear")
     changed = [name_of(c) for tree in TREES.values() for c in calls(tree) if name_of(c).endswith(changing)]
     # env.take_over: a forked rank of a RankPool gets the environment of the process that owns the pool
@@ -101,6 +106,16 @@ def test_the_environment_stays_as_it_is_unless_devices_are_named(monkeypatch):
     for variable in env.VARIABLES:
         variable.get()
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("before", [None, "", "1"])
+def test_the_safe_path_is_taken_back(monkeypatch, before):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONSAFEPATH", before)
+    with env.safe_path():
+        assert os.environ["PYTHONSAFEPATH"] == "1"
+    assert os.environ.get("PYTHONSAFEPATH") == before
 
 
 # --- other objects' private names ---
