@@ -2,6 +2,7 @@
 # make test   the quick tests, a few minutes: tests/tiers.py says which
 # make test-all   all tests that this machine can run, under an hour on two cores; make test-rest those that `make test` leaves
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
+# make mutants   tests must notice each fault of tools/mutants.toml, put into a copy of this checkout
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
 # make release   the same and an sdist from a clean tree, checked and tried in the environments of install-matrix
 # make docs   the site, build/docs/index.html: warnings are errors, links inside the tree are checked
@@ -19,7 +20,7 @@ DOCS_VENV := .venv-docs
 MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix
 VLLM_REQUIREMENTS := tests/engines/vllm/cpu/requirements.txt
 
-.PHONY: demo test test-all test-rest test-vllm vllm lint format docs wheel release install-matrix clean
+.PHONY: demo test test-all test-rest test-vllm vllm mutants lint format docs wheel release install-matrix clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
@@ -37,6 +38,9 @@ test-vllm: $(VENV)/.test-installed vllm
 	$(BIN)/python -m pytest tests/integration -k vllm $(ARGS)
 
 vllm: $(VLLM_VENV)/.installed
+
+mutants: $(VENV)/.test-installed
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 wheel:
 	$(PYTHON) tools/build_wheel.py dist

@@ -88,6 +88,14 @@ def test_containers_cut_into_virtual_nodes_are_no_problem():
     assert "virtual" in topology.reason
 
 
+@pytest.mark.parametrize("gpu_per_node", [None, 4])
+def test_ranks_of_one_host_reach_each_other_by_a_common_folder_only(gpu_per_node):
+    """Ranks that count as on one host take each other's memory instead of a transport between nodes."""
+    assert classify(cluster("a" * 8), gpu_per_node).on_one_host
+    assert not classify(cluster("a" * 8, containers="p" * 4 + "q" * 4), gpu_per_node).on_one_host
+    assert not classify(cluster("a" * 4 + "b" * 4), gpu_per_node).on_one_host
+
+
 def test_containers_and_nodes_together():
     topology = classify(cluster("aabb", containers="pqrr"))
     assert topology.node_of_rank == (0, 0, 1, 1)

@@ -1,0 +1,186 @@
+"""The ep_a2a backend's manager and its op, alone in a group: what is compared, dropped, recorded and raised."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import (
+    AlternationError,
+    ConfigError,
+    ForeignIndicesError,
+    ForkedProcessError,
+    InputError,
+    RankTimeoutError,
+    ShapeError,
+    StateError,
+)
+from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.ops.inputs import travelling_scales
+from ep_a2a.ops.op import EpDispatchCombineOp
+from tests.replay import CapturedStep
+
+HIDDEN, TOPK = 128, 2
+TOKENS, WEIGHTS = torch.ones(3, HIDDEN, dtype=torch.bfloat16), torch.ones(3, TOPK)
+IDS = torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32)
+ROWS = torch.ones(8, HIDDEN, dtype=torch.bfloat16)
+KWARGS = {
+    "rank": 0,
+    "num_ep_ranks": 1,
+    "input_dtype": torch.bfloat16,
+    "quant_dtype": torch.bfloat16,
+    "token_hidden_size": HIDDEN,
+    "max_num_tokens_per_dp_rank": 8,
+    "num_local_experts": 4,
+    "num_experts_per_token": TOPK,
+}
+
+
+@pytest.fixture
+def manager():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with NativeAll2AllManager(dist.group.WORLD) as manager:
+        manager.device = "cpu"
+        yield manager
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("slot", range(TOPK))
+def test_foreign_ids_are_noticed_in_every_slot(manager, slot):
+    op = manager.get_handle(KWARGS)
+    rows, *_ = op.dispatch(TOKENS, WEIGHTS, None, IDS)
+    foreign = IDS.clone()
+    foreign[1, slot] += 4
+    op.combine(rows, None, foreign)
+    with pytest.raises(ForeignIndicesError):
+        op.check()
+
+
+def test_ids_beyond_32_bits_are_dropped(manager):
+    op = manager.get_handle(KWARGS)
+    # the first token names expert 1, and the lower halves of the others' ids are experts, too
+    ids = torch.tensor([[1, 2**32 + 1], [2**32, 2**33 + 2], [-(2**32), 2**31]])
+    rows, *_ = manager.dispatch(TOKENS, WEIGHTS, ids)
+    assert rows.shape == (1, op.config.hidden_dim)
+    assert torch.equal(manager.combine(rows), torch.tensor([[1.0], [0.0], [0.0]]).expand(3, HIDDEN).to(torch.bfloat16))
+
+
+def test_a_dispatch_that_fails_raises_at_once(manager, monkeypatch):
+    op = manager.get_handle(KWARGS)
+    dispatch, failure = type(op).dispatch, RankTimeoutError("a rank", "none")
+
+    def fail(self: EpDispatchCombineOp, *args: Any) -> Any:
+        found = dispatch(self, *args)
+        monkeypatch.setattr(EpDispatchCombineOp, "check", lambda _: raise_(failure))
+        return found
+
+    monkeypatch.setattr(EpDispatchCombineOp, "dispatch", fail)
+    with pytest.raises(RankTimeoutError) as caught:
+        manager.dispatch(TOKENS, WEIGHTS, torch.zeros(3, TOPK, dtype=torch.int64))
+    assert caught.value is failure
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def test_copies_of_a_split_dispatch_belong_to_the_stream_that_reads_them(monkeypatch):
+    """Else torch gives their memory to the next work of the stream on which dispatch_send ran."""
+    recorded: list[Any] = []
+    copy = SimpleNamespace(record_stream=recorded.append)
+    engine = SimpleNamespace(recv_reads_inputs=True, dispatch=lambda *_: None)
+    op = SimpleNamespace(engine=engine, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    EpDispatchCombineOp._receive(op, SimpleNamespace(tensors=[copy, copy]))  # type: ignore[arg-type]
+    assert recorded == ["stream of cuda"] * 2
+
+
+def test_an_output_of_another_shape_is_refused(manager):
+    """One row would be written to all of its rows."""
+    op = manager.get_handle(KWARGS)
+    rows, *_ = manager.dispatch(TOKENS, WEIGHTS, IDS)
+    for shape in ((1, HIDDEN), (3, 1), (4, HIDDEN)):
+        with pytest.raises(ShapeError):
+            manager.combine_into_output(rows, torch.empty(shape))
+    assert torch.equal(manager.combine_into_output(rows, torch.empty(3, HIDDEN)), TOKENS.float())
+    assert not op.has_open_step
+
+
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_an_interrupted_call_leaves_a_torn_step(manager, monkeypatch, name):
+    op = manager.get_handle(KWARGS)
+    calls = {
+        "dispatch": lambda: op.dispatch(TOKENS, WEIGHTS, None, IDS),
+        "combine": lambda: op.combine(ROWS, None, IDS),
+    }
+    if name == "combine":
+        calls["dispatch"]()
+    with monkeypatch.context() as patched:
+        patched.setattr(op.engine, name, lambda *_: raise_(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            calls[name]()
+    assert op.has_open_step
+    for call in calls.values():
+        with pytest.raises(StateError, match=f"a {name} that Ctrl-C or an exception has interrupted"):
+            call()
+    op.reset()
+    calls["dispatch"]()
+    calls["combine"]()
+
+
+def test_a_forked_child_is_refused(manager, monkeypatch):
+    op = manager.get_handle(KWARGS)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for call in (lambda: op.dispatch(TOKENS, WEIGHTS, None, IDS), op.reset):
+        with pytest.raises(ForkedProcessError):
+            call()
+
+
+def test_memory_that_peers_overwrite_is_refused(manager):
+    op = manager.get_handle({**KWARGS, "layout": "rank_major"})
+    received = op.dispatch(TOKENS, WEIGHTS, None, IDS).tokens
+    inside, rows = received[0, :3], torch.ones_like(received)
+    with pytest.raises(InputError, match="out outside of what dispatch returned"):
+        op.combine(rows, None, None, out=inside)
+    assert torch.equal(op.combine(rows, None, None).tokens[:3], TOKENS)
+    with pytest.raises(InputError, match="input outside of what dispatch returned"):
+        op.dispatch(inside, WEIGHTS, None, IDS)
+
+
+def test_a_replayed_combine_of_another_stride_is_refused(manager):
+    op = manager.get_handle({**KWARGS, "layout": "rank_major"})
+    dispatches, combines = [], []
+    for most in (3, 8):
+
+        def dispatch(_: Any, most: int = most) -> Any:
+            return op.dispatch(TOKENS, WEIGHTS, None, IDS, max_num_tokens=most)
+
+        dispatches.append(CapturedStep(op, dispatch))
+        combines.append(CapturedStep(op, lambda _, most=most: op.combine(ROWS[:most].clone(), None, IDS)))
+    dispatches[0].replay()
+    combines[1].replay()
+    with pytest.raises(AlternationError, match="max_num_tokens"):
+        op.check()
+
+
+def test_numbers_that_are_none_are_refused(manager):
+    op = manager.get_handle(KWARGS)
+    with pytest.raises(InputError, match="max_num_tokens of at least 1"):
+        op.dispatch(TOKENS[:0], WEIGHTS[:0], None, IDS[:0], max_num_tokens=0)
+    for number in (-1, 1.5, "4", True):
+        with pytest.raises(ConfigError, match="max_sms"):
+            op.set_max_sms(number)
+
+
+def test_a_rank_without_tokens_has_scales_where_others_bring_theirs(manager):
+    """Its kernels move other ranks' scales; without a tensor they left those of an earlier step."""
+    config = manager.get_handle({**KWARGS, "quant_dtype": FP8_DTYPE, "dispatch_quant_type": "fp8_per_1x128"}).config
+    scales = travelling_scales(config, torch.empty(0, HIDDEN, dtype=FP8_DTYPE), None)
+    assert scales is not None
+    assert (scales.shape, scales.dtype) == ((0, 1), torch.float32)

@@ -1,0 +1,38 @@
+"""Files of shared memory are this user's alone, and what a name points to elsewhere is not opened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+import pytest
+
+from ep_a2a.memory.host_shm import create_private, open_private
+
+NUM_BYTES = 64
+
+
+@pytest.fixture
+def open_to_all():
+    """Files are created with the mode that the program asks for."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_to_all")
+def test_only_this_user_can_open_a_file(tmp_path):
+    descriptor = create_private(tmp_path / "file", NUM_BYTES)
+    assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
+    os.close(descriptor)
+    os.close(open_private(tmp_path / "file", NUM_BYTES))
+
+
+def test_a_link_is_not_followed(tmp_path):
+    """The file behind the link is as private as it must be, so that only the link can be what is refused."""
+    os.close(create_private(tmp_path / "file", NUM_BYTES))
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(OSError, match="symbolic") as caught:
+        open_private(tmp_path / "link", NUM_BYTES)
+    assert caught.value.errno == errno.ELOOP

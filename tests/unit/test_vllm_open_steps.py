@@ -1,0 +1,48 @@
+"""What ends a step of vLLM between dispatch and combine closes its op, whatever it is. vLLM is stood in for."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+OURS = "ep_a2a.integrations.vllm.prepare_finalize"
+LAYERS = "vllm.model_executor.layers.fused_moe"
+NAMES: dict[str, dict[str, Any]] = {
+    f"{LAYERS}.modular_kernel": {"FusedMoEPrepareAndFinalizeModular": object},
+    f"{LAYERS}.topk_weight_and_reduce": {"TopKWeightAndReduceContiguous": None, "TopKWeightAndReduceDelegate": None},
+    f"{LAYERS}.utils": {"moe_kernel_quantize_input": lambda: None},
+}
+
+
+@pytest.fixture
+def prepare_finalize(monkeypatch):
+    """Our module, imported beside modules that have the names it takes from vLLM."""
+    parts = LAYERS.split(".")
+    packages = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    for name in (*packages, *NAMES):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, members in NAMES.items():
+        vars(sys.modules[name]).update(members)
+    for name in (*packages[1:], *NAMES):
+        parent, _, child = name.rpartition(".")
+        setattr(sys.modules[parent], child, sys.modules[name])
+    monkeypatch.delitem(sys.modules, OURS, raising=False)
+    from ep_a2a.integrations.vllm import prepare_finalize
+
+    yield prepare_finalize
+    sys.modules.pop(OURS, None)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_whatever_ends_a_step_closes_the_op(prepare_finalize, error):
+    closed: list[str] = []
+    layer = prepare_finalize.EpA2APrepareAndFinalize(SimpleNamespace(combines_in_halves=False), None, 8)
+    layer._op = SimpleNamespace(close=lambda: closed.append("op"))
+    experts = SimpleNamespace(apply=lambda: (_ for _ in ()).throw(error()))
+    layer._close_op_when_experts_fail(experts)
+    with pytest.raises(error):
+        experts.apply()
+    assert closed == ["op"]
