@@ -166,7 +166,7 @@ class DispatchCombineOp(Protocol):
             indices: None, or the ids that this rank gave to dispatch; others are an error.
             block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
             rdma_block_num, use_external_inp_buf, call_reset: MORI's arguments, without effect.
-            out: [T, H] of combine_dtype to write the sums to.
+            out: [T, H] of combine_dtype to write the sums to. It may be a bias, and else overlaps no argument.
             bias_0, bias_1: [T, H] of combine_dtype, added in this order before rounding.
 
         Raises:

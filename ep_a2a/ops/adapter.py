@@ -15,7 +15,7 @@ from ep_a2a.memory.guards import StreamOrder, is_capturing
 from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_once
-from ep_a2a.ops.inputs import check_combine, check_dispatch, check_token_rows, travelling_scales
+from ep_a2a.ops.inputs import check_apart, check_combine, check_dispatch, check_token_rows, travelling_scales
 from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.quantization import quantize
 
@@ -127,6 +127,8 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         self._check_weights(weights)
         bias_0, bias_1 = biases
         check_token_rows(self.config, self.device, inputs.num_tokens, out=out, bias_0=bias_0, bias_1=bias_1)
+        if out is not None:
+            check_apart("out", out, rows, "the rows to be combined")
         rows = rows.view(*lead, rows.shape[-1])
         weights = None if weights is None else weights.view(*lead, -1)
         return RowsBack(rows, weights, inputs, out, biases)
@@ -136,11 +138,12 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
     ) -> CombineResult:
         # whatever comes of it, the step is over
         self._end_step()
+        # a bias may be `out`, or the result of an earlier combine, whose memory a library may use again
+        biases = [] if self.adds_biases else [bias.clone() for bias in call.biases if bias is not None]
         combined = self._bring_back(call)
-        for bias in call.biases:
-            if bias is not None and not self.adds_biases:
-                total = combined.tokens[: call.step.num_tokens]
-                total.copy_(total.float() + bias)
+        for bias in biases:
+            total = combined.tokens[: call.step.num_tokens]
+            total.copy_(total.float() + bias)
         return combined
 
     def _check_own(self, indices: torch.Tensor | None, given: AdapterStep) -> None:

@@ -306,3 +306,17 @@ def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, region_na
         raise InputError(
             f"{name} outside of {region_name}", "an overlap", f"Pass {name}.clone(), or memory of your own."
         )
+
+
+def check_same_or_apart(name: str, bias: torch.Tensor, result: torch.Tensor) -> None:
+    """Raise InputError if a bias overlaps the first rows of `result` without being them.
+
+    A row is read and written by one program, so that a bias may be the result itself. Rows that are shifted against
+    each other are written before they are read.
+    """
+    if 0 < abs(bias.data_ptr() - result.data_ptr()) < bias.numel() * bias.itemsize:
+        raise InputError(
+            f"out and {name} to be the same memory or apart",
+            "a partial overlap",
+            f"Pass {name}.clone(), or another out.",
+        )

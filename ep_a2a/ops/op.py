@@ -201,6 +201,8 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         result = self._result
         if out is not None:
             inputs.check_outside(self.memory.dispatch_addresses, out=out)
+            if weights is not None:
+                inputs.check_apart("out", out, weights, "the weights to be summed")
             result = out
         inputs.check_apart("out", result, rows, "the rows to be combined")
         rows, copies = self._beyond_peers(rows, "combine_rows", self.config.max_num_expert_rows)
@@ -210,6 +212,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             copies += more
         for place, bias in enumerate(biases):
             if bias is not None:
+                inputs.check_same_or_apart(f"bias_{place}", bias, result)
                 bias, more = self._beyond_peers(bias, f"combine_bias_{place}", self.config.max_num_inp_token_per_rank)
                 biases = (bias, biases[1]) if place == 0 else (biases[0], bias)
                 copies += more

@@ -439,7 +439,19 @@ def host_checks(context: RankContext, case: Case) -> None:
         own_rows = buffer[: len(x)]
         raised(errors.InputError, lambda: op.combine(buffer[: len(rows)], None, None, out=own_rows), "overlap")
         raised(errors.ShapeError, lambda: op.combine(rows, None, None, out=torch.empty_like(rows)), "out")
+        pool = torch.zeros(4 * rows.numel(), dtype=torch.float32, device=device)
+        sums = pool.view(rows.dtype)[: x.numel() + hidden].view(-1, hidden)
+        for bias in ("bias_0", "bias_1"):
+            for out, shifted in ((sums[1:], sums[:-1]), (sums[:-1], sums[1:])):
+                combine = functools.partial(op.combine, rows, None, None, out=out, **{bias: shifted})
+                raised(errors.InputError, combine, f"out and {bias} to be the same memory or apart; got a partial")
+        summed = pool[topk : topk + num_rows * topk].view(num_rows, topk)
+        raised(errors.InputError, lambda: op.combine(rows, summed, None, out=sums[:-1]), "the weights to be summed")
         step.combine()
+
+        rows = op.dispatch(x, None, None, ids)[0].zero_()
+        bias = torch.ones_like(x)
+        assert op.combine(rows, None, None, out=bias, bias_0=bias)[0].unique().tolist() == [1.0]
         op.close()
         op.close()
         raised(errors.ClosedError, dispatch(), "closed")

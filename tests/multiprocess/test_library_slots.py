@@ -33,6 +33,10 @@ def pplx_parity(context: RankContext) -> None:
     rows = op.dispatch(x, torch.full((3, 2), 0.5), None, ids)[0]
     result, _ = op.combine(rows, None, ids)
     assert result[:3, 0].tolist() == [0.0, 0.5, 1.0]
+    # a bias that is `out`, and one that is the result of the step before
+    rows = op.dispatch(x, torch.full((3, 2), 0.5), None, ids)[0]
+    out = torch.ones(3, PPLX_HIDDEN_DIM, dtype=torch.bfloat16)
+    assert op.combine(rows, None, ids, out=out, bias_0=out, bias_1=result[:3])[0][:, 0].tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(UnsupportedError, match="num_experts_per_token of at most 8, as a token's experts must differ"):
         manager.get_handle({**kwargs, "num_experts_per_token": 9})
     manager.destroy()
