@@ -207,12 +207,12 @@ def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tup
                 ("cast", FP8_DISPATCH, ("dispatch",)),
                 ("combine-fp8", FP8_COMBINE, ("combine",)),
             ):
-                kernels = _kernels(ep_size, layout=layout, **changes)
+                kernels = kernels_of(ep_size, layout=layout, **changes)
                 yield from _named(f"ep{ep_size}-{layout}-{label}", _listed(kernels), part)
-        kernels = _kernels(ep_size, layout="expert_major", **FP8_DISPATCH)
+        kernels = kernels_of(ep_size, layout="expert_major", **FP8_DISPATCH)
         yield from _named(f"ep{ep_size}-expert_major-cast", _listed(kernels), ("local",))
         for label, changes in (("bf16", {}), ("cast", NODE_FORMS["cast"])):
-            kernels = _kernels(ep_size, "rings", gpu_per_node=ep_size // 2, **changes)
+            kernels = kernels_of(ep_size, "rings", gpu_per_node=ep_size // 2, **changes)
             yield from _named(f"ep{ep_size}-rings-{label}", _listed(kernels), ROLES)
 
 
@@ -224,10 +224,10 @@ def node_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[A
             continue
         for transport in TRANSPORTS:
             for label, changes in NODE_FORMS.items():
-                kernels = _kernels(ep_size, transport, gpu_per_node=gpus, **changes)
+                kernels = kernels_of(ep_size, transport, gpu_per_node=gpus, **changes)
                 yield from _named(f"ep{num_nodes}x{gpus}-{transport}-{label}", _listed(kernels), ROLES)
             if (num_nodes, gpus) == GRIDS[0]:
-                kernels = _kernels(ep_size, transport, gpu_per_node=gpus, compiled_calls="all")
+                kernels = kernels_of(ep_size, transport, gpu_per_node=gpus, compiled_calls="all")
                 yield from _named(f"ep{num_nodes}x{gpus}-{transport}-every", every_variant(kernels), ROLES)
 
 
@@ -264,7 +264,7 @@ class MadeUpMemory:
         self.rendezvous = self.between_nodes = None
 
 
-def _kernels(ep_size: int, transport: str = "", **changes: Any) -> Any:
+def kernels_of(ep_size: int, transport: str = "", **changes: Any) -> Any:
     """What launches the kernels of an op, as on a Hopper GPU; without a transport, of an op inside a node."""
     import torch
 

@@ -1,0 +1,90 @@
+"""tools/order.py: the compiled kernels order memory as the file of the installed Triton says."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tools import order
+
+QUICK = {
+    "ep2-rank_major-bf16-0-dispatch",
+    "ep2-rank_major-bf16-2-dispatch",
+    "ep2-rank_major-bf16-3-dispatch",
+    "ep2-compact-bf16-0-dispatch",
+    "ep2-compact-cast-3-dispatch",
+    "ep2-rank_major-bf16-4-combine",
+    "ep2-rank_major-combine-fp8-4-combine",
+    "ep2-weights-11-combine",
+    "ep2-weights-exchange",
+    "ep2-expert_major-cast-6-local",
+    "ep2-rings-bf16-0-local",
+    "ep2-rings-cast-1-local",
+    "ep2-rings-bf16-3-local",
+    "ep2-rings-bf16-4-local",
+    "ep2x2-puts-bf16-2-local",
+    "ep2x2-puts-bf16-7-local",
+    "ep2x2-staged-bf16-1-local",
+    "ep2x2-staged-bf16-2-local",
+    "ep2x2-staged-bf16-3-local",
+    "ep2x2-staged-bf16-6-local",
+    "ep2x2-staged-bf16-7-local",
+    "ep2x2-staged-bf16-8-local",
+    "ep2x2-staged-bf16-9-local",
+}
+"""The variants that `make test` compiles: they have all kinds of accesses of each function."""
+
+VARIANTS = {name: (variant, args) for name, variant, args in order.variants()}
+FILES = {version: order.path_of(version).read_text(encoding="utf-8") for version in order.PINNED}
+
+
+@functools.cache
+def sections() -> dict[str, tuple[str, str]]:
+    """The file of the installed Triton."""
+    if order.INSTALLED not in FILES:
+        pytest.skip(f"order of Triton {', '.join(FILES)} is on file, and Triton {order.INSTALLED} is installed")
+    return order.sections_of(FILES[order.INSTALLED])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, id=f"triton-{order.INSTALLED}-{name}", marks=[] if name in QUICK else pytest.mark.full)
+        for name in VARIANTS
+    ],
+)
+def test_the_order_is_as_on_file(name: str) -> None:
+    kernel, lines = sections()[name]
+    variant, args = VARIANTS[name]
+    assert variant.kernel.__name__ == kernel
+    remedy = "`python tools/order.py --write` writes what is meant into"
+    assert order.order_of(order.ptx_of(variant, args)) == lines, f"{remedy} {order.path_of(order.INSTALLED)}"
+
+
+@pytest.mark.parametrize("version", order.PINNED)
+def test_files_are_complete_and_as_they_are_written(version: str) -> None:
+    found = order.sections_of(FILES[version])
+    assert found.keys() == VARIANTS.keys()
+    assert order.document_of({name: found[name] for name in VARIANTS}) == FILES[version]
+
+
+@pytest.mark.parametrize("version", order.PINNED)
+def test_quick_variants_have_all_kinds_of_accesses(version: str) -> None:
+    found = order.sections_of(FILES[version])
+    quick = "".join(found[name][1] for name in QUICK)
+    assert order.accesses_by_function(quick) == order.accesses_by_function(
+        "".join(lines for _, lines in found.values())
+    )
+
+
+def test_the_page_has_the_table() -> None:
+    page = order.PAGE.read_text(encoding="utf-8")
+    assert order.page_with(FILES[order.PINNED[-1]], page) == page
+
+
+def test_repeated_lines_are_folded() -> None:
+    ptx = "ld.global.b32 %r1;\n@%p1 atom.global.sys.acquire.add.u32 %r2;\nst.shared.b32 [%r1];\n" * 3 + "bar.sync 0;\n"
+    assert order.order_of(ptx) == "-: ld, " + "atom.global.sys.acquire.add.u32, ld, " * 2 + (
+        "atom.global.sys.acquire.add.u32, bar.sync\n"
+    )
