@@ -13,6 +13,7 @@ from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import InputError
 from ep_a2a.interface import DispatchResult
+from ep_a2a.memory.guards import recording_on_cpu
 
 TOPK, NUM_TOKENS, NUM_RECEIVED, NUM_ROWS = 2, 3, 5, 16
 CONFIG = EpDispatchCombineConfig(torch.float32, 0, 2, 32, 0, 0, 4, 8, 2, TOPK)
@@ -64,12 +65,35 @@ def test_one_warning_each(given, dispatched, caplog):
     assert "no use of indices" in texts[1]
 
 
-def test_own_weights_are_dropped_also_where_as_many_rows_are_given(given, dispatched):
-    """T rows are given and T received: by shape alone the weights could be either."""
+@pytest.fixture
+def as_many_rows(dispatched):
+    """As many rows as this rank has tokens: by shape alone weights could be in the order of either."""
     dispatched.result[4].fill_(NUM_TOKENS)
-    rows, weights = dispatched.result[0][:NUM_TOKENS], dispatched.result[1][:NUM_TOKENS]
-    assert given.of(rows, dispatched.weights, None, 1)[1] is None
-    assert torch.equal(given.of(rows, weights, None, 1)[1][:NUM_TOKENS], weights)
+    dispatched.result[1].copy_(torch.arange(NUM_ROWS * TOPK).view(NUM_ROWS, TOPK))
+    # what nobody has written
+    dispatched.result[1][NUM_TOKENS - 1] = torch.nan
+    return dispatched.result[0][:NUM_TOKENS]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_own_weights_are_dropped_also_where_as_many_rows_are_given(given, dispatched, as_many_rows, copied):
+    own, received = dispatched.weights, dispatched.result[1][:NUM_TOKENS]
+    if copied:
+        own, received = own.clone(), received.clone()
+    assert given.of(as_many_rows, own, None, 1)[1] is None
+    summed = given.of(as_many_rows, received, None, 1)[1][:NUM_TOKENS]
+    assert torch.equal(summed.view(torch.int32), received.view(torch.int32))
+
+
+def test_weights_that_could_be_in_either_order_are_refused(given, dispatched, as_many_rows):
+    for weights in (2 * dispatched.weights, dispatched.result[1][1 : NUM_TOKENS + 1]):
+        with pytest.raises(InputError, match=f"others for {NUM_TOKENS} rows, as many as this rank has tokens"):
+            given.of(as_many_rows, weights, None, 1)
+    with recording_on_cpu(), pytest.raises(InputError, match="could be in the order of either"):
+        given.of(as_many_rows, dispatched.weights.clone(), None, 1)
+    given.dispatched = dispatched._replace(weights=None)
+    with pytest.raises(InputError, match="could be in the order of either"):
+        given.of(as_many_rows, dispatched.weights, None, 1)
 
 
 @pytest.mark.parametrize("num_given", [0, 1, NUM_TOKENS, NUM_RECEIVED - 1])

@@ -8,6 +8,7 @@ import torch
 
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.errors import InputError
+from ep_a2a.memory.guards import is_capturing
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -67,7 +68,7 @@ class CombineInput:
             use_external_inp_buf: 0, 1, or -1 for the config's.
 
         Raises:
-            InputError: rows of received tokens are missing.
+            InputError: rows of received tokens are missing, or weights could be in the order of rows or of tokens.
         """
         self.lost_rows.check()
         num_rows = self._config.max_num_expert_rows
@@ -92,14 +93,36 @@ class CombineInput:
         return rows, weights, indices
 
     def _are_own(self, weights: torch.Tensor | None, num_given: int) -> bool:
-        """Whether weights are those of this rank's own tokens, and not in the order of the rows."""
+        """Whether weights are those of this rank's own tokens, and not in the order of the rows.
+
+        The shape decides unless T rows are given, and the address where one of the two tensors itself is passed. For a
+        copy beside T rows the values decide, for which the host waits for the GPU.
+
+        Raises:
+            InputError: the values are neither of the two, or the call is captured.
+        """
         step = self.dispatched
         if step is None or not isinstance(weights, torch.Tensor) or not weights.numel():
             return False
-        if step.weights is not None and weights.data_ptr() == step.weights.data_ptr():
-            return weights.shape == step.weights.shape
-        own_shape = (step.num_tokens, self._config.topk)
-        return tuple(weights.shape) == own_shape and step.num_tokens not in (num_given, step.result[0].shape[0])
+        own, received = step.weights, step.result[1]
+        if own is not None and weights.data_ptr() == own.data_ptr():
+            return weights.shape == own.shape
+        if tuple(weights.shape) != (step.num_tokens, self._config.topk):
+            return False
+        if step.num_tokens not in (num_given, step.result[0].shape[0]):
+            return True
+        if received is not None and weights.data_ptr() == received.data_ptr():
+            return False
+        if not is_capturing(weights.device):
+            if received is not None and _same_bits(weights, received.flatten(0, -2)[: step.num_tokens]):
+                return False
+            if own is not None and _same_bits(weights, own):
+                return True
+        raise InputError(
+            "weights of combine that are those dispatch returned, or a copy of them",
+            f"others for {step.num_tokens} rows, as many as this rank has tokens: they could be in the order of either",
+            "Pass the weights that dispatch returned, cut to the rows, or None.",
+        )
 
     def _are_received(self, indices: torch.Tensor | None, num_given: int) -> bool:
         """Whether ids are in the order of the received rows."""
@@ -167,3 +190,9 @@ def _extended(tensor: torch.Tensor, num_rows: int, buffer: torch.Tensor | None) 
         buffer = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     buffer[: tensor.shape[0]] = tensor
     return buffer
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same float32 values, also those of rows that nobody has written."""
+    alike = (one.dtype, one.device) == (other.dtype, other.device)
+    return alike and torch.equal(one.view(torch.int32), other.view(torch.int32))
