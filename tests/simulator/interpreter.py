@@ -84,6 +84,12 @@ class Program:
         self.allows_next = self.has_ended = False
         self.last_look: tuple[int, bytes] | None = None
         self.num_operations = 0
+        self.looks: list[tuple[np.ndarray, np.ndarray]] | None = []
+
+    def looked(self, places: np.ndarray, values: np.ndarray) -> None:
+        """Keep what a volatile load has returned, until the program polls."""
+        if self.looks is not None:
+            self.looks.append((places, values))
 
 
 class Machine:
@@ -97,6 +103,7 @@ class Machine:
     def __init__(self, pool: Pool, scheduler: Scheduler, weakened: frozenset[str] = frozenset()) -> None:
         self.pool, self.scheduler, self.weakened = pool, scheduler, weakened
         self.sites_seen: set[str] = set()
+        self._num_gpu_atomics = 0
         self._num_authors = 0
 
     @property
@@ -162,6 +169,8 @@ class Machine:
             self._yield_in_loop(ptrs.data[chosen])
         self._note("volatile load" if is_strong else "load", ptrs.data[chosen])
         raw = self.pool.load(self.program.author, ptrs.data[chosen], dtype.itemsize, is_strong=is_strong)
+        if is_volatile:
+            self.program.looked(self.pool.places(ptrs.data[chosen], dtype.itemsize), raw)
         result[chosen] = np.ascontiguousarray(raw).view(dtype)[:, 0]
         return interpreter.TensorHandle(result, kind)
 
@@ -214,12 +223,16 @@ class Machine:
             sem = SEM.RELAXED
         order = {"acquires": sem in ACQUIRES, "releases": sem in RELEASES}
         self.program.num_operations += 1
+        # an atomic may see what has not landed
+        self.program.looks = None
         author, size = self.program.author, ptr.get_element_ty().primitive_bitwidth // 8
         self._note(f"{name.removeprefix('create_')} {str(sem).rpartition('.')[2]}", chosen)
         if scope == SYSTEM and not self._is_weak_here("scope"):
             return self.pool.system_atomic(
                 author, chosen, size, lambda: self.plain[name](builder, *args, sem, scope), **order
             )
+
+        self._num_gpu_atomics += 1
 
         def elsewhere(addresses: np.ndarray) -> Any:
             moved = ptr.data.copy()
@@ -240,8 +253,20 @@ class Machine:
         """Let others go on where a program looks at the same words again, with nothing else in between."""
         look = self.program.num_operations, addresses.tobytes()
         if self.program.last_look == look:
-            self.scheduler.poll()
+            self._poll()
         self.program.last_look = look
+
+    def _poll(self) -> None:
+        """A program has looked in vain: it looks again when what its volatile loads have returned has changed."""
+        looks, self.program.looks = self.program.looks, []
+        num_gpu_atomics = self._num_gpu_atomics
+
+        def sees_change() -> bool:
+            # what an atomic of gpu scope writes is seen before it lands
+            is_changed = looks is None or num_gpu_atomics != self._num_gpu_atomics
+            return is_changed or any((self.pool.landed[places] != seen).any() for places, seen in looks or ())
+
+        self.scheduler.poll(sees_change)
 
     def _note(self, name: str, addresses: np.ndarray) -> None:
         self.scheduler.note(name, int(addresses.flat[0]) - self.pool.address, addresses.size, site())
@@ -261,7 +286,7 @@ class Machine:
 
     def pause(self, _pause_ns: object) -> None:
         """A program has polled in vain."""
-        self.scheduler.poll()
+        self._poll()
 
     def after_previous_launch(self) -> None:
         """A program waits for the end of the launch before its own."""

@@ -69,7 +69,8 @@ class Task:
         work: what it runs.
         can_go_on: None, or what it waits for.
         wakes_at: None, or the time at which a sleep ends.
-        has_polled: whether it has looked for something in vain since the last change.
+        has_polled: whether it has looked for something in vain.
+        sees_change: whether it would see something new if it looked again now.
         enter: called whenever it gets control.
     """
 
@@ -82,6 +83,7 @@ class Task:
     can_go_on: Callable[[], bool] | None = None
     wakes_at: float | None = None
     has_polled: bool = False
+    sees_change: Callable[[], bool] | None = None
     result: Any = None
     error: BaseException | None = None
     context: greenlet.greenlet = field(init=False)
@@ -187,11 +189,15 @@ class Scheduler:
             task.context.parent = greenlet.getcurrent()
             task.context.throw(Killed)
 
-    def poll(self) -> None:
-        """A task has looked for something in vain."""
+    def poll(self, sees_change: Callable[[], bool] | None = None) -> None:
+        """A task has looked for something in vain.
+
+        Without `sees_change`, or where chance switches tasks, any change of memory lets it look again.
+        """
         assert self.current is not None
         self._count()
         self.current.has_polled = True
+        self.current.sees_change = None if self.switch_probability else sees_change
         self._hub.switch()
 
     def sleep(self, secs: float) -> None:
@@ -223,9 +229,10 @@ class Scheduler:
             elif self._changes != self.pool.num_changes:
                 self._changes = self.pool.num_changes
                 self._step_secs = SHORTEST_STEP_SECS
-                self._look_again()
+                self._wake_pollers()
             elif self._land_one():
-                self._look_again()
+                # where chance switches tasks, it may let all of them look in between
+                self._wake_pollers(everybody=bool(self.switch_probability))
             else:
                 self._pass_time()
 
@@ -239,9 +246,11 @@ class Scheduler:
             return self.now >= task.wakes_at
         return task.can_go_on is None or task.can_go_on()
 
-    def _look_again(self) -> None:
+    def _wake_pollers(self, *, everybody: bool = False) -> None:
+        """Let tasks look again that would see a change, or all."""
         for task in self.tasks:
-            task.has_polled = False
+            if task.has_polled and (everybody or task.sees_change is None or task.sees_change()):
+                task.has_polled = False
 
     def _resume(self, task: Task) -> None:
         task.wakes_at = task.can_go_on = None
@@ -278,7 +287,7 @@ class Scheduler:
         step = self.now + self._step_secs
         self.now = min([*sleeps, step]) if polls else min(sleeps)
         self._step_secs *= 2
-        self._look_again()
+        self._wake_pollers(everybody=True)
 
     def describe(self) -> str:
         """The last operations of each rank, and where its tasks are."""
