@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ClosedError, EpA2AError, StateError, UnsupportedError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.ops.config_agreement import agree_on_config
@@ -250,6 +251,7 @@ class All2AllManagerBase:
         """Returns a new op. Collective."""
         raise self._unsupported("get_handle")
 
+    @outside_graphs
     def dispatch_router_logits(
         self,
         hidden_states: torch.Tensor,
@@ -278,6 +280,7 @@ class All2AllManagerBase:
         """Returns the rows that come for each of `tensors`: hidden states, router logits, further ones."""
         raise self._unsupported("dispatch_router_logits", "naive or allgather_reducescatter")
 
+    @outside_graphs
     def dispatch(
         self,
         hidden_states: torch.Tensor,
@@ -319,6 +322,7 @@ class All2AllManagerBase:
         """Returns the rows that come for each of `tensors`: hidden states, weights, ids, further ones."""
         raise self._unsupported("dispatch")
 
+    @outside_graphs
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """Returns this rank's tokens [T, H], each the sum of its experts' rows over all ranks.
 
@@ -341,6 +345,7 @@ class All2AllManagerBase:
         """Returns memory that experts may write combine's input to; None where any memory is as good."""
         return None
 
+    @outside_graphs
     def combine_into_output(
         self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
     ) -> torch.Tensor:

@@ -11,6 +11,7 @@ from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, DtypeError, ShapeError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
@@ -81,6 +82,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
 
     _dispatch_rows = _dispatch_logits = _gather
 
+    @outside_graphs
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """Returns this rank's rows `[T_r, H]` of the sum over ranks of hidden_states `[sum T_r, H]`, in float32.
 
@@ -97,6 +99,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         """
         return self._sum(hidden_states).to(hidden_states.dtype)
 
+    @outside_graphs
     def combine_into_output(
         self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
     ) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ep_a2a.errors import (
     StateError,
     UnsupportedError,
 )
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.arena import Arena
@@ -200,6 +201,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             )
         return extra[0].contiguous()
 
+    @outside_graphs
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """Returns this rank's tokens [T, H], each the sum of its experts' rows over all ranks.
 
@@ -231,6 +233,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._step = None
         return result
 
+    @outside_graphs
     def combine_into_output(
         self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
     ) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineInputs, LaunchWish, StepInputs
 from ep_a2a.ops.op_sizes import OpSizes, num_rows
@@ -110,6 +111,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
     def _run_combine(self, step: OpenStep[Facts], call: CombineCall, stages: Stages, wish: LaunchWish) -> CombineResult:
         """Launch a combine; or its first half, and set the step's `finish`."""
 
+    @outside_graphs
     def dispatch(
         self,
         input: torch.Tensor,  # noqa: A002  MORI's name
@@ -136,6 +138,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         step = StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count)
         return self._dispatch("dispatch", step, WHOLE, wish)
 
+    @outside_graphs
     def dispatch_send(
         self,
         input: torch.Tensor,  # noqa: A002
@@ -155,6 +158,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
         return self._dispatch("dispatch_send", StepInputs(input, weights, scales, indices, limit, pad_id, False), SEND)
 
+    @outside_graphs
     def dispatch_recv(self) -> DispatchResult:
         """End a dispatch: wait on the GPU for the rows of all ranks, and return them.
 
@@ -167,6 +171,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         self._interrupted = None
         return step.dispatched
 
+    @outside_graphs
     def combine(
         self,
         input: torch.Tensor,  # noqa: A002  MORI's name
@@ -192,6 +197,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         given = CombineInputs(input, weights, indices, out, (bias_0, bias_1))
         return self._combine("combine", given, WHOLE, wish)
 
+    @outside_graphs
     def combine_send(
         self,
         input: torch.Tensor,  # noqa: A002
@@ -208,6 +214,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         """
         return self._combine("combine_send", CombineInputs(input, weights, indices, out, (bias_0, bias_1)), SEND)
 
+    @outside_graphs
     def combine_recv(self) -> CombineResult:
         """End a combine: wait on the GPU for this rank's rows, add them, and return the sums.
 

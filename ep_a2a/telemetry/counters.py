@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.counter_kernels import (
@@ -119,6 +120,7 @@ class InstrumentedOp:
         """Look up every attribute that is not defined here on the op."""
         return getattr(self.op, name)
 
+    @outside_graphs
     def dispatch(self, input: torch.Tensor, *args: Any, **options: Any) -> DispatchResult:  # noqa: A002
         """Dispatch in two halves. Arguments are those of `DispatchCombineOp.dispatch_send`."""
         self.op.dispatch_send(input, *args, **options)
@@ -127,11 +129,13 @@ class InstrumentedOp:
         self.engine.count_dispatch(input.shape[0])
         return result
 
+    @outside_graphs
     def combine(self, *args: Any, **options: Any) -> CombineResult:
         """Combine in two halves. Arguments are those of `DispatchCombineOp.combine_send`."""
         self.op.combine_send(*args, **options)
         return self.combine_recv()
 
+    @outside_graphs
     def combine_recv(self) -> CombineResult:
         """End a combine. Work that is launched between the halves does not count as waiting."""
         self.engine.start_wait()

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ep_a2a.errors",
         "ep_a2a.env",
         "ep_a2a.clock",
+        "ep_a2a.graph_breaks",
         "ep_a2a.path_security",
         "ep_a2a.interrupts",
         "ep_a2a.log_once",

@@ -14,6 +14,7 @@ from ep_a2a.compat.deep_ep.steps import Hook, Step
 from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError, UnsupportedError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import CombineInputs
 
@@ -28,6 +29,7 @@ PACKED_SCALES = 4
 class LowLatencyMode(BufferBase):
     """The calls of a buffer's low-latency mode."""
 
+    @outside_graphs
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -97,6 +99,7 @@ class LowLatencyMode(BufferBase):
         )
         return rows, counts, handle, event, handle.step.dispatch_hook
 
+    @outside_graphs
     def low_latency_combine(
         self,
         x: torch.Tensor,

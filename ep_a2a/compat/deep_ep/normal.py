@@ -13,6 +13,7 @@ from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Step
 from ep_a2a.config import Layout
 from ep_a2a.errors import DtypeError, InputError, ShapeError, TooManyTokensError, UnsupportedError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class TokenLayout(NamedTuple):
 class NormalMode(BufferBase):
     """The calls of a buffer's normal mode."""
 
+    @outside_graphs
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -63,6 +65,7 @@ class NormalMode(BufferBase):
         )
         return (*layout, event)
 
+    @outside_graphs
     def dispatch(
         self,
         x: Tokens,
@@ -139,6 +142,7 @@ class NormalMode(BufferBase):
         )
         return rows, recv_ids, weights, per_expert, made, event
 
+    @outside_graphs
     def combine(
         self,
         x: torch.Tensor,

@@ -11,6 +11,7 @@ import torch
 from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
 from ep_a2a.errors import DtypeError, StateError
+from ep_a2a.graph_breaks import outside_graphs
 
 if TYPE_CHECKING:
     from ep_a2a.compat.triton_distributed.phases import PhaseBuffers
@@ -104,6 +105,7 @@ class EPLowLatencyAllToAllLayer:
     def _phases(self) -> list[PhaseBuffers]:
         return self.dispatch_ctx.phases
 
+    @outside_graphs
     def dispatch(
         self,
         send_tokens: torch.Tensor,
@@ -143,6 +145,7 @@ class EPLowLatencyAllToAllLayer:
         self.dispatch_ctx.update_phase()
         return rows, scales, buffers.op.expert_recv_count, DispatchMetaInfo(buffers, step)
 
+    @outside_graphs
     def combine(
         self,
         send_tokens: torch.Tensor,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.errors import StateError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
@@ -105,6 +106,7 @@ class NVLinkOneSided:
         """Returns the payloads [T, n] as `dispatch` takes them; some of the declared ones may be missing."""
         return {name: payloads[name].view(torch.uint8) for name in self._dtypes if name in payloads}
 
+    @outside_graphs
     def dispatch(
         self, ids: torch.Tensor, packed: Mapping[str, torch.Tensor], step_tokens: int
     ) -> dict[str, torch.Tensor]:
@@ -132,6 +134,7 @@ class NVLinkOneSided:
         rows: torch.Tensor = self._native.get_combine_payload_tensor_in_workspace(step_tokens, hidden_dim, dtype)
         return rows.view(self._world_size, step_tokens, hidden_dim)
 
+    @outside_graphs
     def combine(
         self, rows: torch.Tensor, step_tokens: int, out: torch.Tensor, *, in_workspace: bool, fp8: bool = False
     ) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, Unsuppor
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ClosedError, EpA2AError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.ops.op_sizes import OpSizes
 from ep_a2a.routing import count_ids
 
@@ -82,6 +83,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self._sent: Dispatched | None = None
         self._counts_experts = False
 
+    @outside_graphs
     def dispatch(
         self,
         input: torch.Tensor,  # noqa: A002  MORI's name
@@ -112,6 +114,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self._combine_input.dispatched = Dispatched(weights, indices.shape[0], result)
         return result
 
+    @outside_graphs
     def dispatch_send(
         self,
         input: torch.Tensor,  # noqa: A002
@@ -134,6 +137,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self._sent = Dispatched(weights, indices.shape[0], result)
         return result
 
+    @outside_graphs
     def dispatch_recv(
         self, block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False
     ) -> None:
@@ -148,6 +152,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             counts = self.local_expert_count
             counts.copy_(count_ids(sent.result.indices, self.config.first_expert, counts.shape[0]))
 
+    @outside_graphs
     def combine(
         self,
         input: torch.Tensor,  # noqa: A002
@@ -186,6 +191,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self._combine_input.dispatched = None
         return result
 
+    @outside_graphs
     def combine_send(
         self,
         input: torch.Tensor,  # noqa: A002
@@ -201,6 +207,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         self._combine_input.dispatched = None
         return result
 
+    @outside_graphs
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The second half of `combine`; must follow `combine_send`."""
         _warn_of_launch("combine_recv", block_num, warp_per_block)

@@ -1,0 +1,121 @@
+"""Calls inside a function that torch.compile compiles break its graph, and give what they give without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ep_a2a
+from ep_a2a.graph_breaks import outside_graphs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.interface import DispatchCombineOp
+    from ep_a2a.testing import RankContext
+
+    Layer = Callable[[torch.Tensor], torch.Tensor]
+
+SHAPE = {"hidden_size": 16, "num_experts": 4, "topk": 2, "max_tokens": 4}
+WEIGHTS = torch.tensor([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]])
+IDS = torch.tensor([[0, 2], [3, 2], [1, 0]], dtype=torch.int32)
+
+
+def whole_calls(op: DispatchCombineOp) -> Layer:
+    def layer(tokens: torch.Tensor) -> torch.Tensor:
+        received = op.dispatch(tokens * 2, WEIGHTS, None, IDS, max_num_tokens=3)
+        return op.combine(received.tokens * 3, None, IDS).tokens[:3] + 1
+
+    return layer
+
+
+def split_calls(op: DispatchCombineOp) -> Layer:
+    def layer(tokens: torch.Tensor) -> torch.Tensor:
+        op.dispatch_send(tokens * 2, WEIGHTS, None, IDS)
+        tokens = tokens + 1
+        received = op.dispatch_recv()
+        op.combine_send(received.tokens * 3, None, IDS)
+        return op.combine_recv().tokens[:3] + tokens
+
+    return layer
+
+
+def through_a_manager(manager: Any) -> Layer:
+    def layer(tokens: torch.Tensor) -> torch.Tensor:
+        rows, *_ = manager.dispatch(tokens * 2, WEIGHTS, IDS)
+        return manager.combine(rows * 3) + 1
+
+    return layer
+
+
+def compare(layer: Layer, rank: int, backend: str, num_graphs: int = 3) -> None:
+    """Three steps of the layer, compiled, are those without torch.compile; its own code is in graphs."""
+    import torch._dynamo
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, backend=graphs)
+    for step in range(3):
+        tokens = torch.arange(48, dtype=torch.float32).reshape(3, 16) + 100 * rank + step
+        assert torch.equal(compiled(tokens).clone(), layer(tokens))
+    # the code before, between and behind the calls; no step compiles again
+    assert graphs.frame_count == num_graphs
+
+
+def of_an_op(context: RankContext, name: str, backend: str) -> None:
+    with ep_a2a.make_op(context.group, dtype=torch.float32, **SHAPE) as op:
+        compare(globals()[name](op), context.rank, backend, {"whole_calls": 3, "split_calls": 4}[name])
+
+
+def of_a_manager(context: RankContext, backend: str) -> None:
+    with ep_a2a.create_manager(backend, context.group) as manager:
+        manager.device = torch.device("cpu")
+        handle = None
+        if backend == "ep_a2a":
+            handle = manager.get_handle(
+                {
+                    "rank": context.rank,
+                    "num_ep_ranks": context.world_size,
+                    "input_dtype": torch.float32,
+                    "quant_dtype": torch.float32,
+                    "token_hidden_size": 16,
+                    "scale_dim": 0,
+                    "scale_type_size": 0,
+                    "max_num_tokens_per_dp_rank": 4,
+                    "num_local_experts": 2,
+                    "num_experts_per_token": 2,
+                }
+            )
+        compare(through_a_manager(manager), context.rank, "eager")
+        del handle
+
+
+def whole_graph(context: RankContext) -> None:
+    with ep_a2a.make_op(context.group, dtype=torch.float32, **SHAPE) as op:
+        layer = torch.compile(whole_calls(op), backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match="ep_a2a exchanges tokens with other ranks"):
+            layer(torch.ones(3, 16))
+
+
+@pytest.mark.parametrize("name", ["whole_calls", "split_calls"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_op(ranks: Any, name: str, backend: str) -> None:
+    ranks(of_an_op, 2, name, backend)
+
+
+@pytest.mark.parametrize("backend", ["ep_a2a", "naive"])
+def test_a_manager(ranks: Any, backend: str) -> None:
+    ranks(of_a_manager, 2, backend)
+
+
+def test_a_whole_graph_is_refused(ranks: Any) -> None:
+    ranks(whole_graph, 1)
+
+
+def test_calls_are_marked_and_not_wrapped() -> None:
+    def call() -> None: ...
+
+    assert outside_graphs(call) is call
