@@ -1,0 +1,129 @@
+"""Offsets of rows are computed in 64 bits: at the largest sizes a region has more than 2^31 elements.
+
+Small runs show it, too: an offset that reaches beyond a row has been multiplied by a row's width. So every offset of 32
+bits must stay inside of a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.routing_kernels import fields_of_tokens
+from ep_a2a.ops.memory import BoundMemory
+from tests.cases.op_cases import run_case
+from tests.simulator.cases import CASES
+from tests.simulator.interpreter import Machine, builder, site
+from tests.simulator.ranks import Conditions, simulate
+
+OF_ROWS = {
+    Region.INDICES,
+    Region.TOKENS,
+    Region.SCALES,
+    Region.WEIGHTS,
+    Region.LOW_LATENCY_ROWS,
+    Region.LOW_LATENCY_SIDES,
+    Region.COMBINE_ROWS,
+    Region.COMBINE_SCALES,
+    Region.COMBINE_WEIGHTS,
+    Region.ROUTES,
+    Region.SENT_INDICES,
+    Region.RESULT,
+    Region.RESULT_WEIGHTS,
+    Region.EXPERT_ROWS,
+    Region.EXPERT_SCALES,
+    Region.EXPERT_SLOTS,
+    Region.REDUCED_ROWS,
+}
+"""Regions [rows, width] whose number of rows grows with the tokens."""
+FIRST_LINE = inspect.getsourcelines(fields_of_tokens.fn)[1]
+IN_A_TILE = {f"routing_kernels.py:{line}" for line in range(FIRST_LINE, FIRST_LINE + 30)}
+"""fields_of_tokens reads a tile of few tokens, whose start has an offset of 64 bits."""
+NARROW = "narrow"
+"""Attribute of an address: the offset of 32 bits in it, in bytes."""
+
+
+class Watch:
+    """Looks at every address that kernels compute.
+
+    Attributes:
+        too_narrow: places in the kernels' source whose offsets of 32 bits have reached beyond a row.
+        num_wide: addresses with an offset of 64 bits.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.too_narrow: set[str] = set()
+        self.num_wide = 0
+        self._rows: dict[tuple[int, int], int] = {}
+        self._add = builder.create_addptr
+        bind, launch = BoundMemory.__init__, Machine.launch
+
+        def bind_and_watch(memory: BoundMemory, *args: Any) -> None:
+            bind(memory, *args)
+            for block, tensor, _ in memory._blocks:
+                for each in block.fields:
+                    if each.region in OF_ROWS:
+                        start = tensor.data_ptr() + each.offset_bytes
+                        self._rows[start, start + each.num_bytes] = each.shape[1] * each.dtype.itemsize
+
+        def launch_and_watch(machine: Machine, rank: Any, kernel: Any, programs: int, args: Any, constants: Any) -> Any:
+            for each in args:
+                if isinstance(each, torch.Tensor) and each.dim() > 1 and each.numel():
+                    start = each.data_ptr()
+                    self._rows[start, start + each.nbytes] = each.shape[-1] * each.itemsize
+            return launch(machine, rank, kernel, programs, args, constants)
+
+        patch.setattr(BoundMemory, "__init__", bind_and_watch)
+        patch.setattr(Machine, "launch", launch_and_watch)
+        patch.setattr(builder, "create_addptr", self.add, raising=False)
+        masked_load, masked_store = Machine.masked_load, Machine.masked_store
+
+        def load_and_watch(machine: Machine, pointers: Any, mask: Any, *args: Any) -> Any:
+            self.look(pointers, mask)
+            return masked_load(machine, pointers, mask, *args)
+
+        def store_and_watch(machine: Machine, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
+            self.look(pointers, mask)
+            return masked_store(machine, pointers, value, mask, *args)
+
+        patch.setattr(Machine, "masked_load", load_and_watch)
+        patch.setattr(Machine, "masked_store", store_and_watch)
+
+    def add(self, pointer: Any, offset: Any) -> Any:
+        """create_addptr."""
+        found = self._add(pointer, offset)
+        size = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+        is_wide = offset.data.dtype.itemsize == 8
+        self.num_wide += is_wide
+        narrow = pointer.attr.get(NARROW, 0)
+        found.set_attr(NARROW, narrow if is_wide else narrow + size * offset.data.astype(np.int64))
+        if found.data.size == 1:
+            # its tile is another object, without the attribute
+            self.look(found)
+        return found
+
+    def look(self, pointers: Any, mask: Any = None) -> None:
+        """Note the place where the addresses of an access have offsets of 32 bits beyond a row."""
+        chosen = np.broadcast_to(True if mask is None else mask.data, pointers.data.shape)
+        addresses = pointers.data[chosen]
+        narrow = np.broadcast_to(np.abs(pointers.attr.get(NARROW, 0)), pointers.data.shape)[chosen]
+        for (start, end), width_bytes in self._rows.items():
+            if (narrow[(addresses >= start) & (addresses < end)] >= width_bytes).any():
+                self.too_narrow.add(site())
+
+
+@pytest.mark.parametrize("name", ["low_latency", "bulk_compact", "expert_major", "fp8_results", "fp8", "rings"])
+def test_offsets_of_rows_have_64_bits(name, monkeypatch):
+    watch = Watch(monkeypatch)
+    case = replace(CASES[name], num_steps=1)
+    assert (
+        simulate(case.world_size, run_case, case, conditions=Conditions(num_sms=4)).errors == [None] * case.world_size
+    )
+    assert watch.too_narrow <= IN_A_TILE
+    assert watch.num_wide > 0
