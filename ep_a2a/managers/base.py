@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import ClosedError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.capabilities import Capabilities
@@ -212,10 +213,10 @@ class All2AllManagerBase:
         Args:
             kwargs: vLLM's and AITER's handle kwargs (see config_from_handle_kwargs); all but rank and num_local_experts
                 are equal on all ranks.
-            index: ops whose steps overlap (micro-batches) need different indices.
+            index: 0 or more, equal on all ranks; ops whose steps overlap (micro-batches) need different indices.
 
         Raises:
-            UnknownNameError, ConfigError: a kwarg is unknown or impossible.
+            UnknownNameError, ConfigError: a kwarg is unknown, or it or the index is impossible.
             UnsupportedError: the backend cannot serve this config, on this machine or between these nodes.
             HostMemoryError: on CPU, ranks of the node do not share /dev/shm.
             ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
@@ -229,6 +230,7 @@ class All2AllManagerBase:
         try:
             kwargs = {"gpu_per_node": topology.gpu_per_node, **kwargs}
             config = config_from_handle_kwargs(kwargs, topology.internode)
+            index = checked_integer("index", index, 0)
             self._check(config, topology, index)
         except EpA2AError as error:
             # the other ranks would wait for this one

@@ -10,6 +10,7 @@ import torch
 from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, DtypeError, ShapeError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.base import All2AllManagerBase
@@ -51,6 +52,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         """Returns the op for these handle kwargs, whatever nodes the group spans. Collective when the op is new."""
         self._require_open()
         config = config_from_handle_kwargs(kwargs, topology_internode=False)
+        index = checked_integer("index", index, 0)
         self._device_in_use = True
 
         def make() -> CollectiveDispatchCombineOp:

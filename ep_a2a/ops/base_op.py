@@ -7,6 +7,8 @@ A subclass checks the arguments of a call (`_prepare_dispatch`, `_prepare_combin
 from __future__ import annotations
 
 import abc
+import sys
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
@@ -277,12 +279,21 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         """
         self._process.require("the op")
         if self._interrupted:
-            raise StateError(
-                "every call to end",
-                f"a {self._interrupted} that Ctrl-C or an exception has interrupted, so that its step is torn",
-                "op.reset() on every rank makes the op usable again.",
-            )
+            raise self._error_of_unfinished_call(self._interrupted)
         self.check()
+
+    def _error_of_unfinished_call(self, name: str) -> StateError:
+        if thread := _thread_inside(self):
+            return StateError(
+                "one thread at a time to call an op",
+                f"a {name} that thread {thread!r} is in",
+                "Give each thread an op of its own: get_handle(kwargs, index).",
+            )
+        return StateError(
+            "every call to end",
+            f"a {name} that Ctrl-C or an exception has interrupted, so that its step is torn",
+            "op.reset() on every rank makes the op usable again.",
+        )
 
     def _expect(self, next_call: str, name: str) -> OpenStep[Facts]:
         """Return the open step; raise AlternationError unless it waits for `next_call`."""
@@ -351,3 +362,18 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             raise ConfigError(
                 f"{self.config.combined_dtype} and hidden size {self.config.hidden_dim}", f"{dtype} and {hidden_dim}"
             )
+
+
+_CALLS = (BaseOp._dispatch, BaseOp._combine, BaseOp._finish)
+
+
+def _thread_inside(op: object) -> str | None:
+    """The name of another thread that is in a call of `op`; None where there is none."""
+    codes = {call.__code__ for call in _CALLS}
+    for thread in threading.enumerate():
+        frame = None if thread is threading.current_thread() else sys._current_frames().get(thread.ident or 0)
+        while frame is not None:
+            if frame.f_code in codes and frame.f_locals["self"] is op:
+                return thread.name
+            frame = frame.f_back
+    return None

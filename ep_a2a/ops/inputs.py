@@ -14,8 +14,10 @@ from ep_a2a.config import (
     EpDispatchCombineKernelType,
     Layout,
 )
+from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import (
     ClosedError,
+    ConfigError,
     ContiguityError,
     DeviceError,
     DtypeError,
@@ -66,6 +68,11 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, ind
             repr(transport),
             f"Use InterNodeV1, which {'exchanges' if by_host else 'puts'}.",
         )
+    if index is not None:
+        try:
+            checked_integer("index", index, 0)
+        except ConfigError as error:
+            return error
     if arena is None:
         return None
     if arena.closed:
@@ -86,10 +93,10 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, ind
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Check the type, dtype, device and contiguity of an argument.
+    """Check the type, dtype, device and contiguity of an argument, and that its memory holds its values.
 
     Raises:
-        DtypeError, DeviceError, ContiguityError: the tensor does not fit.
+        DtypeError, DeviceError, ContiguityError, InputError: the tensor does not fit.
     """
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(f"{name} to be a tensor", type(tensor).__name__)
@@ -99,16 +106,20 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         raise DeviceError(f"{name} on {device}", str(tensor.device), f"Pass {name}.to({str(device)!r}).")
     if not tensor.is_contiguous():
         raise ContiguityError(f"{name} to be contiguous", f"shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+    if tensor.is_neg():
+        raise InputError(
+            f"{name} to hold its values", "a view that torch negates lazily", f"Pass {name}.resolve_neg()."
+        )
 
 
 def signature(*tensors: object) -> Hashable:
-    """A key of dtypes, devices, shapes and contiguity. An object that is no tensor makes the key equal to no other."""
+    """A key of dtypes, devices, shapes and memory layout. An object that is no tensor makes it equal to no other."""
     found: list[Hashable] = []
     for tensor in tensors:
         if tensor is None:
             found.append(None)
         elif isinstance(tensor, torch.Tensor):
-            found += (tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous())
+            found += (tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous() and not tensor.is_neg())
         else:
             found.append(object())
     return tuple(found)

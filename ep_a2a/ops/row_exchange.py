@@ -76,7 +76,7 @@ class RowExchange(abc.ABC):
 def row_bytes(rows: torch.Tensor) -> torch.Tensor:
     """`rows` `[n, ...]` as uint8 `[n, bytes of a row]`: collectives then need not know the dtype (fp8 has none)."""
     flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
-    return flat.view(torch.uint8)
+    return flat.resolve_neg().view(torch.uint8)
 
 
 def rows_from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from ep_a2a.errors import (
     StateError,
 )
 from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.inputs import travelling_scales
 from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.replay import CapturedStep
@@ -132,6 +135,79 @@ def test_an_interrupted_call_leaves_a_torn_step(manager, monkeypatch, name):
     op.reset()
     calls["dispatch"]()
     calls["combine"]()
+
+
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_a_second_thread_in_a_call_is_named(manager, monkeypatch, name):
+    op = manager.get_handle(KWARGS)
+    calls = {
+        "dispatch": lambda: op.dispatch(TOKENS, WEIGHTS, None, IDS),
+        "combine": lambda: op.combine(ROWS, None, IDS),
+    }
+    if name == "combine":
+        calls["dispatch"]()
+    is_inside, goes_on = threading.Event(), threading.Event()
+    run = getattr(op.engine, name)
+
+    def wait_inside(*args: Any) -> None:
+        is_inside.set()
+        goes_on.wait()
+        run(*args)
+
+    monkeypatch.setattr(op.engine, name, wait_inside)
+    first = threading.Thread(target=calls[name], name="the first")
+    first.start()
+    is_inside.wait()
+    try:
+        for call in calls.values():
+            with pytest.raises(StateError, match=f"a {name} that thread 'the first' is in"):
+                call()
+    finally:
+        goes_on.set()
+        first.join()
+    calls["combine" if name == "dispatch" else "dispatch"]()
+    assert op.has_open_step == (name == "combine")
+
+
+def test_lazily_negated_tensors_are_refused(manager):
+    """Kernels read memory, where the values are not negated yet. The good calls before fill the caches of checks."""
+    op = manager.get_handle(KWARGS)
+    rows = op.dispatch(TOKENS, WEIGHTS, None, IDS)[0]
+    op.combine(rows, None, None)
+    arguments = {"input": TOKENS, "weights": WEIGHTS, "scales": None, "indices": IDS}
+    for name in ("input", "weights", "indices"):
+        negated = torch._neg_view(-arguments[name])
+        with pytest.raises(InputError, match=f"Pass {name}.resolve_neg"):
+            op.dispatch(**(arguments | {name: negated}))
+        assert torch.equal(negated.resolve_neg(), arguments[name])
+    rows, weights, *_ = op.dispatch(TOKENS, WEIGHTS, None, IDS)
+    arguments = {"input": rows, "weights": weights, "indices": IDS, "out": TOKENS.clone(), "bias_0": TOKENS}
+    for name, tensor in arguments.items():
+        with pytest.raises(InputError, match=f"Pass {name}.resolve_neg"):
+            op.combine(**(arguments | {name: torch._neg_view(tensor)}))
+    op.combine(**arguments)
+
+
+def test_collectives_send_the_values_of_lazily_negated_tensors(manager):
+    naive = create_manager("naive", dist.group.WORLD)
+    naive.device = "cpu"
+    hidden, _ = naive.dispatch(torch._neg_view(TOKENS), torch.ones(3, 4))[:2]
+    assert torch.equal(hidden, -TOKENS)
+    naive.destroy()
+
+
+@pytest.mark.parametrize("index", [-1, "0", 1.5, True, None, [], torch.tensor(1.0)])
+def test_an_index_that_is_no_number_of_an_op_is_refused(manager, index):
+    with pytest.raises(ConfigError, match="index to be an integer >= 0"):
+        manager.get_handle(KWARGS, index)
+    naive = create_manager("naive", dist.group.WORLD)
+    with pytest.raises(ConfigError, match="index to be an integer >= 0"):
+        naive.get_handle(KWARGS, index)
+    naive.destroy()
+    if index is not None:
+        with pytest.raises(ConfigError, match="index to be an integer >= 0"):
+            EpDispatchCombineOp(manager.get_handle(KWARGS).config, arena=manager.arena, index=index)
+    assert manager.get_handle(KWARGS, np.int64(1)) is manager.get_handle(KWARGS, 1)
 
 
 def test_a_forked_child_is_refused(manager, monkeypatch):
