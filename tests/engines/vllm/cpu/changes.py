@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,15 @@ class Changes:
     """Ranks are those of the expert-parallel group.
 
     Attributes:
-        rank: that is late or stops.
-        late_secs: that it sleeps in its first dispatch.
-        stop_after: dispatches after which it stops, as by SIGSTOP; 0 = never.
-        stop_file: that makes it stop in its next dispatch, or before its next replay of a CUDA graph, once it is there;
-            which of them it was is written into it. "" = none.
+        rank: that stops.
+        stop_file: that makes it stop, as by SIGSTOP, in its next dispatch, or before its next replay of a CUDA graph,
+            once it is there; which of them it was is written into it. "" = none.
         ranks_per_node: of virtual nodes; 0 = none.
-        routed: folder for a file RANK.routed of each rank, with a line of JSON for each dispatch: the ids that it is
-            given. A line null marks the end of warm-up. "" = none.
+        routed: folder for a file RANK.routed of each rank, with a line of JSON for each dispatch: the `ids` that it is
+            given, and the bound of its waits, `timeout_secs`. A line null marks the end of warm-up. "" = none.
     """
 
     rank: int = 1
-    late_secs: float = 0
-    stop_after: int = 0
     stop_file: str = ""
     ranks_per_node: int = 0
     routed: str = ""
@@ -56,8 +51,6 @@ class Changes:
 
     def make(self) -> None:
         """In this process, before its model is built."""
-        if self.late_secs or self.stop_after:
-            disturb(self.rank, self.late_secs, self.stop_after)
         if self.stop_file:
             stop_when_told(self.rank, Path(self.stop_file))
         if self.ranks_per_node:
@@ -78,7 +71,7 @@ def record_routing(folder: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
     def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> None:
-        write(self.config.rank, ids.tolist())
+        write(self.config.rank, {"ids": ids.tolist(), "timeout_secs": self.timeouts.step_secs})
         send(self, tokens, weights, scales, ids, **options)
 
     def recorded_end(self: Any, timeout_secs: float) -> None:
@@ -87,25 +80,6 @@ def record_routing(folder: Path) -> None:
 
     EpDispatchCombineOp.dispatch_send = recorded  # type: ignore[method-assign]
     VllmAll2AllManager.end_warm_up = recorded_end  # type: ignore[method-assign]
-
-
-def disturb(rank: int, late_secs: float, stop_after: int) -> None:
-    """See `Changes`."""
-    from ep_a2a.ops.op import EpDispatchCombineOp
-
-    dispatch, calls = EpDispatchCombineOp.dispatch, 0
-
-    def disturbed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        if self.config.rank == rank:
-            calls += 1
-            if calls == 1:
-                time.sleep(late_secs)
-            if calls == stop_after:
-                os.kill(os.getpid(), signal.SIGSTOP)
-        return dispatch(self, *args, **kwargs)
-
-    EpDispatchCombineOp.dispatch = disturbed  # type: ignore[method-assign]
 
 
 def stop_when_told(rank: int, file: Path) -> None:
@@ -123,8 +97,13 @@ def stop_when_told(rank: int, file: Path) -> None:
 
         return stopped
 
-    EpDispatchCombineOp.dispatch = stop_first(EpDispatchCombineOp.dispatch, "dispatch")  # type: ignore[method-assign]
-    CUDAGraph.replay = stop_first(CUDAGraph.replay, "replay")  # type: ignore[method-assign]
+    # layers that are counted call the half
+    for owner, method, name in (
+        (EpDispatchCombineOp, "dispatch", "dispatch"),
+        (EpDispatchCombineOp, "dispatch_send", "dispatch"),
+        (CUDAGraph, "replay", "replay"),
+    ):
+        setattr(owner, method, stop_first(getattr(owner, method), name))
 
 
 def _expert_parallel_rank() -> int:

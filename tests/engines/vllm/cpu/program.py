@@ -1,10 +1,11 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
-    python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--late SECS]
-        [--stop CALLS] [--counters] [--tensor-parallel WORKERS] [--ranks-per-node RANKS] [--tokens NUMBER]
+    python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--stop] [--counters]
+        [--tensor-parallel WORKERS] [--ranks-per-node RANKS] [--tokens NUMBER]
 
 VLLM_DP_* say which rank this is. MODEL is a folder from models.save_model. With --counters the result has those
-of the engine under "counters", and beside it lies what the layers were given (`Changes.routed`).
+of the engine under "counters", and beside it lies what the layers were given (`Changes.routed`). With --stop the
+engine generates again, and the last rank stops in that; what comes out then, if anything, is in RESULT.json.again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NUM_TOKENS = 12
 MAX_BATCHED_TOKENS = 128
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("result", type=Path)
@@ -30,33 +31,40 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of this rank, processes of their own")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="that a prompt goes on with, at most")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
-    parser.add_argument("--late", type=float, default=0, help="seconds that the last rank sleeps in its first forward")
-    parser.add_argument("--stop", type=int, default=0, help="dispatches after which the last rank stops")
+    parser.add_argument("--stop", action="store_true", help="the last rank stops when all have generated once")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
     parser.add_argument("--counters", action="store_true", help="read the layers' counters by collective_rpc")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
+    stop_file = options.result.with_name("stop")
     Changes(
         rank=size * options.tensor_parallel - 1,
-        late_secs=options.late,
-        stop_after=options.stop,
+        stop_file=str(stop_file) if options.stop else "",
         ranks_per_node=options.ranks_per_node,
         routed=str(options.result.parent) if options.counters else "",
     ).send()
-    outputs, counters = generate(options, PROMPTS[rank::size], rank)
-    result = dict(zip(map(str, range(rank, len(PROMPTS), size)), outputs))
-    options.result.write_text(json.dumps(result | ({} if counters is None else {"counters": counters})))
+    llm = make_engine(options)
+
+    def results() -> dict[str, Any]:
+        return dict(zip(map(str, range(rank, len(PROMPTS), size)), generate(llm, PROMPTS[rank::size], rank, options)))
+
+    found = results()
+    if options.counters:
+        found["counters"] = llm.collective_rpc("ep_a2a_counters")
+    options.result.write_text(json.dumps(found))
+    if options.stop:
+        stop_file.touch()
+        options.result.with_suffix(".json.again").write_text(json.dumps(results()))
 
 
-def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -> tuple[list[dict[str, Any]], Any]:
-    """Completions, and what each worker of this rank's engine has counted."""
-    from vllm import LLM, SamplingParams
+def make_engine(options: argparse.Namespace) -> Any:
+    from vllm import LLM
     from vllm.config import SchedulerConfig
 
     # on CPU vLLM raises the limit of some models to this, and warms up with that many tokens
     SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = MAX_BATCHED_TOKENS
     parallel = {"enable_expert_parallel": True, "all2all_backend": "ep_a2a"} if options.expert_parallel else {}
-    llm = LLM(
+    return LLM(
         str(options.model),
         skip_tokenizer_init=True,
         dtype="float32",
@@ -73,13 +81,17 @@ def generate(options: argparse.Namespace, prompts: list[list[int]], rank: int) -
         worker_extension_cls=EXTENSION,
         **parallel,
     )
+
+
+def generate(llm: Any, prompts: list[list[int]], rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
     # not as many steps on all ranks, so that some run steps without tokens at the end
     params = SamplingParams(
         temperature=0, max_tokens=options.tokens - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False
     )
     completions = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    counters = llm.collective_rpc("ep_a2a_counters") if options.counters else None
-    return [_as_numbers(each.outputs[0]) for each in completions], counters
+    return [_as_numbers(each.outputs[0]) for each in completions]
 
 
 def _as_numbers(completion: Any) -> dict[str, Any]:

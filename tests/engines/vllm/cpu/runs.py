@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
 from tests.engines.vllm.cpu.program import NUM_TOKENS, PROMPTS
-from tests.engines.vllm.processes import cpu_environment, end_group, free_port, rank_variables
+from tests.engines.vllm.processes import cpu_environment, free_port, rank_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,66 +23,75 @@ WAIT_SECS = 20
 
 @dataclass
 class Run:
-    """Processes of data-parallel ranks: exit codes, results by prompt, logs, and counters of each rank's workers."""
+    """Processes of data-parallel ranks: exit codes, results by prompt, logs, and counters of each rank's workers.
 
+    folder: where each rank has left its files.
+    """
+
+    folder: Path
     exit_codes: list[int | None]
     results: dict[int, dict[str, Any]]
     logs: list[str]
     counters: dict[int, Any]
 
-    def require_success(self) -> None:
-        tails = [f"--- rank {rank} ---\n{log[-3000:]}" for rank, log in enumerate(self.logs)]
-        assert set(self.exit_codes) == {0}, "\n".join(tails)
+    def tails(self) -> str:
+        return "\n".join(f"--- rank {rank} ---\n{log[-3000:]}" for rank, log in enumerate(self.logs))
 
 
-def run_engine(folder: Path, model: Path, num_ranks: int, *options: str, finishes: int = -1, **variables: str) -> Run:
-    """Runs one engine process per rank until all end, or rank `finishes` does; the others are killed then.
+class Starter:
+    """A process that starts those of ranks: see tests.engines.vllm.cpu.starter."""
 
-    `variables` are added to the environment.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(num_ranks):
-            ranks.append(_start(folder, model, rank, num_ranks, port, options, variables))
-            stack.callback(end_group, ranks[-1])
-        deadline = time.monotonic() + RUN_TIMEOUT_SECS
-        waited_for = ranks if finishes < 0 else [ranks[finishes]]
-        for process in waited_for:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
-    results: dict[int, dict[str, Any]] = {}
-    counters: dict[int, Any] = {}
-    for path in folder.glob("*.json"):
-        found = json.loads(path.read_text())
-        counters[int(path.stem)] = found.pop("counters", None)
-        results |= {int(number): result for number, result in found.items()}
-    logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
-    return Run([process.returncode for process in ranks], results, logs, counters)
-
-
-def _start(
-    folder: Path, model: Path, rank: int, num_ranks: int, port: int, options: tuple[str, ...], more: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    variables = cpu_environment(folder, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if num_ranks > 1:
-        variables |= rank_variables(rank, num_ranks, port)
-        options = ("--expert-parallel", *options)
-    command = [PYTHON_WITH_DEPENDENCIES, "-m", "tests.engines.vllm.cpu.program", model, folder / f"{rank}.json"]
-    with (folder / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [*map(str, command), *options],
-            cwd=ROOT,
-            env=variables | more,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+    def __init__(self, folder: Path) -> None:
+        self._cache = folder
+        command = [str(PYTHON_WITH_DEPENDENCIES), "-m", "tests.engines.vllm.cpu.starter"]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=self._environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
+    def close(self) -> None:
+        """Ends it, with all that it has started."""
+        self._process.communicate()
 
-def check_equal(got: dict[int, Any], expected: dict[int, Any], num_tokens: int = NUM_TOKENS) -> None:
-    assert sorted(got) == list(range(len(PROMPTS)))
+    def run(self, folder: Path, model: Path, num_ranks: int, *options: str, **variables: str) -> Run:
+        """Runs one engine process per rank until all end; with the option --stop, until rank 0 does.
+
+        `variables` are added to the environment.
+        """
+        port = free_port()
+        ranks = []
+        for rank in range(num_ranks):
+            environment, arguments = self._environment(), [str(model), str(folder / f"{rank}.json"), *options]
+            if num_ranks > 1:
+                environment |= rank_variables(rank, num_ranks, port)
+                arguments.append("--expert-parallel")
+            log = str(folder / f"{rank}.log")
+            ranks.append({"arguments": arguments, "variables": environment | variables, "log": log})
+        finishes = [0] if "--stop" in options else list(range(num_ranks))
+        exit_codes = self._ask({"ranks": ranks, "finishes": finishes, "timeout_secs": RUN_TIMEOUT_SECS})
+        results: dict[int, dict[str, Any]] = {}
+        counters: dict[int, Any] = {}
+        for path in folder.glob("*.json"):
+            found = json.loads(path.read_text())
+            counters[int(path.stem)] = found.pop("counters", None)
+            results |= {int(number): result for number, result in found.items()}
+        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
+        return Run(folder, exit_codes, results, logs, counters)
+
+    def _environment(self) -> dict[str, str]:
+        return cpu_environment(self._cache, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+    def _ask(self, run: dict[str, Any]) -> list[int | None]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(run) + "\n")
+        self._process.stdin.flush()
+        codes: list[int | None] = json.loads(self._process.stdout.readline())
+        return codes
+
+
+def check_equal(run: Run, expected: dict[int, Any], num_tokens: int = NUM_TOKENS) -> None:
+    got = run.results
+    assert sorted(got) == list(range(len(PROMPTS))), run.tails()
     for number, completion in got.items():
         length = len(completion["tokens"])
         assert length >= num_tokens - 2
