@@ -1,6 +1,6 @@
 # make demo   real text through an expert-parallel MoE layer on four processes
 # make test   the quick tests, a few minutes: tests/tiers.py says which
-# make test-all   all tests that this machine can run, under an hour on two cores; make test-rest those that `make test` leaves
+# make test-all   all tests that this machine can run; make test-rest those that `make test` leaves
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
 # make mutants   tests must notice each fault of tools/mutants.toml, put into a copy of this checkout
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
@@ -35,7 +35,7 @@ test-rest: $(VENV)/.test-installed
 	$(PYTEST) -m full $(ARGS)
 
 test-vllm: $(VENV)/.test-installed vllm
-	$(BIN)/python -m pytest tests/integration -k vllm $(ARGS)
+	$(PYTEST) tests/integration -k vllm $(ARGS)
 
 vllm: $(VLLM_VENV)/.installed
 
