@@ -87,6 +87,9 @@ def interrupt_a_call(context: RankContext, case: Case, call: str) -> None:
         op = make_op(context, case, arena, timeout_secs=ENOUGH_SECS)
         run_step(case, op, 0, context.device)
         if context.rank:
+            # nothing comes of rank 0's interrupted call
+            if call == "dispatch":
+                op.set_timeout(BRIEF_TIMEOUT_SECS)
             step = Step.dispatch(case, op, 1, context.device)
             op.set_timeout(BRIEF_TIMEOUT_SECS)
             with contextlib.suppress(RankTimeoutError):
