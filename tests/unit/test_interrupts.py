@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -37,9 +36,15 @@ def handler() -> Iterator[Callable[..., object]]:
 
 
 def interrupt() -> None:
+    """Returns once the interpreter has taken note; it calls the handler before its next instructions."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing)
     os.kill(os.getpid(), signal.SIGINT)
-    # The interpreter calls the handler between two of its instructions.
-    time.sleep(0.05)
+    os.read(reading, 1)
+    signal.set_wakeup_fd(before)
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.usefixtures("other_thread")
@@ -75,7 +80,7 @@ def test_nothing_comes_where_nothing_came(handler: Callable[..., object]) -> Non
 def test_an_ignored_interrupt_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupts_held():
-        interrupt()
+        os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 

@@ -73,15 +73,15 @@ def test_a_daemon_starts_for_this_user_alone_and_ends_when_asked(log: Path, monk
 
 
 OWNER = """
-import os, sys, time
+import os, signal
 from ep_a2a.testing.mps import MpsDaemon
 daemon = MpsDaemon()
 print(daemon.folder, flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 
-FORKED_OWNER = OWNER.replace("time.sleep(60)", "os.fork()\ntime.sleep(60)")
+FORKED_OWNER = OWNER.replace("signal.pause()", "os.fork()\nsignal.pause()")
 
 
 @pytest.mark.parametrize("program", [OWNER, FORKED_OWNER], ids=["alone", "with a forked child"])
