@@ -48,8 +48,8 @@ def site() -> str:
 class Grid:
     """A launch: its programs, and the launch before it on the rank's stream."""
 
-    def __init__(self, rank: RankStream, num_programs: int, previous: Grid | None) -> None:
-        self.rank, self.num_programs, self.previous = rank, num_programs, previous
+    def __init__(self, rank: RankStream, num_programs: int, num_threads: int, previous: Grid | None) -> None:
+        self.rank, self.num_programs, self.num_threads, self.previous = rank, num_programs, num_threads, previous
         self.programs: list[Program] = []
         self.has_ended = False
 
@@ -60,6 +60,8 @@ class Grid:
             for program in self.programs:
                 program.author.barrier()
                 self.rank.view.join(program.author.view)
+                self.rank.performed.join(program.author.view)
+                self.rank.performed.join(program.author.posted)
             self.has_ended = True
 
     @property
@@ -72,7 +74,7 @@ class RankStream:
     """What a rank has launched."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.view = number, View()
+        self.number, self.view, self.performed = number, View(), View()
         self.last: Grid | None = None
 
 
@@ -112,21 +114,30 @@ class Machine:
         found: Program = greenlet.getcurrent().program
         return found
 
-    def launch(self, rank: RankStream, kernel: PortableFunction, num_programs: int, args: Any, constants: Any) -> Grid:
+    def launch(
+        self,
+        rank: RankStream,
+        kernel: PortableFunction,
+        num_programs: int,
+        args: Any,
+        constants: Any,
+        num_threads: int = 128,
+    ) -> Grid:
         """Start the programs of a launch behind the rank's last one, or beside it where it is dependent."""
         depends = bool(getattr(constants.get("FORM"), "DEPENDENT_LAUNCH", False))
         previous = rank.last
         if previous is not None:
             self.scheduler.wait(lambda: previous.lets_next_start if depends else previous.has_ended)
         self.pool.absorb()
-        grid = rank.last = Grid(rank, num_programs, previous)
+        grid = rank.last = Grid(rank, num_programs, num_threads, previous)
         named = inspect.getcallargs(kernel.python, *args, **constants)
         constexprs = interpreter.GridExecutor(kernel.python, kernel.arg_names, (1,)).constexprs
         values = {name: v if name in constexprs else interpreter._implicit_cvt(v) for name, v in named.items()}
         for index in range(num_programs):
             self._num_authors += 1
-            program = Program(grid, index, Author(self._num_authors, rank.number, rank.view.copy()))
-            program.author.branched_at = self.pool.moment
+            author = Author(self._num_authors, rank.number, rank.view.copy(), performed=rank.performed.copy())
+            program = Program(grid, index, author)
+            program.author.polled_at = self.pool.moment
             grid.programs.append(program)
             self._start(kernel, program, values)
         return grid
@@ -168,7 +179,7 @@ class Machine:
         if is_volatile:
             self._yield_in_loop(ptrs.data[chosen])
         self._note("volatile load" if is_strong else "load", ptrs.data[chosen])
-        raw = self.pool.load(self.program.author, ptrs.data[chosen], dtype.itemsize, is_strong=is_strong)
+        raw = self.pool.load(self.program.author, ptrs.data[chosen], dtype.itemsize, site(), is_strong=is_strong)
         if is_volatile:
             self.program.looked(self.pool.places(ptrs.data[chosen], dtype.itemsize), raw)
         result[chosen] = np.ascontiguousarray(raw).view(dtype)[:, 0]
@@ -210,7 +221,6 @@ class Machine:
         """The result of an atomic. That of a scalar goes to all threads through shared memory, behind a barrier."""
         if result.data.size == 1:
             self.program.author.barrier()
-            self._branch(None)
         return result
 
     def _atomic(self, name: str, args: tuple[Any, ...], ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:
@@ -242,12 +252,13 @@ class Machine:
 
         return self.pool.gpu_atomic(author, chosen, size, elsewhere, site(), **order)
 
-    def _branch(self, value: Any) -> Any:
-        """A value that decides how a program goes on. The loads before have been performed, and none of those after."""
+    def _reduce(self, tile: Any, axis: Any, combine: Any, **options: Any) -> Any:
+        """reduce. Over as many lanes as there are threads it is a barrier for the loads before it."""
         program = getattr(greenlet.getcurrent(), "program", None)
-        if program is not None:
-            program.author.branched_at = self.pool.moment
-        return value
+        lanes = (tile[0] if isinstance(tile, tuple) else tile).handle.data.size
+        if program is not None and lanes >= program.grid.num_threads:
+            program.author.turn += 1
+        return self.plain["reduce"](tile, axis, combine, **options)
 
     def _yield_in_loop(self, addresses: np.ndarray) -> None:
         """Let others go on where a program looks at the same words again, with nothing else in between."""
@@ -259,6 +270,7 @@ class Machine:
     def _poll(self) -> None:
         """A program has looked in vain: it looks again when what its volatile loads have returned has changed."""
         looks, self.program.looks = self.program.looks, []
+        self.program.author.polled_at = self.pool.moment
         num_gpu_atomics = self._num_gpu_atomics
 
         def sees_change() -> bool:
@@ -276,7 +288,6 @@ class Machine:
         self.scheduler.point()
         if not self._is_weak_here("barrier"):
             self.program.author.barrier()
-            self._branch(None)
 
     # --- what stands in for functions of primitives ---
 
@@ -296,11 +307,13 @@ class Machine:
         previous = grid.previous
         self.scheduler.wait(lambda: previous.has_ended)
         self.program.author.view.join(grid.rank.view)
-        self._branch(None)
+        self.program.author.performed.join(grid.rank.performed)
+        self.program.author.polled_at = self.pool.moment
 
     def allow_next_launch(self) -> None:
-        """A program lets the next launch start."""
+        """A program lets the next launch start, and goes on when nobody else can."""
         self.program.allows_next = True
+        self.scheduler.poll(lambda: False)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -320,9 +333,8 @@ class Machine:
         }
         self.plain = {name: getattr(type(builder), name) for name in operations}
         patches = interpreter._patch_lang(primitives.pause.fn)
-        tl.tensor.__index__ = lambda tensor: self._branch(int(tensor.handle.data.item()))
-        truth = tl.tensor.__bool__
-        tl.tensor.__bool__ = lambda tensor: self._branch(truth(tensor))
+        tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
+        self.plain["reduce"], tl.reduce = tl.reduce, self._reduce
         kept = {name: getattr(primitives, name).python for name in twins}
         try:
             for name, operation in operations.items():

@@ -7,8 +7,10 @@ barriers lead from there to here, or a launch has ended in between.
 - A store is pending first. It lands when its launch ends, or when a release of system scope that covers it is made.
   A store past all caches (`.wt`) also lands by itself, in any order and at any time.
 - A plain load may return any value that is not older than the newest one it knows of.
-- A volatile load sees what has landed. Loads between two branches of a program are under way together, so one of them
-  may have been performed at any time since the branch. An atomic sees what has landed now, and lands at once.
+- A volatile load may return any value that had not been replaced when its program last paused after a look in vain,
+  or began. It returns nothing older than a volatile load of the same place did before, or than what it knows of.
+- An atomic sees what has landed now, and lands at once.
+- A store fails the run if a load of what it overwrites may come after it (reads.py).
 - A release covers the phases of its program before its own, since each element is stored by a thread of its own.
 - An acquire counts for the program from its next barrier on.
 - An atomic, a release or an acquire of gpu scope means nothing to other ranks before its launch ends.
@@ -20,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from tests.simulator.reads import Reads
 
 if TYPE_CHECKING:
     import random
@@ -94,7 +98,11 @@ class Author:
         number: unique among all programs of a run, > 0. rank: whose program it is.
         phase: barriers that it has passed. view: the phases that it knows.
         acquired: what it will know behind its next barrier.
-        branched_at: the pool's moment when it last took a branch, for which it waits for the loads before.
+        polled_at: the pool's moment when it last paused after a look in vain, or began.
+        seen: by place, the moment at which what a volatile load has returned last had landed.
+        performed: phases whose loads have been performed, as launches before its own have learnt from flags.
+        posted: the same that this program has learnt, for later launches.
+        turn: barriers, and reductions over all its threads, that it has passed.
     """
 
     number: int
@@ -102,11 +110,16 @@ class Author:
     view: View
     phase: int = 0
     acquired: View | None = None
-    branched_at: int = 0
+    polled_at: int = 0
+    seen: dict[int, int] = field(default_factory=dict)
+    performed: View = field(default_factory=View)
+    posted: View = field(default_factory=View)
+    turn: int = 0
 
     def barrier(self) -> None:
         """Pass a barrier."""
         self.phase += 1
+        self.turn += 1
         self.view.learn(self.number, self.phase)
         if self.acquired is not None:
             self.view.join(self.acquired)
@@ -155,6 +168,8 @@ class Pool:
         self._mirror = self.landed.copy()
         self._reset_records()
         self._released: dict[int, Released] = {}
+        self._posted: dict[int, View] = {}
+        self.reads = Reads(num_bytes)
 
     def _reset_records(self) -> None:
         self._num_records = self.moment = 1
@@ -185,6 +200,7 @@ class Pool:
             self.num_changes += 1
             self._settled[changed] = self._mirror[changed] = self.landed[changed]
             self._last[changed] = 0
+            self.reads.forget(changed)
 
     # --- what programs do ---
 
@@ -192,19 +208,27 @@ class Pool:
         """Byte offsets [elements, size] of elements at addresses."""
         return (addresses.astype(np.int64) - self.address)[:, None] + np.arange(size)
 
-    def load(self, author: Author, addresses: np.ndarray, size: int, *, is_strong: bool) -> np.ndarray:
+    def load(self, author: Author, addresses: np.ndarray, size: int, site: str, *, is_strong: bool) -> np.ndarray:
         """Bytes [elements, size] of a load."""
         places = self.places(addresses, size)
-        values = self._at_some_time(places, author.branched_at) if is_strong else self._maybe_old(author, places)
+        self.reads.add(author, places, site, is_volatile=is_strong)
+        values = self._at_some_time(author, places) if is_strong else self._maybe_old(author, places)
         self._add_pending(author, places, values)
         return values
 
-    def _at_some_time(self, places: np.ndarray, since: int) -> np.ndarray:
-        """What had landed at a moment between `since` and now."""
-        moment = since if self.draws.random() < self.staleness else self.draws.randint(since, self.moment)
-        records = self._last[places]
-        while (later := self._moment[records] >= moment).any():
+    def _at_some_time(self, author: Author, places: np.ndarray) -> np.ndarray:
+        """What a volatile load sees: nothing older than its program has seen, or had to see, by now."""
+        since = author.polled_at
+        moment = since if self.draws.random() < self.staleness else self.moment
+        records, firsts = self._last[places], places[:, 0].tolist()
+        seen = np.array([author.seen.get(place, 0) for place in firsts], np.int32)[:, None]
+        while True:
+            later = (self._moment[records] >= moment) & (self._moment[records] > seen)
+            later &= self._phase[records] >= author.view.of(self._program[records])
+            if not later.any():
+                break
             records = np.where(later, self._before[records], records)
+        author.seen.update(zip(firsts, self._moment[records[:, 0]].tolist()))
         return np.where(records == 0, self._settled[places], self._value[records])
 
     def _add_pending(self, author: Author, places: np.ndarray, values: np.ndarray) -> None:
@@ -253,9 +277,9 @@ class Pool:
         """A store of elements: pending from now on. Of equal addresses the last one counts."""
         size = values.dtype.itemsize
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(len(addresses), size)
-        self.pending.append(
-            Pending(self.places(addresses, size), raw, author.rank, author.number, author.phase, site, passes_caches)
-        )
+        places = self.places(addresses, size)
+        self.reads.check_store(author, places, site)
+        self.pending.append(Pending(places, raw, author.rank, author.number, author.phase, site, passes_caches))
 
     def system_atomic(
         self,
@@ -320,6 +344,10 @@ class Pool:
 
     def _synchronize(self, author: Author, places: list[int], *, acquires: bool, releases: bool, system: bool) -> None:
         for place in places:
+            if system:
+                posted = self._posted.setdefault(place, View())
+                author.posted.join(posted)
+                posted.join(author.performed)
             before = self._released.get(place)
             if acquires and before is not None and (before.rank == author.rank or (before.is_system and system)):
                 author.acquired = author.acquired or View()

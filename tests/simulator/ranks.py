@@ -183,12 +183,13 @@ class Simulation:
 
         def exchange(rendezvous: Rendezvous, label: str, message: Any) -> list[Any]:
             # whoever has met knows what the others have done before
-            view = self.streams[rendezvous.rank].view
+            stream = self.streams[rendezvous.rank]
             came = self._meetings.setdefault(rendezvous.last_meeting, [])
-            came.append(view.copy())
+            came.append(stream.view.copy())
             answers = plain_exchange(rendezvous, label, message)
             for each in came:
-                view.join(each)
+                stream.view.join(each)
+                stream.performed.join(each)
             return answers
 
         def choose_launch(*args: Any) -> Any:
@@ -249,7 +250,9 @@ class Simulation:
     def _launch(self, kernel: CompiledKernel, num_programs: int, values: tuple[Any, ...], _: torch.device) -> None:
         assert self.scheduler.current is not None
         stream = self.streams[self.scheduler.current.rank]
-        grid = self.machine.launch(stream, kernel.kernel, num_programs, values, plain(kernel.constants))
+        grid = self.machine.launch(
+            stream, kernel.kernel, num_programs, values, plain(kernel.constants), 32 * kernel.num_warps
+        )
         self.scheduler.wait(lambda: grid.lets_next_start if self.conditions.asynchronous else grid.has_ended)
 
     def _repeat(self, held: Any, stopping: Any, name: str, secs: float, work: Callable[[Any], bool]) -> None:

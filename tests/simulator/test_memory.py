@@ -12,6 +12,7 @@ import triton.language as tl
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import after_previous_launch, allow_next_launch, pause
 from tests.simulator.ranks import Conditions, Context, simulate
+from tests.simulator.reads import Overtaken
 from tests.simulator.scheduler import Stuck
 
 LATE = Conditions()
@@ -175,4 +176,89 @@ def test_a_dependent_launch_sees_the_one_before_if_it_waits(waits):
         context.synchronize()
         return torch.from_numpy(pool.landed[SEEN : SEEN + 16].copy()).view(torch.int32).tolist()
 
-    assert simulate(1, two_launches, conditions=LATE).results == [[8] * 4 if waits else [1] * 4]
+    if waits:
+        assert simulate(1, two_launches, conditions=LATE).results == [[8] * 4]
+    else:
+        # it has loaded what the launch before it is about to store
+        with pytest.raises(Overtaken):
+            simulate(1, two_launches, conditions=LATE)
+
+
+@portable
+def read_kernel(memory, SEM: tl.constexpr):
+    """Loads the message, and raises a flag."""
+    data = memory.to(tl.pointer_type(tl.int32)) + tl.arange(0, 4)
+    tl.store(data + 32, tl.load(data))
+    tl.debug_barrier()
+    tl.atomic_xchg((memory + 64).to(tl.pointer_type(tl.int32)), 1, sem=SEM, scope="sys")
+
+
+@portable
+def await_kernel(memory, SEM: tl.constexpr, STORES_AT: tl.constexpr):
+    """Waits for the flag, and stores a message at that byte unless it is below 0."""
+    while tl.atomic_add((memory + 64).to(tl.pointer_type(tl.int32)), 0, sem=SEM, scope="sys") == 0:
+        pause(0)
+    if STORES_AT >= 0:
+        tl.store((memory + STORES_AT).to(tl.pointer_type(tl.int32)) + tl.arange(0, 4), 7)
+
+
+@portable
+def replace_kernel(memory, BARRIER: tl.constexpr):
+    """Stores over a message that it has loaded."""
+    data = memory.to(tl.pointer_type(tl.int32)) + tl.arange(0, 4)
+    found = tl.load(data)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(data, found + 1)
+
+
+@pytest.mark.parametrize(
+    ("release", "acquire"), [("release", "acquire"), ("relaxed", "acquire"), ("release", "relaxed")]
+)
+def test_a_store_may_overtake_a_load_unless_it_is_ordered(release, acquire):
+    def overwrite(context: Context) -> None:
+        address = context.machine.pool.address
+        if context.rank == 0:
+            context.launch(read_kernel, 1, address, SEM=release)
+        else:
+            context.launch(await_kernel, 1, address, SEM=acquire, STORES_AT=0)
+        context.synchronize()
+
+    if (release, acquire) == ("release", "acquire"):
+        simulate(2, overwrite, conditions=LATE)
+    else:
+        with pytest.raises(Overtaken):
+            simulate(2, overwrite, conditions=LATE)
+
+
+@pytest.mark.parametrize(("num_before", "num_waiting"), [(1, 1), (0, 1), (1, 0)])
+def test_a_relaxed_flag_orders_launches_before_it_ahead_of_launches_behind_it(num_before, num_waiting):
+    def overwrite(context: Context) -> None:
+        address = context.machine.pool.address
+        if context.rank == 0:
+            # the launch that loads is the one that posts, or one before it
+            context.launch(read_kernel, 1, address + 256 * num_before, SEM="relaxed")
+            context.launch(read_kernel, 1, address, SEM="relaxed") if num_before else None
+        else:
+            context.launch(await_kernel, 1, address, SEM="relaxed", STORES_AT=-1 if num_waiting else 256)
+            context.launch(replace_kernel, 1, address + 256 * num_before, BARRIER=True) if num_waiting else None
+        context.synchronize()
+
+    if num_before and num_waiting:
+        simulate(2, overwrite, conditions=LATE)
+    else:
+        with pytest.raises(Overtaken):
+            simulate(2, overwrite, conditions=LATE)
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+def test_a_program_may_overtake_its_own_loads_unless_a_barrier_lies_between(barrier):
+    def overwrite(context: Context) -> None:
+        context.launch(replace_kernel, 1, context.machine.pool.address, BARRIER=barrier)
+        context.synchronize()
+
+    if barrier:
+        simulate(1, overwrite, conditions=LATE)
+    else:
+        with pytest.raises(Overtaken):
+            simulate(1, overwrite, conditions=LATE)

@@ -15,18 +15,15 @@ from tests.simulator.sites import ordering_sites
 FIRST_LOOK = "a first look that sees nothing is followed by another one, which is volatile"
 BEHIND_FLAGS = "what is read has been acquired before, so that any load sees it"
 LATER_LOOK = "poison that is not seen at the start is seen by the waits"
-READ_AGAIN = "the simulator lets a volatile load see all that has landed, PTX demands an acquire"
-BEFORE_STORES = "it keeps loads of other threads before later stores; the simulator performs loads in their order"
-ANOTHER_BARRIER = "another barrier lies between the same accesses"
-ANOTHER_RELEASE = "a later release of the same program carries the value along"
+ANOTHER_BARRIER = "another barrier, or a reduction over all threads, always lies between the same accesses"
 RESIDENCY = "it orders no accesses: no thread may wait for another rank once the next launch takes places"
 FAILURE = "no run here has a failing step whose outcome is compared"
 NOT_REACHED = "no case comes here: host transports, puts, spans, counters, sparse polls, padding of many rows"
 
 SITES = {site.key: site for site in ordering_sites()}
 NOTICED_BY: dict[str, tuple[str, str, str]] = {
-    "bulk_dispatch_kernels.bulk_dispatch_kernel wait 0": ("bulk_compact", "chain", "random"),
-    "combine_kernels.combine_kernel wait 0": ("low_latency_compact", "chain", "random"),
+    "bulk_dispatch_kernels.bulk_dispatch_kernel wait 0": ("bulk_compact", "chain", "late"),
+    "combine_kernels.combine_kernel wait 0": ("low_latency_compact", "chain", "late"),
     "combine_receive_kernels.read_block volatile 0": ("low_latency", "steps", "late"),
     "combine_receive_kernels.read_block volatile 1": ("fp8_results", "steps", "late"),
     "combine_send_kernels.push_block wt 0": ("fp8_results", "steps", "late"),
@@ -40,9 +37,12 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "ll_dispatch_kernels.push_position scope 0": ("low_latency_marks", "steps", "late"),
     "ll_dispatch_kernels.push_position sem 0": ("low_latency_marks", "steps", "late"),
     "ll_dispatch_kernels.push_position wt 0": ("low_latency", "steps", "late"),
-    "ll_dispatch_kernels.ll_dispatch_kernel wait 0": ("low_latency_compact", "chain", "random"),
+    "ll_dispatch_kernels.ll_dispatch_kernel wait 0": ("low_latency_compact", "chain", "late"),
     "ll_receive_kernels.read_beside volatile 0": ("low_latency", "steps", "late"),
     "ll_receive_kernels.take_row_block volatile 1": ("low_latency", "steps", "late"),
+    "ll_receive_kernels.take_row_block scope 0": ("low_latency_marks", "steps", "random"),
+    "ll_receive_kernels.take_row_block sem 0": ("low_latency_marks", "steps", "random"),
+    "ll_receive_kernels.take_row_block barrier 0": ("low_latency_marks", "steps", "late"),
     "primitives.arrive_last barrier 0": ("bulk", "steps", "late"),
     "primitives.arrive_last scope 0": ("bulk", "steps", "late"),
     "primitives.arrive_last sem 0": ("bulk", "steps", "late"),
@@ -71,38 +71,35 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "ring_kernels.raise_counter barrier 0": ("rings", "steps", "late"),
     "ring_kernels.raise_counter scope 0": ("rings", "steps", "late"),
     "ring_kernels.raise_counter sem 0": ("rings", "steps", "late"),
+    "ring_kernels.give_room_to_all barrier 0": ("rings_of_one_chunk", "steps", "late"),
+    "ring_kernels.give_room_to_all scope 0": ("rings_of_one_chunk", "steps", "late"),
+    "ring_kernels.give_room_to_all sem 0": ("rings_of_one_chunk", "steps", "late"),
     "routing_kernels.rows_of_programs_before volatile 1": ("bulk_look_back", "steps", "late"),
+    "ll_receive_kernels.take_row_block volatile 0": ("low_latency_marks", "steps", "late"),
+    "primitives.wait_all barrier 0": ("bulk", "steps", "late"),
+    "routing_kernels.rows_of_programs_before volatile 0": ("bulk_look_back", "steps", "random"),
 }
 """By site: case, body and conditions of a run that fails when the site has lost its order."""
 NOT_NOTICED = {
     "combine_kernels.await_peers volatile 0": BEHIND_FLAGS,
     "combine_time_weights_kernels.await_words volatile 0": FIRST_LOOK,
     "counter_kernels.count_dispatch_kernel volatile 0": NOT_REACHED,
-    "ll_receive_kernels.take_row_block volatile 0": FIRST_LOOK,
     "ll_receive_kernels.take_row_block volatile 2": NOT_REACHED,
-    "ll_receive_kernels.take_row_block scope 0": READ_AGAIN,
-    "ll_receive_kernels.take_row_block sem 0": READ_AGAIN,
     "ll_receive_kernels.take_row_block volatile 3": BEHIND_FLAGS,
-    "ll_receive_kernels.take_row_block barrier 0": BEFORE_STORES,
     "primitives.load_poison volatile 0": LATER_LOOK,
     "primitives.finish_stage barrier 0": RESIDENCY,
     "primitives.poison_of scope 0": FAILURE,
     "primitives.overdue scope 0": FAILURE,
-    "primitives.wait_all barrier 0": ANOTHER_BARRIER,
     "primitives.fail scope 0": FAILURE,
     "primitives.fail barrier 0": FAILURE,
     "receive_kernels.absent_rank volatile 0": FAILURE,
-    "receive_kernels.accept_rows barrier 0": BEFORE_STORES,
+    "receive_kernels.accept_rows barrier 0": ANOTHER_BARRIER,
     "receive_kernels.pad_block_rows volatile 0": NOT_REACHED,
     "ring_forward_kernels.end_stream barrier 0": ANOTHER_BARRIER,
     "ring_forward_kernels.end_stream barrier 1": ANOTHER_BARRIER,
     "ring_kernels.raise_at_node barrier 0": NOT_REACHED,
-    "ring_kernels.give_room_to_all barrier 0": BEFORE_STORES,
-    "ring_kernels.give_room_to_all scope 0": ANOTHER_RELEASE,
-    "ring_kernels.give_room_to_all sem 0": BEFORE_STORES,
     "ring_kernels.before_reading volatile 0": NOT_REACHED,
-    "ring_kernels.store_channel barrier 0": BEFORE_STORES,
-    "routing_kernels.rows_of_programs_before volatile 0": FIRST_LOOK,
+    "ring_kernels.store_channel barrier 0": ANOTHER_BARRIER,
     "span_kernels.note_time barrier 0": NOT_REACHED,
     "staged_kernels.pass_on_flags barrier 0": NOT_REACHED,
     "staged_kernels.pass_on_flags scope 0": NOT_REACHED,
