@@ -98,6 +98,7 @@ class DispatchCombineOp(Protocol):
         *,
         max_num_tokens: int | None = None,
         pad_id: int = -1,
+        tag: int = 0,
     ) -> DispatchResult:
         """Send each token once to every distinct rank that owns one of its experts; return the rows received.
 
@@ -112,6 +113,9 @@ class DispatchCombineOp(Protocol):
             call_local_expert_count: also fill `local_expert_count`.
             max_num_tokens: the most tokens that any rank brings to this step, equal on all ranks; None is M.
             pad_id: the id in the returned indices of rows without a token.
+            tag: a number of this call, equal on all ranks: that of the layer, where layers share the op. Ranks whose
+                tags differ get ConfigMismatchError, with the tags, instead of rows of another layer. It travels
+                modulo 2**(28 - n), where M has n bits (16384 for M = 8192). Other libraries' backends ignore it.
 
         Raises:
             InputError: an argument does not fit; nothing was sent.
@@ -129,6 +133,7 @@ class DispatchCombineOp(Protocol):
         *,
         max_num_tokens: int | None = None,
         pad_id: int = -1,
+        tag: int = 0,
     ) -> DispatchResult:
         """Begin a dispatch: send the tokens. Arguments and errors are those of `dispatch`.
 

@@ -13,10 +13,10 @@ from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import padded
 from ep_a2a.memory.arena import BlockSizes
-from ep_a2a.ops.failures import WEIGHTS_BIT
 from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.ops.row_constants import shape_of
+from ep_a2a.ops.wire_word import WEIGHTS_BIT
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -59,8 +59,11 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
         num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
         call = super()._prepare_dispatch(step._replace(weights=self._no_weights[:num_tokens]))
         # ranks that bring them now and ranks that bring them later find out by this word
-        word = call.checked.wire_word & ~WEIGHTS_BIT
-        return call._replace(args=call.args._replace(wire_word=word), checked=call.checked._replace(wire_word=word))
+        args, checked = call.args, call.checked
+        return call._replace(
+            args=args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT),
+            checked=checked._replace(wire_word=checked.wire_word & ~WEIGHTS_BIT),
+        )
 
     def _prepare_combine(self, step: OpenStep[CheckedDispatch], given: CombineInputs) -> CombineArguments:
         """Checks a combine, and launches the exchange of weights that its other launches need."""

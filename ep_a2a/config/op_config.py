@@ -28,7 +28,7 @@ from ep_a2a.config.requirements import require
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS, check_internode_transport
 from ep_a2a.errors import ConfigError, UnknownNameError
 
-WIRE_FORMAT_VERSION = 4
+WIRE_FORMAT_VERSION = 5
 """Ranks of different wire formats cannot exchange tokens. Each meeting of ranks and each config digest carries it."""
 
 FP8_DTYPE = torch.float8_e4m3fn

@@ -62,6 +62,7 @@ class StepInputs(NamedTuple):
         step_tokens: the step's bound, equal on all ranks.
         pad_id: the id of rows without a token.
         counts_experts: whether dispatch fills local_expert_count.
+        tag: of the call, equal on all ranks.
     """
 
     tokens: torch.Tensor
@@ -71,6 +72,7 @@ class StepInputs(NamedTuple):
     step_tokens: int
     pad_id: int
     counts_experts: bool
+    tag: int
 
     @property
     def num_tokens(self) -> int:

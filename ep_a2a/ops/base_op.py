@@ -127,6 +127,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         *,
         max_num_tokens: int | None = None,
         pad_id: int = -1,
+        tag: int = 0,
     ) -> DispatchResult:
         """Send each token once to every distinct rank that owns one of its experts; return the rows received.
 
@@ -137,7 +138,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             # before the step begins: a call that is refused must not hold the memory against other ops
             wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        step = StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count)
+        step = StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count, tag)
         return self._dispatch("dispatch", step, WHOLE, wish)
 
     @outside_graphs
@@ -150,6 +151,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         *,
         max_num_tokens: int | None = None,
         pad_id: int = -1,
+        tag: int = 0,
     ) -> DispatchResult:
         """Begin a dispatch: send the tokens, and return the tensors that dispatch_recv fills.
 
@@ -158,7 +160,8 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments and errors.
         """
         limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
-        return self._dispatch("dispatch_send", StepInputs(input, weights, scales, indices, limit, pad_id, False), SEND)
+        step = StepInputs(input, weights, scales, indices, limit, pad_id, False, tag)
+        return self._dispatch("dispatch_send", step, SEND)
 
     @outside_graphs
     def dispatch_recv(self) -> DispatchResult:

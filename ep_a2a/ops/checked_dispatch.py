@@ -10,8 +10,8 @@ from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.interface import DispatchResult
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.ops import inputs
-from ep_a2a.ops.failures import wire_word
 from ep_a2a.ops.op_sizes import leading_dims, num_rows
+from ep_a2a.ops.wire_word import wire_word
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -26,7 +26,7 @@ class CheckedDispatch(NamedTuple):
     Attributes:
         num_tokens: T.
         step_tokens: the step's bound.
-        wire_word: the choices that ranks compare, see `wire_word`.
+        wire_word: the choices that ranks compare, without a tag.
         row_limit: R.
         scales_travel: whether the given scales are sent.
         stand_in: an empty tensor to send in place of scales that this rank does not have; None to send none.

@@ -14,9 +14,9 @@ from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, Unsupp
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.config_agreement import agree_on_config
-from ep_a2a.ops.failures import describe_wire_word, wire_word
 from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.ops.row_exchange import row_bytes
+from ep_a2a.ops.wire_word import disagreement, tagged, wire_word
 from ep_a2a.routing import count_ids, destination_mask
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class CollectiveDispatchCombineOp(AdapterOp):
 
     def _send(self, step: StepInputs) -> DispatchResult:
         limit, weights, scales = step.step_tokens, step.weights, step.scales
-        counts = self._agree(step.num_tokens, wire_word(limit, weights is not None, scales is not None))
+        word = wire_word(limit, weights is not None, scales is not None)
+        counts = self._agree(step.num_tokens, tagged(word, step.tag, self.config.max_num_inp_token_per_rank))
         gather = functools.partial(self._exchange.gather_rows, counts=counts)
 
         all_ids = gather(step.ids)
@@ -120,12 +121,8 @@ class CollectiveDispatchCombineOp(AdapterOp):
         """Every rank's number of tokens. Raise ConfigMismatchError if the ranks' wire words differ."""
         everyone = self._exchange.exchange_numbers([num_tokens, word])
         if len({other for _, other in everyone}) > 1:
-            got = ", ".join(f"rank {rank}: {describe_wire_word(other)}" for rank, (_, other) in enumerate(everyone))
-            raise ConfigMismatchError(
-                "the same max_num_tokens, and weights and scales given or not alike, on all ranks",
-                got,
-                "Pass the same max_num_tokens on every rank.",
-            )
+            words = [other for _, other in everyone]
+            raise ConfigMismatchError(*disagreement(words, self.config.max_num_inp_token_per_rank))
         return [count for count, _ in everyone]
 
     def _check_capacity(self, goes_to: torch.Tensor, limit: int) -> None:

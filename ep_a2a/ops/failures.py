@@ -18,6 +18,7 @@ from ep_a2a.errors import (
 from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
 from ep_a2a.memory.agreement import RESET, agree, described, remedy_of
 from ep_a2a.memory.peers import GivenUp, Verdict
+from ep_a2a.ops.wire_word import disagreement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,6 +95,8 @@ class Failure:
         timeouts: Timeouts,
         seen: Mapping[str, tuple[int, ...]] | None = None,
         verdict: Verdict | None = None,
+        *,
+        max_tokens: int,
     ) -> EpA2AError:
         """The error to raise on this rank.
 
@@ -101,6 +104,7 @@ class Failure:
             rank: this one. timeouts: the op's.
             seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
             verdict: of a timeout: who is gone or late, as the survivors agree; None where nobody has judged.
+            max_tokens: M of the op.
         """
         where = self._where(rank)
         match self.code:
@@ -109,7 +113,7 @@ class Failure:
             case FailureCode.ALTERNATION:
                 return self._alternation(where)
             case FailureCode.STEP_TOKENS_MISMATCH:
-                return self._disagreement(where)
+                return self._disagreement(where, max_tokens)
             case FailureCode.CAPACITY:
                 return self._too_many_rows(where)
             case FailureCode.WEIGHTS_MISSING:
@@ -131,19 +135,14 @@ class Failure:
             f"{AlternationError.remedy} {RESET}",
         )
 
-    def _disagreement(self, where: str) -> ConfigMismatchError:
+    def _disagreement(self, where: str, max_tokens: int) -> ConfigMismatchError:
         if not self.detail:
             # reported by a peer: per_rank holds the ranks that were late here, not their choices
             found = f"another rank reported a difference before {where}"
             remedy = f"That rank's error says what differs. {RESET}"
             return ConfigMismatchError("all ranks to agree on each step", found, remedy)
-        words = ", ".join(f"rank {r}: {describe_wire_word(w)}" for r, w in enumerate(self.per_rank))
-        return ConfigMismatchError(
-            "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
-            f"{words} at {where}",
-            "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens "
-            f"passes empty ones, [0, K] and [0, S]. {RESET}",
-        )
+        expected, found, remedy = disagreement(self.per_rank, max_tokens)
+        return ConfigMismatchError(expected, f"{found} at {where}", f"{remedy} {RESET}")
 
     def _too_many_rows(self, where: str) -> CapacityError:
         # a peer's report holds no number
@@ -207,26 +206,6 @@ def by_value(epochs: Sequence[int]) -> str:
     return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in ranks_at.items())
 
 
-WEIGHTS_BIT = 1 << 24
-SCALES_BIT = 1 << 25
-CAST_BIT = 1 << 26
-
-
-def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
-    """Packs the choices of a step that all ranks must share into one word, which travels with the counts."""
-    bits = (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0) | (CAST_BIT if cast_inside else 0)
-    return max_num_tokens | bits
-
-
-def describe_wire_word(word: int) -> str:
-    """A wire word in words."""
-    parts = [f"max_num_tokens {word & (WEIGHTS_BIT - 1)}"]
-    parts.append("weights" if word & WEIGHTS_BIT else "no weights")
-    parts.append("scales" if word & SCALES_BIT else "no scales")
-    parts.append("cast inside dispatch" if word & CAST_BIT else "not cast inside dispatch")
-    return " with ".join(parts[:2]) + ", " + ", ".join(parts[2:])
-
-
 def error_of(
     failure: Failure, memory: BoundMemory, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None
 ) -> EpA2AError:
@@ -247,7 +226,8 @@ def error_of(
         waited = seen is not None and (not seen or posted)
         given_up = GivenUp(memory.failure_key, failure.call(memory), failure.awaited(rank), waited, clock.now())
         verdict = agree(memory.peers, given_up, timeouts.of_step(failure.epoch))
-    return failure.exception(rank, timeouts, seen, verdict)
+    max_tokens = memory.config.max_num_inp_token_per_rank
+    return failure.exception(rank, timeouts, seen, verdict, max_tokens=max_tokens)
 
 
 def check_peers(op: EpDispatchCombineOp) -> None:

@@ -188,13 +188,14 @@ def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: StepInputs) -> None:
     """Check the arguments of a dispatch, as far as the host can."""
-    tokens, weights, scales, indices, step_tokens, pad_id, *_ = step
+    tokens, weights, scales, indices, step_tokens, pad_id, _, tag = step
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)
     check_rows("input", tokens, config.hidden_dim)
     num_tokens = tokens.shape[0]
     check_integer("max_num_tokens", step_tokens)
     check_integer("pad_id", pad_id)
+    check_integer("tag", tag)
     if step_tokens < 1:
         raise InputError("max_num_tokens of at least 1", str(step_tokens))
     if step_tokens > config.max_num_inp_token_per_rank:

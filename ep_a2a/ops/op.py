@@ -36,6 +36,7 @@ from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import agree_on_share, share_gpu
 from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.ops.timeouts import Timeouts
+from ep_a2a.ops.wire_word import tag_mask, tag_shift
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -120,6 +121,8 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         self.engine = make_engine(config, self.memory, arena)
         share_gpu(share, self, arena)
         self._checked_calls: dict[Hashable, CheckedDispatch] = {}
+        max_tokens = config.max_num_inp_token_per_rank
+        self._tag_mask, self._tag_shift = tag_mask(max_tokens), tag_shift(max_tokens)
         self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
         by_expert = config.layout == Layout.EXPERT_MAJOR
         self._reduced_rows = self.memory.view(Region.REDUCED_ROWS) if by_expert else None
@@ -138,7 +141,9 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
     def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
         """Check the arguments of a dispatch, and take the memory that ops of this index share."""
-        tokens, weights, scales, ids, step_tokens, pad_id, counts_experts = step
+        tokens, weights, scales, ids, step_tokens, pad_id, counts_experts, tag = step
+        if type(tag) is not int:
+            inputs.check_integer("tag", tag)
         key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
         if checked is None:
@@ -153,7 +158,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             ids,
             checked.num_tokens,
             step_tokens,
-            checked.wire_word,
+            checked.wire_word | (tag & self._tag_mask) << self._tag_shift,
             pad_id,
             checked.row_limit,
         )

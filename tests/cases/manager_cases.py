@@ -229,6 +229,8 @@ def ranks_that_disagree(context: RankContext, name: str) -> None:
     ]
     with pytest.raises(ConfigMismatchError, match="rank 1: max_num_tokens 5"):
         op.dispatch(*arguments, max_num_tokens=4 + context.rank)
+    with pytest.raises(ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
+        op.dispatch(*arguments, tag=7 + context.rank)
     weights = arguments[1] if context.rank else None
     with pytest.raises(ConfigMismatchError, match="rank 0: max_num_tokens 16 with no weights"):
         op.dispatch(arguments[0], weights, None, arguments[3])

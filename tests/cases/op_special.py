@@ -290,6 +290,8 @@ def device_failures(context: RankContext, case: Case) -> None:
         expect(errors.ConfigMismatchError, f"max_num_tokens {case.max_tokens - 1}")
         op.dispatch(tokens, weights if context.rank else None, None, ids)
         expect(errors.ConfigMismatchError, "no weights")
+        op.dispatch(tokens, None, None, ids, tag=5 + context.rank)
+        expect(errors.ConfigMismatchError, "rank 0: tag 5, rank 1: tag 6")
         op.dispatch(tokens, None, None, ids)
         foreign = torch.where(ids == ids[0, 0], ids + 1, ids)
         op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, foreign)

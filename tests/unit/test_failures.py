@@ -20,19 +20,22 @@ from ep_a2a.errors import (
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
 from ep_a2a.memory.peers import Verdict
-from ep_a2a.ops.failures import Failure, describe_wire_word, wire_word
+from ep_a2a.ops.failures import Failure
 from ep_a2a.ops.timeouts import Timeouts
+from ep_a2a.ops.wire_word import describe_wire_word, tag_mask, tag_of, tagged, wire_word
 
 DISPATCH, COMBINE = 1, 2
 TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS = 1, 2, 3, 4, 5, 6
 NOBODY = 0xFFFF
 VERDICT = Verdict(missing=(2,))
+M = 16
 STRIDES = (
     wire_word(16, True, False),
     wire_word(15, True, False),
     wire_word(16, False, True),
     wire_word(16, True, True, True),
 )
+TAGGED = tuple(tagged(word, tag, M) for word, tag in zip(STRIDES, (0, 3, 3, 60)))
 
 
 def failure(
@@ -42,7 +45,7 @@ def failure(
 
 
 def error_of(failed: Failure) -> EpA2AError:
-    return failed.exception(rank=1, timeouts=Timeouts(2.5, 40.0), verdict=VERDICT)
+    return failed.exception(rank=1, timeouts=Timeouts(2.5, 40.0), verdict=VERDICT, max_tokens=M)
 
 
 def test_codes_are_those_of_the_kernels():
@@ -109,6 +112,16 @@ CASES = {
             "op.reset()",
         ),
     ),
+    "mismatch of tags": (
+        failure(MISMATCH, NOBODY, DISPATCH, TAGGED[1], TAGGED),
+        ConfigMismatchError,
+        (
+            "the same call (tag)",
+            "got rank 0: tag 0, rank 1: tag 3, rank 2: tag 3, rank 3: tag 60 at dispatch 7 on rank 1",
+            "left out or repeated a call",
+            "op.reset()",
+        ),
+    ),
     "capacity": (
         failure(CAPACITY, 1, DISPATCH, 40, (10, 10, 10, 10)),
         CapacityError,
@@ -145,7 +158,7 @@ CASES = {
 def test_the_rank_that_reads_is_not_among_the_late_ones():
     """A peer's poison may accuse it."""
     seen = {"flags": (7, 7, 7, 7)}
-    error = failure(TIMEOUT, 1, DISPATCH).exception(1, Timeouts.same(1.0), seen, VERDICT)
+    error = failure(TIMEOUT, 1, DISPATCH).exception(1, Timeouts.same(1.0), seen, VERDICT, max_tokens=M)
     assert "rank 1 has begun" not in str(error)
 
 
@@ -197,7 +210,7 @@ def test_a_timeout_names_whom_the_verdict_names(accused):
 
 
 def test_a_timeout_that_names_nobody_says_what_to_do():
-    error = failure(TIMEOUT, NOBODY, DISPATCH).exception(1, Timeouts.same(1.0))
+    error = failure(TIMEOUT, NOBODY, DISPATCH).exception(1, Timeouts.same(1.0), max_tokens=M)
     assert "no rank is gone or late" in str(error)
     assert "named ranks" not in error.remedy
     assert "EP_A2A_TIMEOUT_SECS" in error.remedy
@@ -212,7 +225,9 @@ def test_a_kernel_lacks_the_source_of_a_row_whose_flags_have_come():
 
 def test_a_timeout_tells_where_flags_stand():
     seen = {"counts": (7, 7, 7, 6), "flags": (7, 6, 6, 6)}
-    error = failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 1, 1, 1)).exception(0, Timeouts.same(1.0), seen, VERDICT)
+    error = failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 1, 1, 1)).exception(
+        0, Timeouts.same(1.0), seen, VERDICT, max_tokens=M
+    )
     assert "epochs here now, 7 wanted: counts at 7 from ranks [0, 1, 2] and 6 from ranks [3]" in str(error)
     assert "flags at 6 from ranks [1, 2, 3] and 7 from ranks [0]" in str(error)
     assert "has begun" not in str(error)
@@ -223,13 +238,13 @@ def test_a_timeout_tells_where_flags_stand():
 
 def test_a_rank_whose_flags_have_come_owes_rows():
     seen = {"flags": (7, 7, 7, 7)}
-    error = failure(TIMEOUT, 3, COMBINE).exception(0, Timeouts.same(1.0), seen)
+    error = failure(TIMEOUT, 3, COMBINE).exception(0, Timeouts.same(1.0), seen, max_tokens=M)
     assert "flags at 7 from ranks [0, 1, 2, 3]; rank 3 has begun this call by now, late or without" in str(error)
 
 
 def test_epochs_beyond_2_to_31_are_shown_unsigned():
     failed = Failure.from_record([TIMEOUT, 0, DISPATCH, -(2**31) + 1, 0, 0, 0, 0, 1], 1)
-    assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, Timeouts.same(1.0)))
+    assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, Timeouts.same(1.0), max_tokens=M))
 
 
 @pytest.mark.parametrize("max_num_tokens", [1, 15, 4096, (1 << 24) - 1])
@@ -237,14 +252,30 @@ def test_epochs_beyond_2_to_31_are_shown_unsigned():
 @pytest.mark.parametrize("has_scales", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 def test_wire_words_say_what_they_are_made_of(max_num_tokens, has_weights, has_scales, cast):
-    word = wire_word(max_num_tokens, has_weights, has_scales, cast)
-    # it is compared as an int32 and must not be the 0 of memory that nobody has written
-    assert 0 < word < 2**31
     weights, scales = "weights" if has_weights else "no weights", "scales" if has_scales else "no scales"
     casts = "cast inside dispatch" if cast else "not cast inside dispatch"
-    assert describe_wire_word(word) == f"max_num_tokens {max_num_tokens} with {weights}, {scales}, {casts}"
+    untagged = wire_word(max_num_tokens, has_weights, has_scales, cast)
+    for tag in (0, 1, 15):
+        word = tagged(untagged, tag, max_num_tokens)
+        # it is compared as an int32 and must not be the 0 of memory that nobody has written
+        assert 0 < word < 2**31
+        assert tag_of(word, max_num_tokens) == tag
+        described = describe_wire_word(word, max_num_tokens)
+        assert described == f"max_num_tokens {max_num_tokens} with {weights}, {scales}, {casts}"
 
 
 def test_wire_words_differ_where_anything_does():
     flags = list(itertools.product((False, True), repeat=3))
-    assert len({wire_word(tokens, *each) for tokens in (1, 2, 3, 1 << 23) for each in flags}) == 32
+    words = {wire_word(tokens, *each) for tokens in (1, 2, 3, 1 << 23) for each in flags}
+    assert len({tagged(word, tag, 1 << 23) for word in words for tag in range(16)}) == 32 * 16
+
+
+@pytest.mark.parametrize(("max_tokens", "num_bits"), [(1, 27), (4095, 16), (4096, 15), (8192, 14), ((1 << 24) - 1, 4)])
+def test_as_many_tags_as_bits_are_free(max_tokens, num_bits):
+    assert tag_mask(max_tokens) == 2**num_bits - 1
+    word = wire_word(max_tokens, True, True, True)
+    assert len({tagged(word, tag, max_tokens) for tag in range(-8, 2 ** min(num_bits, 10) - 8)}) == 2 ** min(
+        num_bits, 10
+    )
+    assert tagged(word, 5 + 2**num_bits, max_tokens) == tagged(word, 5, max_tokens)
+    assert 0 < tagged(word, -1, max_tokens) < 2**31

@@ -7,6 +7,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
 OURS = "ep_a2a.integrations.vllm.prepare_finalize"
 LAYERS = "vllm.model_executor.layers.fused_moe"
@@ -46,3 +49,23 @@ def test_whatever_ends_a_step_closes_the_op(prepare_finalize, error):
     with pytest.raises(error):
         experts.apply()
     assert closed == ["op"]
+
+
+def test_a_layers_dispatches_carry_its_number(prepare_finalize, monkeypatch):
+    calls: list[dict[str, Any]] = []
+
+    def dispatch(*_, **options):
+        calls.append(options)
+        return torch.zeros(1, 1, 8), torch.zeros(1, 1, 1), None, torch.zeros(1, 1, 1, dtype=torch.int32), None
+
+    monkeypatch.setattr(prepare_finalize, "agreed_max_tokens", lambda *_: 1)
+    monkeypatch.setattr(prepare_finalize, "local_ids", lambda ids, weights, _: (ids, weights))
+    manager = VllmAll2AllManager.__new__(VllmAll2AllManager)
+    manager._layers, manager.combines_in_halves, manager.rank = [], False, 0
+    shapes = [SimpleNamespace(moe_parallel_config=SimpleNamespace(sp_size=1)) for _ in range(3)]
+    # the first layer is built again, with other weights
+    for moe in (*shapes, shapes[0]):
+        layer = prepare_finalize.EpA2APrepareAndFinalize(manager, moe, 8)
+        layer._exchange, layer._layer_number = SimpleNamespace(dispatch=dispatch), manager.layer_number(moe)
+        layer.prepare(torch.zeros(1, 8), torch.ones(1, 1), torch.zeros(1, 1), 2, None, False, None)
+    assert [options["tag"] for options in calls] == [1, 2, 3, 1]

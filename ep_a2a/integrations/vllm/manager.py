@@ -73,6 +73,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager = vllm_manager
         self._ops: list[EpDispatchCombineOp] = []
+        self._layers: list[Any] = []
         self._step_timeout_secs: float | None = None
         self._unreadable = unreadable_variable()
         # raised on all ranks together, when the first op is made
@@ -118,6 +119,20 @@ class VllmAll2AllManager(NativeAll2AllManager):
         rendezvous = self.arena.rendezvous
         rendezvous.timeout_secs = _group_timeout_secs(self.cpu_group)
         return rendezvous
+
+    def layer_number(self, moe: Any) -> int:
+        """Returns the number of a layer, from 1, in the order in which layers are built; equal on all ranks.
+
+        A layer that is built again, with other weights, keeps its number: graphs hold it.
+
+        Args:
+            moe: the layer's FusedMoEConfig, of which vLLM makes one per layer.
+        """
+        for number, other in enumerate(self._layers, 1):
+            if other is moe:
+                return number
+        self._layers.append(moe)
+        return len(self._layers)
 
     def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> EpDispatchCombineOp | InstrumentedOp:
         """Returns the op that a layer calls, or with EP_A2A_COUNTERS a wrapper that counts its calls.
@@ -180,6 +195,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
 
     def _release(self) -> None:
         self._ops.clear()
+        self._layers.clear()
         # a reader that still holds this manager must find the counters of the next engine
         self.counters = None
         live_managers.discard(self)

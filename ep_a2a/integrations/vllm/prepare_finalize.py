@@ -83,6 +83,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._max_num_tokens = max_num_tokens
         self._combines_in_halves = manager.combines_in_halves
         self._format: TokenFormat = RAW
+        self._layer_number = 0
         self._op: EpDispatchCombineOp | None = None
         self._exchange: EpDispatchCombineOp | InstrumentedOp | None = None
 
@@ -144,6 +145,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         if self._combines_in_halves:
             self._op.warmup_split()
         self._exchange = self._manager.exchange_of(self._op, moe)
+        self._layer_number = self._manager.layer_number(moe)
         self._raise_row_limit(fused_experts)
         self._close_op_when_experts_fail(fused_experts)
 
@@ -225,6 +227,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             topk_ids.int().contiguous(),
             max_num_tokens=agreed_max_tokens(self._max_num_tokens, self._moe.moe_parallel_config.sp_size),
             pad_id=num_experts - 1 if self._manager.rank == 0 else 0,
+            # layers of one shape share the op: a rank that leaves one out must not get another one's rows
+            tag=self._layer_number,
         )
         rows = tokens.flatten(0, 1)
         row_scales = None if scales is None else scales.flatten(0, 1)

@@ -1,0 +1,70 @@
+"""The wire word: the choices of a step that all ranks must share, in one word that travels with the counts.
+
+From its lowest bit: whether the step has weights, scales and a cast inside dispatch; max_num_tokens, in as many bits as
+the op's max_num_inp_token_per_rank (M) has; the tag of the call. The highest of 32 bits is 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WEIGHTS_BIT, SCALES_BIT, CAST_BIT = 1, 2, 4
+NUM_FLAGS, WORD_BITS = 3, 31
+
+
+def tag_shift(max_tokens: int) -> int:
+    """The bit at which the tag begins; max_tokens: M."""
+    return NUM_FLAGS + max_tokens.bit_length()
+
+
+def tag_mask(max_tokens: int) -> int:
+    """The bits of a tag that travel: 15 for M = 4096, 14 for M = 8192, 4 for the largest M."""
+    return (1 << (WORD_BITS - tag_shift(max_tokens))) - 1
+
+
+def tag_of(word: int, max_tokens: int) -> int:
+    """The tag in a wire word."""
+    return word >> tag_shift(max_tokens)
+
+
+def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
+    """The wire word of a step with tag 0."""
+    bits = (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0) | (CAST_BIT if cast_inside else 0)
+    return bits | max_num_tokens << NUM_FLAGS
+
+
+def tagged(word: int, tag: int, max_tokens: int) -> int:
+    """The wire word with this tag instead of 0."""
+    return word | (tag & tag_mask(max_tokens)) << tag_shift(max_tokens)
+
+
+def describe_wire_word(word: int, max_tokens: int) -> str:
+    """The choices in a wire word, without the tag, in words."""
+    max_num_tokens = (word & ((1 << tag_shift(max_tokens)) - 1)) >> NUM_FLAGS
+    weights = "weights" if word & WEIGHTS_BIT else "no weights"
+    scales = "scales" if word & SCALES_BIT else "no scales"
+    cast = "cast inside dispatch" if word & CAST_BIT else "not cast inside dispatch"
+    return f"max_num_tokens {max_num_tokens} with {weights}, {scales}, {cast}"
+
+
+def disagreement(words: Sequence[int], max_tokens: int) -> tuple[str, str, str]:
+    """(what is expected, the choice of each rank, the remedy) where the ranks' wire words differ.
+
+    Different tags explain every other difference, since the ranks make different calls.
+    """
+    tags = [tag_of(word, max_tokens) for word in words]
+    if len(set(tags)) > 1:
+        return (
+            "all ranks to make the same call (tag)",
+            ", ".join(f"rank {rank}: tag {tag}" for rank, tag in enumerate(tags)),
+            "A rank has left out or repeated a call, such as a layer. A rank without tokens takes part with none.",
+        )
+    return (
+        "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
+        ", ".join(f"rank {rank}: {describe_wire_word(word, max_tokens)}" for rank, word in enumerate(words)),
+        "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens passes "
+        "empty ones, [0, K] and [0, S].",
+    )
