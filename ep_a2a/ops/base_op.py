@@ -367,7 +367,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             )
 
 
-_CALLS = (BaseOp._dispatch, BaseOp._combine, BaseOp._finish)
+_CALLS = (BaseOp._dispatch, BaseOp._combine, BaseOp._finish)  # noqa: SLF001 - of this module
 
 
 def _thread_inside(op: object) -> str | None:

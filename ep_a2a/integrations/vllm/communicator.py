@@ -45,7 +45,7 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
         patch_runner()
     manager = communicator.__dict__.pop("all2all_manager", None)
     communicator.__class__ = type(f"EpA2A{original.__name__}", (CarriesManager, original), {})
-    communicator._vllm_manager = manager
+    communicator._vllm_manager = manager  # noqa: SLF001 - set by this module
     logger.debug("the communicator of %s carries the ep_a2a manager", communicator.unique_name)
     return communicator
 

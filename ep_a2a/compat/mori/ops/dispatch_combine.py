@@ -74,7 +74,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     def around(cls, native: DispatchCombineOp) -> Self:
         """Returns MORI's interface to an op that a manager has made."""
         op = cls.__new__(cls)
-        op._wrap(native, native.config)
+        op._wrap(native, native.config)  # noqa: SLF001 - this class
         return op
 
     def _wrap(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
