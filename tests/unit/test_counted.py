@@ -154,6 +154,8 @@ def test_the_kernels_compile_for_gpus(world_size, capability):
     for variant, values in zip(_kernels(world_size, CPU), arguments):
         ptx = compile_kernel(variant, values, capability)["ptx"]
         assert ptx.count("%globaltimer") == 1
+        # peers have written the counts during the launch before
+        assert ("ld.volatile" in ptx) == (variant.kernel.__name__ == "count_dispatch_kernel")
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "compact"])

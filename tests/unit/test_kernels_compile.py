@@ -156,6 +156,15 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel,
     assert {name for name, _ in polled} >= expected, (kind, polled)
 
 
+@pytest.mark.full
+def test_sparse_polls_read_as_the_others_do():
+    """tests/order has the loads of those that are not sparse."""
+    variants = {named(variant): (variant, args) for variant, args in variants_of(config_of(**SPARSE))}
+    texts = [compile_kernel(*variants[f"low_latency_dispatch-{way}"])["ttgir"] for way in ("dependent", "sparse")]
+    dependent, sparse = (text.count("isVolatile = true") for text in texts)
+    assert dependent == sparse > 0
+
+
 def _check_co_residency(
     config: EpDispatchCombineConfig, variant: CompiledKernel, cubin: bytes, directory: Path
 ) -> None:
