@@ -188,6 +188,10 @@ class Arena:
         self._num_unshared += 1
         return -self._num_unshared
 
+    def is_unshared(self, index: object) -> bool:
+        """Whether `unshared_index` has handed out this index, and nobody has given it back."""
+        return isinstance(index, int) and -self._num_unshared <= index < 0 and index not in self._free_unshared
+
     def _reclaim(self) -> None:
         """Free the indices of dropped ops. Ranks collect garbage at different times, so they agree on the indices."""
         dropped = [-number for number in range(1, self._num_unshared + 1) if self._is_dropped(-number)]

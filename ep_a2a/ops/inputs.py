@@ -68,7 +68,7 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, ind
             repr(transport),
             f"Use InterNodeV1, which {'exchanges' if by_host else 'puts'}.",
         )
-    if index is not None:
+    if index is not None and not (arena is not None and arena.is_unshared(index)):
         try:
             checked_integer("index", index, 0)
         except ConfigError as error:

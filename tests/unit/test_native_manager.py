@@ -210,6 +210,15 @@ def test_an_index_that_is_no_number_of_an_op_is_refused(manager, index):
     assert manager.get_handle(KWARGS, np.int64(1)) is manager.get_handle(KWARGS, 1)
 
 
+def test_an_index_that_the_arena_has_handed_out_is_taken(manager):
+    arena, config = manager.arena, manager.get_handle(KWARGS).config
+    index = arena.unshared_index()
+    with EpDispatchCombineOp(config, arena=arena, index=index) as op:
+        assert op.index == index
+    with pytest.raises(ConfigError, match="index"):
+        EpDispatchCombineOp(config, arena=arena, index=index)
+
+
 def test_a_forked_child_is_refused(manager, monkeypatch):
     op = manager.get_handle(KWARGS)
     monkeypatch.setattr(os, "getpid", lambda: -1)
