@@ -23,10 +23,12 @@ from ep_a2a.errors import (
     ShapeError,
     StateError,
 )
+from ep_a2a.kernels.layout import Region
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
+from ep_a2a.ops.arguments import NO_WISH, SEND, DispatchArguments
 from ep_a2a.ops.inputs import travelling_scales
-from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.ops.op import EpDispatchCombineOp, PreparedDispatch
 from tests.replay import CapturedStep
 
 HIDDEN, TOPK = 128, 2
@@ -269,3 +271,38 @@ def test_a_rank_without_tokens_has_scales_where_others_bring_theirs(manager):
     scales = travelling_scales(config, torch.empty(0, HIDDEN, dtype=FP8_DTYPE), None)
     assert scales is not None
     assert (scales.shape, scales.dtype) == ((0, 1), torch.float32)
+
+
+@pytest.mark.parametrize("alignment", [4, 48])
+def test_rows_behind_an_experts_rows_are_zeros_up_to_its_alignment(manager, alignment):
+    op = manager.get_handle({**KWARGS, "layout": "expert_major", "expert_alignment": alignment})
+    # rows of an earlier step are everywhere
+    op.memory.view(Region.EXPERT_ROWS).fill_(1)
+    rows = op.dispatch(TOKENS, WEIGHTS, None, IDS, max_num_tokens=3).tokens
+    for expert, count in enumerate(op.expert_recv_count.tolist()):
+        end = min(-(-count // alignment) * alignment, rows.shape[1])
+        assert (rows[expert, :count] == 1).all()
+        assert (rows[expert, count:end] == 0).all()
+
+
+def test_the_second_half_of_a_dispatch_reads_copies():
+    """The caller may overwrite what it gave to dispatch_send."""
+    seen: list[DispatchArguments] = []
+    engine = SimpleNamespace(recv_reads_inputs=True, dispatch=lambda args, *_: seen.append(args))
+    op: Any = SimpleNamespace(engine=engine, _receive=seen.append)
+    tokens = TOKENS.clone()
+    args = DispatchArguments(tokens, None, WEIGHTS, IDS, 3, 3, 0, -1, 3)
+    checked: Any = SimpleNamespace(received=None)
+    step = EpDispatchCombineOp._run_dispatch(op, PreparedDispatch(args, checked, False), SEND, NO_WISH)
+    tokens.zero_()
+    step.finish()
+    assert torch.equal(seen[-1].tokens, TOKENS)
+
+
+def test_an_out_that_is_shifted_against_a_bias_is_refused(manager):
+    op = manager.get_handle(KWARGS)
+    buffer = torch.ones(4, HIDDEN, dtype=torch.bfloat16)
+    op.dispatch(TOKENS, WEIGHTS, None, IDS)
+    with pytest.raises(InputError, match="partial overlap"):
+        op.combine(ROWS, None, None, out=buffer[:3], bias_0=buffer[1:])
+    assert torch.equal(op.combine(ROWS, None, None, out=buffer[:3], bias_0=buffer[:3]).tokens, TOKENS + 1)

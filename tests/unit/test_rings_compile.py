@@ -112,6 +112,16 @@ def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int,
     }
 
 
+def test_manual_launches_take_the_configs_number_of_programs() -> None:
+    config = config_of(launch="manual", block_num=7)
+    engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms = NUM_SMS
+    (dispatch,) = warmup_dispatches(config, engine.kernels.device)
+    for wish, number in ((NO_WISH, 7), (NO_WISH._replace(block_num=9), 9)):
+        launches = engine._dispatch_launches(dispatch._replace(num_tokens=4096), WHOLE, wish)
+        assert {variant.kernel.__name__: each for variant, _, each in launches}["number_rows_kernel"] == number
+
+
 def test_without_rings_there_is_no_memory_for_them() -> None:
     rings = Rings.of(config_of(kernel_type=EpDispatchCombineKernelType.InterNode))
     assert (rings.num_nodes, rings.slot_words, rings.back_slot_words) == (0, 0, 0)

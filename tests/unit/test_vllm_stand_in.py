@@ -1,7 +1,8 @@
-"""What ends a step of vLLM between dispatch and combine closes its op, whatever it is. vLLM is stood in for."""
+"""Our modules beside a vLLM that is stood in for: what closes an open step, and which executors are refused."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,34 +10,43 @@ from typing import Any
 import pytest
 import torch
 
+from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
-OURS = "ep_a2a.integrations.vllm.prepare_finalize"
+OURS = tuple(f"ep_a2a.integrations.vllm.{name}" for name in ("prepare_finalize", "parallel_config"))
 LAYERS = "vllm.model_executor.layers.fused_moe"
 NAMES: dict[str, dict[str, Any]] = {
     f"{LAYERS}.modular_kernel": {"FusedMoEPrepareAndFinalizeModular": object},
     f"{LAYERS}.topk_weight_and_reduce": {"TopKWeightAndReduceContiguous": None, "TopKWeightAndReduceDelegate": None},
     f"{LAYERS}.utils": {"moe_kernel_quantize_input": lambda: None},
+    "vllm.config.parallel": {"ParallelConfig": object},
+    "vllm.envs": {},
 }
 
 
 @pytest.fixture
-def prepare_finalize(monkeypatch):
-    """Our module, imported beside modules that have the names it takes from vLLM."""
-    parts = LAYERS.split(".")
-    packages = [".".join(parts[: end + 1]) for end in range(len(parts))]
-    for name in (*packages, *NAMES):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, members in NAMES.items():
-        vars(sys.modules[name]).update(members)
-    for name in (*packages[1:], *NAMES):
+def vllm(monkeypatch):
+    """Modules with the names that ours take from vLLM; ours are imported anew."""
+    packages = {name.rsplit(".", end)[0] for name in NAMES for end in range(1, name.count(".") + 1)}
+    for name in sorted(packages) + list(NAMES):
+        module = ModuleType(name)
+        vars(module).update(NAMES.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
         parent, _, child = name.rpartition(".")
-        setattr(sys.modules[parent], child, sys.modules[name])
-    monkeypatch.delitem(sys.modules, OURS, raising=False)
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield sys.modules["vllm"]
+    for name in OURS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def prepare_finalize(vllm):
     from ep_a2a.integrations.vllm import prepare_finalize
 
-    yield prepare_finalize
-    sys.modules.pop(OURS, None)
+    return prepare_finalize
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -49,6 +59,19 @@ def test_whatever_ends_a_step_closes_the_op(prepare_finalize, error):
     with pytest.raises(error):
         experts.apply()
     assert closed == ["op"]
+
+
+@pytest.mark.parametrize(
+    ("executor", "is_second", "refused"), [("ray", False, True), ("ray", True, False), ("mp", False, False)]
+)
+def test_rays_first_executor_is_refused(vllm, executor, is_second, refused):
+    """It hands out tokens of a failed step, since it calls workers past their check."""
+    from ep_a2a.integrations.vllm.parallel_config import _check_parallel
+
+    vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND = is_second
+    parallel = SimpleNamespace(distributed_executor_backend=executor, pipeline_parallel_size=1)
+    with pytest.raises(UnsupportedError, match="ray") if refused else contextlib.nullcontext():
+        _check_parallel(SimpleNamespace(parallel_config=parallel, lora_config=None))
 
 
 def test_a_layers_dispatches_carry_its_number(prepare_finalize, monkeypatch):
