@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import ep_a2a
+from ep_a2a.compat.deep_ep import Buffer
 from ep_a2a.graph_breaks import outside_graphs
+from tests.cases.mori_programs import mori_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +52,32 @@ def through_a_manager(manager: Any) -> Layer:
     return layer
 
 
+def through_deep_ep(buffer: Any) -> Layer:
+    ids = IDS.long()
+
+    def layer(tokens: torch.Tensor) -> torch.Tensor:
+        tokens = (tokens * 2).to(torch.bfloat16)
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(tokens, ids, 4, 4, use_fp8=False, return_recv_hook=True)
+        hook()
+        combined, _, hook = buffer.low_latency_combine(rows, ids, WEIGHTS, handle, return_recv_hook=True)
+        hook()
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 4)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            combined, None, per_rank, None, is_in_rank, per_expert, topk_idx=ids, topk_weights=WEIGHTS
+        )
+        return buffer.combine(rows, handle)[0] + 1
+
+    return layer
+
+
+def through_mori(op: Any) -> Layer:
+    def layer(tokens: torch.Tensor) -> torch.Tensor:
+        received = op.dispatch(tokens * 2, WEIGHTS, None, IDS)
+        return op.combine(received[0], None, IDS)[0][:3] + 1
+
+    return layer
+
+
 def compare(layer: Layer, rank: int, backend: str, num_graphs: int = 3) -> None:
     """Three steps of the layer, compiled, are those without torch.compile; its own code is in graphs."""
     import torch._dynamo
@@ -62,7 +90,7 @@ def compare(layer: Layer, rank: int, backend: str, num_graphs: int = 3) -> None:
         tokens = torch.arange(48, dtype=torch.float32).reshape(3, 16) + 100 * rank + step
         assert torch.equal(compiled(tokens).clone(), layer(tokens))
     # the code before, between and behind the calls; no step compiles again
-    assert graphs.frame_count == num_graphs
+    assert graphs.frame_count == num_graphs, [graph.code for graph in graphs.graphs]
 
 
 def of_an_op(context: RankContext, name: str, backend: str) -> None:
@@ -93,6 +121,29 @@ def of_a_manager(context: RankContext, backend: str) -> None:
         del handle
 
 
+def of_deep_ep(context: RankContext) -> None:
+    buffer = Buffer(context.group, 0, 0, device=context.device, explicitly_destroy=True)
+    compare(through_deep_ep(buffer), context.rank, "eager", 2)
+    buffer.destroy()
+
+
+def of_mori(context: RankContext) -> None:
+    with mori_world(context) as mori:
+        config = mori.ops.EpDispatchCombineConfig(
+            data_type=torch.float32,
+            rank=context.rank,
+            world_size=context.world_size,
+            hidden_dim=16,
+            scale_dim=0,
+            scale_type_size=0,
+            max_token_type_size=4,
+            max_num_inp_token_per_rank=4,
+            num_experts_per_rank=2,
+            num_experts_per_token=2,
+        )
+        compare(through_mori(mori.ops.EpDispatchCombineOp(config)), context.rank, "eager", 2)
+
+
 def whole_graph(context: RankContext) -> None:
     with ep_a2a.make_op(context.group, dtype=torch.float32, **SHAPE) as op:
         layer = torch.compile(whole_calls(op), backend="eager", fullgraph=True)
@@ -109,6 +160,14 @@ def test_an_op(ranks: Any, name: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["ep_a2a", "naive"])
 def test_a_manager(ranks: Any, backend: str) -> None:
     ranks(of_a_manager, 2, backend)
+
+
+def test_deep_ep(ranks: Any) -> None:
+    ranks(of_deep_ep, 2)
+
+
+def test_mori(ranks: Any) -> None:
+    ranks(of_mori, 2)
 
 
 def test_a_whole_graph_is_refused(ranks: Any) -> None:

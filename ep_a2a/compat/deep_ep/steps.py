@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.errors import ConfigError, StateError
+from ep_a2a.graph_breaks import outside_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,7 @@ class Hook:
         self.is_done = False
         self._is_displaced = False
 
+    @outside_graphs
     def __call__(self) -> None:
         """Receives. Raises StateError if another dispatch has taken the memory."""
         if self._is_displaced:
