@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -79,13 +78,12 @@ def die_while_probing(context, dying_rank, has_offers):
     try_to_open = facts._try_to_open
 
     def say_and_try(offer):
-        has_offers.touch()
+        has_offers.write_bytes(b"")
         return try_to_open(offer)
 
     def die(_offer):
-        # The survivor must have read the offers before this process is gone.
-        while not has_offers.exists():
-            time.sleep(0.01)
+        # The survivor must have read the offers before this process is gone: opening a FIFO waits for its writer.
+        has_offers.read_bytes()
         os._exit(3)
 
     facts._try_to_open = die if context.rank == dying_rank else say_and_try
@@ -159,6 +157,7 @@ def test_source_rank_is_checked(ranks):
 def test_a_rank_that_dies_while_probing_leaves_nothing(tmp_path):
     with RankPool(2) as pool:
         processes = pool.run(process_id)
+        os.mkfifo(tmp_path / "has offers")
         with pytest.raises(RankFailure, match="exit code 3") as caught:
             pool.run(die_while_probing, 1, tmp_path / "has offers")
     assert "in gather_report" in caught.value.tracebacks[0]

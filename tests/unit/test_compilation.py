@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import threading
-import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -27,10 +27,43 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHORT_SECS, ANNOUNCE_AFTER_SECS = 0.05, 0.3
-PATIENCE_SECS = 30.0
-ATTEMPTS = 5
+LOOK_SECS, PATIENCE_SECS = 0.01, 30.0
+"""Real ones."""
 SAID = threading.Event()
 """Set once the watcher of the newest `compiled` has said what it has to say."""
+
+
+class Time:
+    """Stands in for the watcher's time, which passes only where a kernel takes some, and makes its events."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.changed = threading.Condition()
+
+    def pass_by(self, secs: float) -> None:
+        with self.changed:
+            self.now += secs
+            self.changed.notify_all()
+
+    def event(self) -> Any:
+        is_set = False
+
+        def set_it() -> None:
+            nonlocal is_set
+            with self.changed:
+                is_set = True
+                self.changed.notify_all()
+
+        def wait(secs: float) -> bool:
+            with self.changed:
+                end = self.now + secs
+                self.changed.wait_for(lambda: is_set or self.now >= end)
+            return is_set
+
+        return SimpleNamespace(set=set_it, wait=wait)
+
+
+TIME = Time()
 
 
 @dataclass
@@ -53,10 +86,10 @@ class FakeKernel:
         self.is_compiled = True
 
     def take_time(self) -> None:
+        TIME.pass_by(self.secs)
         if self.until_said:
-            assert SAID.wait(PATIENCE_SECS), "nothing was said"
-        else:
-            time.sleep(self.secs)
+            looks = range(int(PATIENCE_SECS / LOOK_SECS))
+            assert any(SAID.wait(LOOK_SECS) or TIME.pass_by(ANNOUNCE_AFTER_SECS) for _ in looks), "nothing was said"
 
 
 class Terminal(io.StringIO):
@@ -68,6 +101,8 @@ class Terminal(io.StringIO):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "ANNOUNCE_AFTER_SECS", ANNOUNCE_AFTER_SECS)
     monkeypatch.setattr(compilation, "POLL_SECS", 0.01)
+    monkeypatch.setattr(compilation, "time", SimpleNamespace(monotonic=lambda: TIME.now))
+    monkeypatch.setattr(compilation, "threading", SimpleNamespace(Event=TIME.event, Thread=threading.Thread))
     announce = compilation._announce
 
     def announce_and_note(text: str) -> None:
@@ -99,11 +134,6 @@ def announced(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None], stderr:
     return stderr.getvalue()
 
 
-def once(attempt: Callable[[], bool]) -> bool:
-    """Whether one of a few attempts succeeds: a loaded machine may make any short compilation a long one."""
-    return any(attempt() for _ in range(ATTEMPTS))
-
-
 def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = [
         FakeKernel("dispatch", is_compiled=True),
@@ -121,11 +151,8 @@ def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_done_already_is_not_counted_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counts_what_is_left() -> bool:
-        kernels = [FakeKernel("dispatch", SHORT_SECS), FakeKernel("combine", until_said=True)]
-        return "1 of 2 kernels are left (combine)" in announced(monkeypatch, lambda: compiled(kernels))
-
-    assert once(counts_what_is_left)
+    kernels = [FakeKernel("dispatch", SHORT_SECS), FakeKernel("combine", until_said=True)]
+    assert "1 of 2 kernels are left (combine)" in announced(monkeypatch, lambda: compiled(kernels))
 
 
 @pytest.mark.parametrize(
@@ -137,13 +164,9 @@ def test_what_is_done_already_is_not_counted_as_left(monkeypatch: pytest.MonkeyP
 def test_nothing_is_said_where_nothing_takes_long(
     num_kernels: int, cache_hit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def says_nothing() -> bool:
-        kernels = [FakeKernel("quick", SHORT_SECS, cache_hit=cache_hit) for _ in range(num_kernels)]
-        text = announced(monkeypatch, lambda: compiled(kernels))
-        assert all(kernel.is_compiled for kernel in kernels)
-        return text == ""
-
-    assert once(says_nothing)
+    kernels = [FakeKernel("quick", SHORT_SECS, cache_hit=cache_hit) for _ in range(num_kernels)]
+    assert announced(monkeypatch, lambda: compiled(kernels)) == ""
+    assert all(kernel.is_compiled for kernel in kernels)
 
 
 def test_the_first_rank_of_each_node_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +175,10 @@ def test_the_first_rank_of_each_node_speaks(monkeypatch: pytest.MonkeyPatch) -> 
 
     for rank, gpu_per_node in ((0, 8), (4, 4)):
         assert text_of(FakeKernel("combine", until_said=True), rank, gpu_per_node).startswith("ep_a2a: compiling")
-    monkeypatch.setattr(compilation, "ANNOUNCE_AFTER_SECS", SHORT_SECS / 5)
+    # others have no watcher at all
+    monkeypatch.setattr(compilation.threading, "Thread", None)
     for rank, gpu_per_node in ((1, 8), (3, 4), (5, 4)):
-        assert text_of(FakeKernel("combine", SHORT_SECS), rank, gpu_per_node) == ""
+        assert text_of(FakeKernel("combine"), rank, gpu_per_node) == ""
 
 
 def test_without_a_terminal_only_those_who_ask_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +233,8 @@ class OfflineKernel(FakeKernel):
     def compile(self, args: tuple[Any, ...]) -> None:
         if not SAID.is_set():
             compile_offline(store_kernel, (torch.zeros(1, dtype=torch.int32),), {"VALUE": 3}, 1)
-            SAID.wait(self.secs)
+            TIME.pass_by(self.secs)
+            SAID.wait(LOOK_SECS)
         self.is_compiled = True
 
 
@@ -224,7 +249,7 @@ def test_tritons_compiler_says_what_comes_from_its_cache(monkeypatch: pytest.Mon
     # none takes long, so the watcher has to hear that one was compiled
     assert f"{tmp_path} keeps them" in text(300)
     # the second time everything is there, and loading each is quick
-    assert once(lambda: text(12) == "")
+    assert text(12) == ""
 
 
 def test_kernels_have_names_and_say_whether_they_are_compiled() -> None:
