@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ep_a2a import clock
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 from tests.cases.op_cases import Case, Inputs, make_inputs, make_op, same_bits
@@ -218,7 +218,7 @@ def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
             elif call == place:
                 others = [f"{place}/{rank}" for rank in range(case.world_size) if rank != context.rank]
                 store.wait(others, timedelta(seconds=SIGN_PATIENCE_SECS))
-                time.sleep(LATE_SECS)
+                clock.sleep(LATE_SECS)
 
         for place in ("", "dispatch", "combine"):
             before("dispatch", place)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import math
-import time
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a import errors
+from ep_a2a import clock, errors
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Record, Region
 from ep_a2a.memory.arena import Arena
@@ -59,11 +58,11 @@ def late_rank(context: RankContext, case: Case) -> None:
         op = make_op(context, case, arena)
         for number in range(3):
             if number == 1 and context.rank == 1:
-                time.sleep(2)
+                clock.sleep(2)
             step = Step.dispatch(case, op, number, context.device)
             step.check_dispatched()
             if number == 2 and context.rank == case.world_size - 1:
-                time.sleep(2)
+                clock.sleep(2)
             step.combine()
 
 
@@ -140,7 +139,7 @@ def graph(context: RankContext, case: Case) -> None:
         body(lambda work: work())
         captured = CapturedStep(op, body)
         runs, number = 1 + captured.ran_at_capture, 1
-        for num_replays in (1, 2, 100 if device.type == "cuda" else 10):
+        for num_replays in (1, 2, 100 if device.type == "cuda" else 3):
             for _ in range(num_replays):
                 # the tensors that the capture reads keep their shapes, so every step has step 0's token counts
                 fresh = replace(case, seed=case.seed + number, tokens=(case.tokens[0],))
@@ -191,7 +190,7 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
         # a slow machine may take longer over the checks of one rank than the others are going to wait
         arena.rendezvous.barrier("before one is missing")
         if context.rank == absent:
-            time.sleep(ABSENT_TIMEOUT_SECS + 1)
+            clock.sleep(ABSENT_TIMEOUT_SECS + 1)
         elif phase == "combine":
             rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
             result, _ = op.combine(rows, None, step.ids)
@@ -234,7 +233,7 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
         op = make_op(context, case, arena, timeout_secs=BRIEF_TIMEOUT_SECS, first_timeout_secs=60.0)
         arena.rendezvous.barrier("before one is late")
         if context.rank == last:
-            time.sleep(2 * BRIEF_TIMEOUT_SECS)
+            clock.sleep(2 * BRIEF_TIMEOUT_SECS)
         run_step(case, op, 0, context.device)
         arena.rendezvous.barrier("before one stays away")
         if context.rank != last:
@@ -527,7 +526,7 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
         run_step(case, make_op(context, case, arena), 0, context.device)
         arena.rendezvous.timeout_secs = 2.0
         if context.rank == 1:
-            time.sleep(3)
+            clock.sleep(3)
         else:
             error = raised(errors.RankTimeoutError, lambda: make_op(context, case, arena), "rank 1")
             assert isinstance(error, errors.RankTimeoutError)

@@ -35,6 +35,25 @@ SMALL = Case(
     num_steps=3,
 )
 BULK = {"flagged_max_tokens": 0}
+THREE_RANKS = Case(
+    world_size=3,
+    hidden_dim=16,
+    topk=3,
+    num_experts=7,
+    max_tokens=6,
+    routing="out_of_range",
+    layout="rank_major",
+    tokens=((6, 2, 0), (1, 5, 6), (0, 0, 3), (4, 4, 4)),
+    num_steps=4,
+)
+# steps of at most 3 tokens are flagged, the others not: the path changes from step to step
+SWITCHING = replace(
+    THREE_RANKS,
+    max_num_tokens=(None, 3, 6, 2),
+    tokens=((6, 2, 0), (1, 3, 2), (0, 5, 3), (2, 0, 2)),
+    options={"flagged_max_tokens": 3},
+)
+TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
 CASES = {
     "low_latency": SMALL,
     "low_latency_marks": replace(SMALL, unusual=True),
@@ -46,9 +65,16 @@ CASES = {
     "fp8_results": replace(SMALL, hidden_dim=128, quant_type="fp8_blockwise"),
     "fp8_results_direct": replace(SMALL, hidden_dim=128, quant_type="fp8_direct_cast"),
     "fp8": replace(SMALL, hidden_dim=128, quant_type="fp8_per_1x128", options=BULK),
-    "rings": replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS),
-    "rings_of_one_chunk": replace(SMALL, world_size=4, num_nodes=2, num_experts=8, num_steps=2, options=rings(1, 1, 1)),
-    "rings_of_a_step": replace(SMALL, world_size=4, num_nodes=2, num_experts=8, kernel="InterNodeV1LL"),
+    "three_ranks": THREE_RANKS,
+    "three_ranks_bulk_compact": replace(THREE_RANKS, layout="compact", options=BULK),
+    "three_ranks_expert_major": replace(THREE_RANKS, layout="expert_major"),
+    "switching": SWITCHING,
+    "switching_halves": replace(SWITCHING, split="mixed"),
+    "switching_at_the_last_epoch": replace(SWITCHING, first_epoch=2**32 - 3),
+    "rings": TWO_NODES,
+    "rings_compact_halves": replace(TWO_NODES, layout="compact", routing="out_of_range", split="mixed"),
+    "rings_of_one_chunk": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1)),
+    "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
 }
 
 

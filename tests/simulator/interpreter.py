@@ -51,7 +51,8 @@ class Grid:
     def __init__(self, rank: RankStream, num_programs: int, num_threads: int, previous: Grid | None) -> None:
         self.rank, self.num_programs, self.num_threads, self.previous = rank, num_programs, num_threads, previous
         self.programs: list[Program] = []
-        self.has_ended = False
+        # a launch for no local expert has none
+        self.has_ended = num_programs == 0
 
     def program_ended(self, machine: Machine) -> None:
         """Count a program that has ended; with the last one, all stores of the launch have landed."""

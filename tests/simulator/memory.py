@@ -164,8 +164,7 @@ class Pool:
         self._free = 0
         self.names: dict[int, str] = {}
         self._last = np.zeros(num_bytes, np.int32)
-        self._settled = self.landed.copy()
-        self._mirror = self.landed.copy()
+        self._settled, self._mirror = np.zeros_like(self.landed), np.zeros_like(self.landed)
         self._reset_records()
         self._released: dict[int, Released] = {}
         self._posted: dict[int, View] = {}
@@ -195,7 +194,8 @@ class Pool:
 
     def absorb(self) -> None:
         """Take in what hosts have written, whose writes everybody knows: all ranks have met since, or will."""
-        changed = np.flatnonzero(self.landed != self._mirror)
+        taken = slice(self._free)
+        changed = np.flatnonzero(self.landed[taken] != self._mirror[taken])
         if changed.size:
             self.num_changes += 1
             self._settled[changed] = self._mirror[changed] = self.landed[changed]

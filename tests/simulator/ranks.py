@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.kernels.portable import PortableFunction
 
-POOL_BYTES = 1 << 21
+POOL_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,12 @@ class Context:
     device: torch.device
     machine: Machine
     stream: RankStream
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        size: int = self.group.size
+        return size
 
     def launch(self, kernel: PortableFunction, num_programs: int, *args: Any, **constants: Any) -> None:
         """Launch a kernel, and return at once."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 from tests.simulator.cases import BODIES, CASES
 from tests.simulator.ranks import Conditions, Outcome, Simulation
 from tests.simulator.sites import ordering_sites
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CONDITIONS = {
     # what was stored last lands first, and as late as it may; loads return the oldest value that they may
@@ -14,6 +18,10 @@ CONDITIONS = {
     "in-order": Conditions(landing="oldest", num_sms=4),
     "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
 }
+
+
+OP_TEST = Conditions(landing="newest", num_sms=2)
+"""For cases that are about values and the order of calls: as "late", with few programs."""
 
 
 class SimulationFailed(AssertionError):
@@ -24,19 +32,33 @@ def run(case: str, body: str, conditions: Conditions) -> Outcome:
     """Run a body of a case on all its ranks. The launches of a chain need not wait for each other.
 
     Raises:
-        SimulationFailed: a rank or a kernel has failed. The text has the command that repeats the run, and the last
-            operations of each rank.
+        SimulationFailed: a rank or a kernel has failed.
     """
     is_chain = body == "chain"
-    simulation = Simulation(CASES[case].world_size, replace(conditions, asynchronous=is_chain, dependent=is_chain))
+    given = replace(conditions, asynchronous=is_chain, dependent=is_chain)
+    repeat = f"repeat: {command_of(case, body, conditions)}"
+    return run_on_ranks(BODIES[body], CASES[case].world_size, CASES[case], conditions=given, note=repeat)
+
+
+def run_on_ranks(
+    body: Callable[..., Any], world_size: int, *args: Any, conditions: Conditions = OP_TEST, note: str = ""
+) -> Outcome:
+    """Run body(context, *args) on every rank.
+
+    Raises:
+        SimulationFailed: a rank or a kernel has failed. The text has its error, the note, and the last operations of
+            each rank.
+    """
+    simulation = Simulation(world_size, conditions)
     try:
-        found = simulation.run(BODIES[body], CASES[case])
-        errors = [f"rank {rank}: {type(each).__name__}: {each}" for rank, each in enumerate(found.errors) if each]
+        found = simulation.run(body, *args)
+        failed = {f"rank {rank}: ": each for rank, each in enumerate(found.errors) if each}
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises
-        errors = [f"{type(error).__name__}: {error}"]
-    if errors:
-        last = simulation.scheduler.describe()
-        raise SimulationFailed("\n".join([*errors, f"repeat: {command_of(case, body, conditions)}", last]))
+        failed = {"": error}
+    if failed:
+        errors = [f"{whose}{type(each).__name__}: {each}" for whose, each in failed.items()]
+        first = next(iter(failed.values()))
+        raise SimulationFailed("\n".join([*errors, note, simulation.scheduler.describe()])) from first
     return found
 
 

@@ -1,7 +1,7 @@
-"""Shapes, routings, orders of calls and strides that nobody thought of: the op on CPU processes, by hypothesis.
+"""Shapes, routings, orders of calls and strides that nobody thought of: the op in the simulator, by hypothesis.
 
-The examples are the same in every run. A failing one is printed as a Case and is not shrunk: each attempt would restart
-the processes; paste it into tests/cases/op_matrix.py instead.
+The examples are the same in every run. A failing one is shrunk and printed: paste its Case into
+tests/cases/op_matrix.py. `make test` draws a few examples of each kind, `make test-all` all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.config import FP8_DTYPE
@@ -21,11 +21,11 @@ from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, NUM_OPS, OTHE
 from tests.cases.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
 from tests.cases.stride_cases import LAYOUTS as STRIDES
 from tests.cases.stride_cases import ROLES, Forms, strided_case
+from tests.simulator.runs import run_on_ranks
 
 if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
+    from tests.simulator.ranks import Context
 
-MAX_EXAMPLES = 25
 MAX_STEPS = 3
 MAX_TOKENS = 8
 LAYOUTS = ("compact", "rank_major", "expert_major")
@@ -108,20 +108,22 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
 
 
 def fuzz(max_examples: int) -> settings:
-    return settings(
-        max_examples=max_examples,
-        derandomize=True,
-        database=None,
-        phases=(Phase.explicit, Phase.generate),
-    )
+    return settings(max_examples=max_examples, derandomize=True, database=None)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_fuzz(ranks: Any, world_size: int) -> None:
-    @fuzz(MAX_EXAMPLES)
+def of_examples(few: dict[int, int], all_of_them: dict[int, int]) -> pytest.MarkDecorator:
+    """Parameters (world_size, max_examples): few in `make test`, all in `make test-all`; each by world size."""
+    quick = [pytest.param(size, few[size], id=f"{size}-few") for size in few]
+    full = [pytest.param(size, all_of_them[size], id=f"{size}-all", marks=pytest.mark.full) for size in all_of_them]
+    return pytest.mark.parametrize(("world_size", "max_examples"), [*quick, *full])
+
+
+@of_examples({2: 6, 3: 4}, {2: 25, 3: 25})
+def test_fuzz(world_size: int, max_examples: int) -> None:
+    @fuzz(max_examples)
     @given(cases(world_size))
     def run(case: Case) -> None:
-        ranks(run_case, world_size, case)
+        run_on_ranks(run_case, world_size, case)
 
     run()
 
@@ -135,7 +137,7 @@ def largest_total(case: Case) -> int:
     return max(totals)
 
 
-def run_with_pad_ids(context: RankContext, case: Case, pad_ids: list[int]) -> None:
+def run_with_pad_ids(context: Context, case: Case, pad_ids: list[int]) -> None:
     """run_case with another pad_id in every step."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
@@ -144,24 +146,24 @@ def run_with_pad_ids(context: RankContext, case: Case, pad_ids: list[int]) -> No
         op.check()
 
 
-def test_fuzz_padding(ranks: Any) -> None:
+@of_examples({2: 4}, {2: 25})
+def test_fuzz_padding(world_size: int, max_examples: int) -> None:
     """Rows without a token, where the step before had more: under another pad_id or stride, or a cap that suffices."""
 
-    @fuzz(MAX_EXAMPLES)
-    @given(cases(2), st.lists(st.sampled_from(PAD_IDS), min_size=4, max_size=7), st.booleans())
+    @fuzz(max_examples)
+    @given(cases(world_size), st.lists(st.sampled_from(PAD_IDS), min_size=4, max_size=7), st.booleans())
     def run(case: Case, pad_ids: list[int], capped: bool) -> None:
         case = replace(case, first_epoch=0, num_steps=len(pad_ids))
         if capped and case.layout == "compact":
             cap = max(1, largest_total(case))
             case = replace(case, options={**case.options, "max_total_recv_tokens": cap})
-        ranks(run_with_pad_ids, 2, case, pad_ids)
+        run_on_ranks(run_with_pad_ids, world_size, case, pad_ids)
 
     run()
 
 
 # --- orders of calls, right and wrong ones ---
 
-ORDER_EXAMPLES = {2: 12, 3: 4}
 NUM_ACTIONS = 40
 # as many that go on as others, or steps would hardly ever come to their end
 DRAWN = (*CALLS, *OTHERS, *(GO_ON,) * (len(CALLS) // 2), *(GO_ON_IN_HALVES,) * (len(CALLS) // 2))
@@ -180,19 +182,18 @@ def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
     return case, draw(st.lists(action, min_size=NUM_ACTIONS, max_size=NUM_ACTIONS))
 
 
-@pytest.mark.parametrize("world_size", ORDER_EXAMPLES)
-def test_orders(ranks: Any, world_size: int) -> None:
-    @fuzz(ORDER_EXAMPLES[world_size])
+@of_examples({2: 4}, {2: 12, 3: 4})
+def test_orders(world_size: int, max_examples: int) -> None:
+    @fuzz(max_examples)
     @given(orders(world_size))
     def run(drawn: tuple[Case, list[Action]]) -> None:
-        ranks(run_actions, world_size, *drawn)
+        run_on_ranks(run_actions, world_size, *drawn)
 
     run()
 
 
 # --- tensors laid out in memory in many ways ---
 
-STRIDE_EXAMPLES = {2: 25, 3: 6}
 IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in STRIDES for _ in range(2)]
 
 
@@ -204,40 +205,36 @@ def laid_out_cases(draw: st.DrawFn, world_size: int) -> tuple[Case, list[list[Fo
     return case, [[draw(form) for _ in range(world_size)] for _ in range(case.num_steps)]
 
 
-@pytest.mark.parametrize("world_size", STRIDE_EXAMPLES)
-def test_strides(ranks: Any, world_size: int) -> None:
-    @fuzz(STRIDE_EXAMPLES[world_size])
+@of_examples({2: 4}, {2: 25, 3: 6})
+def test_strides(world_size: int, max_examples: int) -> None:
+    @fuzz(max_examples)
     @given(laid_out_cases(world_size))
     def run(drawn: tuple[Case, list[list[Forms]]]) -> None:
-        ranks(strided_case, world_size, *drawn)
+        run_on_ranks(strided_case, world_size, *drawn)
 
     run()
 
 
-@pytest.mark.parametrize("flagged_max_tokens", [0, 128])
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])
-def test_lone_and_absent_rows_in_every_layout(ranks: Any, scale_dtype: torch.dtype, flagged_max_tokens: int) -> None:
+ONE_ROW_OR_NONE = Case(
+    world_size=2,
+    hidden_dim=8,
+    max_tokens=4,
+    tokens=((1, 1), (0, 1)),
+    scale_dim=4,
+    scale_dtype=torch.uint8,
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"options": {"flagged_max_tokens": most}, "scale_dtype": dtype}, id=f"{most}-{dtype}")
+        for most in (0, 128)
+        for dtype in (torch.float32, torch.uint8)
+    ]
+    + [pytest.param({"num_nodes": 2, "tokens": ((1, 3), (0, 1))}, id="between-nodes")],
+)
+def test_lone_and_absent_rows_in_every_layout(changes: dict[str, Any]) -> None:
     """A lone row is contiguous whatever its stride, which torch looks at even so."""
-    case = Case(
-        world_size=2,
-        hidden_dim=8,
-        max_tokens=4,
-        tokens=((1, 1), (0, 1)),
-        scale_dim=4,
-        scale_dtype=scale_dtype,
-        options={"flagged_max_tokens": flagged_max_tokens},
-    )
-    ranks(strided_case, 2, case, IN_EVERY_LAYOUT)
-
-
-def test_rows_between_nodes_in_every_layout(ranks: Any) -> None:
-    case = Case(
-        world_size=2,
-        hidden_dim=8,
-        max_tokens=4,
-        tokens=((1, 3), (0, 1)),
-        scale_dim=4,
-        scale_dtype=torch.uint8,
-        num_nodes=2,
-    )
-    ranks(strided_case, 2, case, IN_EVERY_LAYOUT)
+    run_on_ranks(strided_case, 2, replace(ONE_ROW_OR_NONE, **changes), IN_EVERY_LAYOUT)
