@@ -72,12 +72,12 @@ class Watch:
                         start = tensor.data_ptr() + each.offset_bytes
                         self._rows[start, start + each.num_bytes] = each.shape[1] * each.dtype.itemsize
 
-        def launch_and_watch(machine: Machine, rank: Any, kernel: Any, programs: int, args: Any, constants: Any) -> Any:
+        def launch_and_watch(machine: Machine, rank: Any, kernel: Any, programs: int, args: Any, *more: Any) -> Any:
             for each in args:
                 if isinstance(each, torch.Tensor) and each.dim() > 1 and each.numel():
                     start = each.data_ptr()
                     self._rows[start, start + each.nbytes] = each.shape[-1] * each.itemsize
-            return launch(machine, rank, kernel, programs, args, constants)
+            return launch(machine, rank, kernel, programs, args, *more)
 
         patch.setattr(BoundMemory, "__init__", bind_and_watch)
         patch.setattr(Machine, "launch", launch_and_watch)

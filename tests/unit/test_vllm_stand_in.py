@@ -92,3 +92,18 @@ def test_a_layers_dispatches_carry_its_number(prepare_finalize, monkeypatch):
         layer._exchange, layer._layer_number = SimpleNamespace(dispatch=dispatch), manager.layer_number(moe)
         layer.prepare(torch.zeros(1, 8), torch.ones(1, 1), torch.zeros(1, 1), 2, None, False, None)
     assert [options["tag"] for options in calls] == [1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_whatever_ends_a_workers_call_closes_open_steps(monkeypatch, error):
+    from ep_a2a.integrations.vllm import worker
+
+    closed: list[str] = []
+
+    def fail(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "live_managers", [SimpleNamespace(close_open_steps=lambda: closed.append("step"))])
+    with pytest.raises(error):
+        worker._checked(fail)(None)
+    assert closed == ["step"]
