@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
+from tests.late import come_last
 from tests.shared_files import files_of, shared_files
 
 if TYPE_CHECKING:
@@ -410,8 +410,7 @@ def one_arena_after_another(context: RankContext, case: Case) -> list[int]:
     """Each arena meets under its own generation, so that a slow rank never answers for the one before."""
     sequences = []
     for number in range(3):
-        if context.rank == number % context.world_size:
-            time.sleep(0.2)
+        come_last(context, number % context.world_size, f"arena {number}")
         with Arena(context.group, context.device) as arena:
             op = make_op(context, case, arena)
             for step in range(2):

@@ -20,6 +20,7 @@ from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.memory.transport_choice import choose_transport
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.exchange_cases import exchange_and_check
+from tests.late import come_last
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 TIMEOUT_SECS = 30.0
 SHORT_TIMEOUT_SECS = 6.0
 """Longer than ranks of a busy machine are apart that left a barrier together."""
-LATE_SECS = 2.0
 SLACK_SECS = 8.0
 CPU = torch.device("cpu")
 
@@ -43,8 +43,7 @@ def exchange_blocks(context: RankContext, num_nodes: int, gpus_per_node: int) ->
     transport = transport_of(context, num_nodes, gpus_per_node)
     for step, num_bytes in enumerate((1, 4096, 100_003, 16, 4096)):
         # transports are independent of each other, and one rank comes late
-        if context.rank == step % context.world_size:
-            time.sleep(0.1)
+        come_last(context, step % context.world_size, f"block {step}")
         exchange_and_check(transport, context.rank, step, num_bytes, CPU)
     transport.close()
 
@@ -202,8 +201,7 @@ def test_a_killed_peer_is_named_at_once():
 
 def come_late(context: RankContext) -> None:
     transport = transport_of(context, 2, 1)
-    if context.rank == 1:
-        time.sleep(LATE_SECS)
+    come_last(context, 1, "an exchange")
     exchange_and_check(transport, context.rank, 0, 256, CPU)
     transport.timeout_secs = 0.2
     if context.rank == 1:

@@ -19,6 +19,7 @@ from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankFailure, RankPool
+from tests.late import come_last
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,8 +95,7 @@ def make_generations(context: RankContext) -> list[str]:
     assert ranks is not None
     names, kept = [], []
     for generation in range(4):
-        if context.rank == generation:
-            time.sleep(0.2)
+        come_last(context, generation, f"generation {generation}")
         group = make_subgroup(context.group, ranks)
         use(group, ranks, context.rank)
         names.append(group.group_name)
