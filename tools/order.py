@@ -54,17 +54,19 @@ MAX_REPEATED_LINES = 20
 
 
 def variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(name, variant, arguments): the headline and weights in combine at EP 2; bf16 on 2 x 2 ranks, every transport."""
+    """(name, variant, arguments): the headline and others at EP 2; bf16 on 2 x 2 ranks over every transport."""
     yield from compare_ptx.headline_variants((2,))
-    yield from _weight_variants()
+    yield from _further_variants()
     yield from (each for each in compare_ptx.node_variants((4,)) if "-bf16-" in each[0])
 
 
-def _weight_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Combines that take router weights, and the exchange of weights that only combine was given."""
+def _further_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Combines that take router weights, the exchange of weights that only combine was given, counters, spans."""
     import torch
 
     from ep_a2a.compat.combine_time_weights import exchange_kernel
+    from ep_a2a.kernels.compiled_kernel import CompiledKernel
+    from ep_a2a.kernels.counter_kernels import count_dispatch_kernel
 
     engine = compare_ptx.kernels_of(2, compiled_calls="all")
     for place, (variant, args) in enumerate(engine.compiled_kernels()):
@@ -73,6 +75,9 @@ def _weight_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     table = torch.zeros(1, dtype=torch.int64)
     args = (torch.zeros(1, dtype=torch.int32), table, table, 0, 0, 0, 0)
     yield "ep2-weights-exchange", exchange_kernel(engine.kernels.config, spans=False), args
+    yield "ep2-weights-exchange-spans", exchange_kernel(engine.kernels.config, spans=True), args
+    world = {"WORLD_SIZE": 2, "WORLD_LANES": 2}
+    yield "ep2-counters", CompiledKernel(count_dispatch_kernel, world, num_warps=1), (table, table, 0, 0, 0)
 
 
 def ptx_of(variant: Any, args: tuple[Any, ...]) -> str:

@@ -19,6 +19,8 @@ QUICK = {
     "ep2-rank_major-combine-fp8-4-combine",
     "ep2-weights-11-combine",
     "ep2-weights-exchange",
+    "ep2-weights-exchange-spans",
+    "ep2-counters",
     "ep2-expert_major-cast-6-local",
     "ep2-rings-bf16-0-local",
     "ep2-rings-cast-1-local",
