@@ -1,16 +1,16 @@
-"""Writes a command's files whole or not at all: into a file beside the wanted one, which then takes its place."""
+"""Checks and writes the files that a command is asked for; the system's refusals become errors of this package."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
-import os
-import stat
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a import whole_files
 from ep_a2a.commands import messages
 from ep_a2a.errors import ConfigError
+from ep_a2a.whole_files import resolved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,21 +31,17 @@ def check_can_write(path: Path | None) -> None:
 
     Raises:
         ConfigError: its folder does not exist, it is a folder, its name is too long, or the user may not write there.
+        UntrustedFolderError: the path leads through a link of another user.
     """
     if path is None:
         return
     with _as_error(path):
         if path.is_dir():
             raise ConfigError(f"a file to write at {path}", "a folder", "Name a file in it.")
-        if not path.resolve().parent.is_dir():
-            raise ConfigError(f"a folder {path.resolve().parent}", "none", "Make it, or name another.")
-        if _is_replaced(path):
-            # The name itself is tried, too: it may be longer than the file system takes.
-            with contextlib.suppress(FileNotFoundError):
-                path.stat()
-            temporary = _beside(path.resolve())
-            temporary.touch(exist_ok=False)
-            temporary.unlink()
+        folder = resolved(path).parent
+        if not folder.is_dir():
+            raise ConfigError(f"a folder {folder}", "none", "Make it, or name another.")
+        whole_files.check_can_write(path)
 
 
 def check_folder(path: Path) -> None:
@@ -53,47 +49,34 @@ def check_folder(path: Path) -> None:
 
     Raises:
         ConfigError: it cannot be made or written to.
+        UntrustedFolderError: the path leads through a link of another user.
     """
     with _as_error(path):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"a folder at {path}", "a file", "Name a folder.")
-        path.mkdir(parents=True, exist_ok=True)
+        resolved(path).mkdir(parents=True, exist_ok=True)
     check_can_write(path / "x")
 
 
-@contextlib.contextmanager
-def whole_file(path: Path, *, confirms: bool = True) -> Iterator[Path]:
-    """Yields where to write what `path` shall hold; puts it there at the end, or removes it after an error.
-
-    Devices and pipes are written to directly. A file that is there keeps its permissions.
+def write_bytes(path: Path, content: bytes, *, confirms: bool = True) -> None:
+    """Puts a file into place whole or not at all.
 
     Args:
-        path: the file. confirms: say on stderr that it has been written.
+        path: the file. content: what it shall hold. confirms: say on stderr that it has been written.
 
     Raises:
         ConfigError: it cannot be written: no space, no permission, no folder.
+        UntrustedFolderError: the path leads through a link of another user.
     """
     with _as_error(path):
-        if not _is_replaced(path):
-            yield path
-        else:
-            target = path.resolve()
-            temporary = _beside(target)
-            try:
-                yield temporary
-                if target.exists():
-                    temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
+        whole_files.write_whole(path, content)
     if confirms:
         messages.confirm(path)
 
 
 def write_text(path: Path, text: str, *, confirms: bool = True) -> None:
-    """Writes a text as `whole_file` does."""
-    with whole_file(path, confirms=confirms) as place:
-        place.write_text(text, encoding="utf-8")
+    """Writes a text as `write_bytes` does."""
+    write_bytes(path, text.encode(), confirms=confirms)
 
 
 def give_json(values: Any, output: Path | None, *, as_json: bool) -> None:
@@ -124,13 +107,3 @@ def _as_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot_write(path, error) from error
-
-
-def _is_replaced(path: Path) -> bool:
-    """Whether a file can take its place: not that of a device or a pipe."""
-    return not path.exists() or path.is_file()
-
-
-def _beside(path: Path) -> Path:
-    # The suffix stays: it names the format of a picture.
-    return path.with_name(f".ep_a2a_{os.getpid()}{path.suffix[:16]}")

@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.files import check_can_write, whole_file
+from ep_a2a.commands.files import check_can_write, write_bytes
 from ep_a2a.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -178,8 +178,7 @@ def write(path: Path, draw: Callable[..., Figure], *args: Any) -> tuple[Path, Pa
             draw(theme, *args).savefig(buffer, format=path.suffix[1:], metadata=metadata)
             contents.append(buffer.getvalue())
     for each, content in zip(paths, contents):
-        with whole_file(each) as place:
-            place.write_bytes(content)
+        write_bytes(each, content)
     return paths
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.commands import messages, plots
-from ep_a2a.commands.files import whole_file
+from ep_a2a.commands.files import write_bytes
 from ep_a2a.commands.measure.session import OpRoundTrip, make_config
 from ep_a2a.commands.plots import TIME_UNITS, Caption, unit_for
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.commands.tables import new_table
 from ep_a2a.telemetry.profiler import StepProfiler
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST
-from ep_a2a.telemetry.trace import write_trace
+from ep_a2a.telemetry.trace import trace_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,8 +58,7 @@ def execute(
         sharing = pool.note
     parts = {f"trace_RANK_{rank}.json": {rank: own} for rank, own in spans.items()} | {"trace.json": spans}
     for name, some in parts.items():
-        with whole_file(folder / name) as place:
-            write_trace(some, place)
+        write_bytes(folder / name, trace_json(some))
     if plot:
         shape = f"{workload.num_tokens} tokens per rank, hidden {workload.hidden_dim}, top-{workload.topk} of "
         shape += f"{workload.num_experts} experts, {workload.quant_type}, {workload.layout}"

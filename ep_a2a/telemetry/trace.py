@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.telemetry.spans import HOST
+from ep_a2a.whole_files import resolved, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,11 +42,19 @@ def trace_events(spans: Sequence[TraceSpan], rank: int) -> list[dict[str, Any]]:
     return events
 
 
+def trace_json(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> bytes:
+    """Returns the file that `write_trace` writes."""
+    events = [event for rank, spans in spans_by_rank.items() for event in trace_events(spans, rank)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}).encode()
+
+
 def write_trace(spans_by_rank: Mapping[int, Sequence[TraceSpan]], path: Path) -> None:
     """Writes the spans of one rank or of several into one file; makes its folder.
 
     Times are microseconds of the host's monotonic clock, so ranks of one host are aligned, also from file to file.
+
+    Raises:
+        UntrustedFolderError: the path leads through a link of another user.
     """
-    events = [event for rank, spans in spans_by_rank.items() for event in trace_events(spans, rank)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}), encoding="utf-8")
+    resolved(path.parent).mkdir(parents=True, exist_ok=True)
+    write_whole(path, trace_json(spans_by_rank))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +17,7 @@ from ep_a2a import env
 from ep_a2a.config import QuantType
 from ep_a2a.errors import ConfigError
 from ep_a2a.tuning.parse import parse_table
+from ep_a2a.whole_files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -257,22 +256,14 @@ def write_table(path: Path, phase: str, entries: Iterable[TableEntry]) -> None:
 
     Raises:
         ConfigError: the file exists and is no table.
+        UntrustedFolderError: the path leads through a link of another user.
         OSError: the file cannot be written.
     """
     merged = {entry.key: entry for entry in read_table(path, phase)} if path.exists() else {}
     merged |= {entry.key: entry for entry in entries}
     lines = [json.dumps(_as_json(merged[key], phase)) for key in sorted(merged)]
     text = '{\n"about": ' + json.dumps(ABOUT) + ',\n"entries": [\n' + ",\n".join(lines) + "\n]\n}\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files for the owner alone; tables are for everybody
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode())
     # a file that cannot be read again would stop every op that is made afterwards
     read_table(path, phase)
 

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ep_a2a.clock",
         "ep_a2a.graph_breaks",
         "ep_a2a.path_security",
+        "ep_a2a.whole_files",
         "ep_a2a.interrupts",
         "ep_a2a.log_once",
     ),

@@ -219,11 +219,11 @@ def test_files_that_cannot_be_written_are_found_before_any_work(tmp_path: Path) 
 
 
 def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path, content: bytes) -> int:
-        path.touch()
+    def fail(path: Path, target: Path) -> None:
+        assert path.exists()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
+    monkeypatch.setattr("pathlib.Path.replace", fail)
     with pytest.raises(ConfigError, match="No space left"):
         DRAWN["traffic"](tmp_path / "x.png")
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,142 @@
+"""Where files are written: whole, under the wanted name, and through no link that another user has planted."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+from ep_a2a import whole_files
+from ep_a2a.errors import UntrustedFolderError
+from ep_a2a.telemetry.trace import write_trace
+from ep_a2a.tuning.tables import write_table
+from ep_a2a.whole_files import resolved, write_whole
+
+ANOTHER_USER = 12345
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def belongs_to_another(monkeypatch):
+    """Lets a path belong to another user, whoever runs the test."""
+
+    def give(path):
+        kept, own = os.lstat(path), os.geteuid()
+        monkeypatch.setattr(whole_files, "ROOT_USER", own)
+        inode = kept.st_dev, kept.st_ino
+        check = whole_files.require_trusted
+
+        def require_trusted(where, status):
+            if (status.st_dev, status.st_ino) == inode:
+                fields = list(status)
+                fields[stat.ST_UID] = ANOTHER_USER
+                status = os.stat_result(fields)
+            check(where, status)
+
+        monkeypatch.setattr(whole_files, "require_trusted", require_trusted)
+
+    return give
+
+
+def test_a_new_file_has_the_permissions_of_new_files(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "new", b"text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").read_bytes() == b"text"
+    assert mode_of(tmp_path / "new") == 0o640
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_file_keeps_its_permissions_and_an_own_link_leads_to_it(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o600)
+    link.symlink_to("file")
+    write_whole(link, b"text")
+    assert link.is_symlink()
+    assert (file.read_text(), mode_of(file)) == ("text", 0o600)
+
+
+def test_an_error_leaves_the_old_file(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "fchmod", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        write_whole(tmp_path / "file", b"text")
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("use", [whole_files.check_can_write, lambda path: write_whole(path, b"text")])
+@pytest.mark.parametrize("where", ["{}", "{}/inside"])
+def test_a_link_of_another_user_is_refused(tmp_path, belongs_to_another, use, where):
+    victim = tmp_path / "victim"
+    if where == "{}":
+        victim.write_text("kept")
+    else:
+        victim.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(victim)
+    (tmp_path / "own").symlink_to(link)
+    belongs_to_another(link)
+    for path in (link, tmp_path / "own"):
+        with pytest.raises(UntrustedFolderError, match=f"got lrwxrwxrwx of user {ANOTHER_USER}"):
+            use(tmp_path / where.format(path))
+    assert victim.read_text() == "kept" if where == "{}" else not os.listdir(victim)
+    assert sorted(os.listdir(tmp_path)) == ["link", "own", "victim"]
+
+
+def test_traces_and_tables_are_written_in_the_same_way(tmp_path, belongs_to_another):
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.mkdir()
+    link.symlink_to(victim)
+    belongs_to_another(link)
+    for write in (
+        lambda: write_trace({0: []}, link / "new" / "trace.json"),
+        lambda: write_table(link / "table.json", "dispatch", []),
+    ):
+        with pytest.raises(UntrustedFolderError):
+            write()
+    assert not os.listdir(victim)
+
+
+def test_links_that_never_end(tmp_path):
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(OSError, match="Too many levels"):
+        resolved(tmp_path / "one")
+
+
+def test_resolved_is_what_the_system_finds(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "to_b").symlink_to(tmp_path / "a" / "b")
+    (tmp_path / "a" / "up").symlink_to("../to_b")
+    monkeypatch.chdir(tmp_path)
+    for path in ("x", "a/up/../x", "to_b/x/y", "./a/./up", "a/up/../../../x", str(tmp_path / "to_b")):
+        assert resolved(whole_files.Path(path)) == whole_files.Path(path).resolve()
+
+
+@pytest.mark.parametrize("is_theirs", [False, True])
+def test_a_pipe_is_written_to_unless_it_is_planted(tmp_path, belongs_to_another, is_theirs):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    came = []
+    reader = threading.Thread(target=lambda: came.append(pipe.read_bytes()))
+    reader.start()
+    if is_theirs:
+        belongs_to_another(pipe)
+        with pytest.raises(UntrustedFolderError, match="got prw"):
+            whole_files.check_can_write(pipe)
+        with pytest.raises(UntrustedFolderError, match="got prw"):
+            write_whole(pipe, b"secret")
+    else:
+        write_whole(pipe, b"text")
+    reader.join()
+    assert came == [b"" if is_theirs else b"text"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
