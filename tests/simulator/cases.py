@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
+from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
+from ep_a2a.errors import CapacityError, RankTimeoutError
 from ep_a2a.memory.arena import Arena
+from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 from tests.cases.op_cases import (
     Case,
     Step,
@@ -16,12 +20,15 @@ from tests.cases.op_cases import (
     make_op,
     reference_of,
     run_case,
+    run_step,
     same_sums,
     set_first_epoch,
 )
 from tests.cases.ring_cases import SMALL_RINGS, rings
+from tests.simulator.nodes import arena_of
 
 if TYPE_CHECKING:
+    from ep_a2a.ops import EpDispatchCombineOp
     from tests.simulator.ranks import Context
 
 SMALL = Case(
@@ -34,6 +41,9 @@ SMALL = Case(
     tokens=((3, 2), (1, 4), (0, 3)),
     num_steps=3,
 )
+SOON_SECS = 0.5
+"""Of the simulated clock: less than all time-outs."""
+LATE_RANK = 1
 BULK = {"flagged_max_tokens": 0}
 THREE_RANKS = Case(
     world_size=3,
@@ -54,13 +64,18 @@ SWITCHING = replace(
     options={"flagged_max_tokens": 3},
 )
 TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
+STAGED = SMALL_RINGS | {"internode_transport": "torch.distributed"}
 CASES = {
     "low_latency": SMALL,
     "low_latency_marks": replace(SMALL, unusual=True),
     "low_latency_compact": replace(SMALL, layout="compact", split="mixed"),
+    "low_latency_sparse": replace(SMALL, max_tokens=64, num_steps=2),
+    "low_latency_strides": replace(SMALL, max_num_tokens=(4, 3), tokens=((3, 2), (1, 3)), num_steps=4),
     "bulk": replace(SMALL, options=BULK),
     "bulk_compact": replace(SMALL, layout="compact", options=BULK, split="mixed"),
     "bulk_look_back": replace(SMALL, max_tokens=1100, tokens=((9, 6),), num_steps=2, options=BULK),
+    "small_room": replace(SMALL, layout="compact", options={"max_total_recv_tokens": 2}),
+    "small_room_bulk": replace(SMALL, layout="compact", options=BULK | {"max_total_recv_tokens": 2}),
     "expert_major": replace(SMALL, layout="expert_major"),
     "fp8_results": replace(SMALL, hidden_dim=128, quant_type="fp8_blockwise"),
     "fp8_results_direct": replace(SMALL, hidden_dim=128, quant_type="fp8_direct_cast"),
@@ -75,6 +90,7 @@ CASES = {
     "rings_compact_halves": replace(TWO_NODES, layout="compact", routing="out_of_range", split="mixed"),
     "rings_of_one_chunk": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1)),
     "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
+    "staged": replace(TWO_NODES, num_steps=2, options=STAGED),
 }
 
 
@@ -96,15 +112,29 @@ def run_chain(context: Context, case: Case) -> None:
             same_sums(got, expected, f"combine of step {number}")
 
 
-def run_until_death(context: Context, case: Case) -> None:
-    """Steps that are checked for failures but not for values, since another rank may die at any point."""
-    op = make_op(context, case, Arena(context.group, context.device))
+def unchecked_steps(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
+    """Steps that are checked for failures but not for values."""
     for number in range(case.num_steps):
         step = Step.dispatch(case, op, number, context.device)
         op.check()
         rows = torch.zeros(*step.got[0].shape[:-1], case.hidden_dim, dtype=op.config.combined_dtype)
         op.combine(rows, None, step.ids)
         op.check()
+
+
+def run_staged(context: Context, case: Case) -> None:
+    """Steps over a transport between nodes, against the oracle."""
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena)
+        for number in range(case.num_steps):
+            run_step(case, op, number, context.device)
+        op.check()
+
+
+def run_until_death(context: Context, case: Case) -> None:
+    """Steps during which another rank may die at any point."""
+    op = make_op(context, case, Arena(context.group, context.device))
+    unchecked_steps(context, case, op)
     op.reset()
 
 
@@ -125,10 +155,61 @@ def run_late_weights(context: Context, case: Case) -> None:
         op.check()
 
 
-BODIES: dict[str, Any] = {"steps": run_case, "chain": run_chain, "late_weights": run_late_weights}
+def run_counted(context: Context, case: Case) -> None:
+    """Steps whose rows are counted on the device."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        counted = InstrumentedOp(op, StepCounters(context.device, case.num_steps))
+        received = []
+        for number in range(case.num_steps):
+            everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
+            mine = everyone[context.rank]
+            rows = counted.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids)[0]
+            counted.combine(torch.zeros_like(rows), None, mine.ids)
+            received.append(reference_of(case, number, everyone)[context.rank].total_recv)
+        op.check()
+        lines = counted.counters.read(op.config)["latest_steps"]
+        assert [line["num_kept_rows"] + line["num_received_rows"] for line in lines] == received
+
+
+def run_without_room(context: Context, case: Case) -> None:
+    """A step that brings a rank more rows than it may receive, of which all ranks hear soon."""
+    start = clock.now()
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena)
+        with pytest.raises(CapacityError):
+            unchecked_steps(context, case, op)
+        assert clock.now() - start < SOON_SECS
+        op.reset()
+
+
+def run_until_late(context: Context, case: Case) -> None:
+    """Steps until a rank stands still for longer than the others wait, of which all ranks hear."""
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena)
+        with pytest.raises(RankTimeoutError) as late:
+            unchecked_steps(context, case, op)
+        assert late.value.missing_ranks in ((LATE_RANK,), ())
+        op.reset()
+
+
+BODIES: dict[str, Any] = {
+    "steps": run_case,
+    "chain": run_chain,
+    "late_weights": run_late_weights,
+    "counted": run_counted,
+    "staged": run_staged,
+    "without_room": run_without_room,
+    "until_late": run_until_late,
+}
 """What each rank does, by name."""
 
 
-def bodies_of(case: str) -> list[str]:
+def bodies_of(name: str) -> list[str]:
     """The bodies that fit a case."""
-    return ["steps", "chain"] + ["late_weights"] * (CASES[case].layout == "expert_major")
+    if name.startswith("small_room"):
+        return ["without_room"]
+    if name.startswith("staged"):
+        return ["staged"]
+    more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["counted"] * (name == "low_latency")
+    return ["steps", "chain", *more]

@@ -101,11 +101,15 @@ class Machine:
     Args:
         pool, scheduler: of the simulation.
         weakened: sites whose ordering is taken away.
+
+    Attributes:
+        sites_seen: ordering sites that programs have come to. exchanged: what hosts have sent each other (nodes.py).
     """
 
     def __init__(self, pool: Pool, scheduler: Scheduler, weakened: frozenset[str] = frozenset()) -> None:
         self.pool, self.scheduler, self.weakened = pool, scheduler, weakened
         self.sites_seen: set[str] = set()
+        self.exchanged: dict[Any, Any] = {}
         self._num_gpu_atomics = 0
         self._num_authors = 0
 
@@ -240,7 +244,7 @@ class Machine:
         self._note(f"{name.removeprefix('create_')} {str(sem).rpartition('.')[2]}", chosen)
         if scope == SYSTEM and not self._is_weak_here("scope"):
             return self.pool.system_atomic(
-                author, chosen, size, lambda: self.plain[name](builder, *args, sem, scope), **order
+                author, chosen, size, lambda: self.plain[name](builder, *args, sem, scope), site(), **order
             )
 
         self._num_gpu_atomics += 1

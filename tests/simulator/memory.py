@@ -10,7 +10,8 @@ barriers lead from there to here, or a launch has ended in between.
 - A volatile load may return any value that had not been replaced when its program last paused after a look in vain,
   or began. It returns nothing older than a volatile load of the same place did before, or than what it knows of.
 - An atomic sees what has landed now, and lands at once.
-- A store fails the run if a load of what it overwrites may come after it (reads.py).
+- A store fails the run if a load of what it overwrites may come after it (reads.py). So do atomics of two ranks that
+  meet at a place, unless both have the scope of the system or one is ordered behind the other.
 - A release covers the phases of its program before its own, since each element is stored by a thread of its own.
 - An acquire counts for the program from its next barrier on.
 - An atomic, a release or an acquire of gpu scope means nothing to other ranks before its launch ends.
@@ -19,7 +20,7 @@ barriers lead from there to here, or a launch has ended in between.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -139,6 +140,19 @@ class Released:
     is_system: bool
 
 
+class Atomic(NamedTuple):
+    """The last atomic at a place: its program and phase, and whether its scope is the system."""
+
+    program: int
+    phase: int
+    rank: int
+    is_system: bool
+
+
+class MixedScopes(AssertionError):
+    """Atomics of two ranks meet that are not atomic for each other."""
+
+
 class Pool:
     """The memory that ranks share or that their launches hand on.
 
@@ -168,6 +182,7 @@ class Pool:
         self._reset_records()
         self._released: dict[int, Released] = {}
         self._posted: dict[int, View] = {}
+        self._atomics: dict[int, Atomic] = {}
         self.reads = Reads(num_bytes)
 
     def _reset_records(self) -> None:
@@ -287,6 +302,7 @@ class Pool:
         addresses: np.ndarray,
         size: int,
         work: Callable[[], Any],
+        site: str,
         *,
         acquires: bool,
         releases: bool,
@@ -303,6 +319,7 @@ class Pool:
                 self.land(store, here)
         result = work()
         changed = (self.landed[places] != self._mirror[places]).any(1)
+        self.reads.check_store(author, places[changed], site)
         self._write(places[changed], self.landed[places[changed]], author.rank, author.number, author.phase)
         self._synchronize(author, places[:, 0].tolist(), acquires=acquires, releases=releases, system=True)
         return result
@@ -344,6 +361,7 @@ class Pool:
 
     def _synchronize(self, author: Author, places: list[int], *, acquires: bool, releases: bool, system: bool) -> None:
         for place in places:
+            self._check_scopes(author, place, system=system)
             if system:
                 posted = self._posted.setdefault(place, View())
                 author.posted.join(posted)
@@ -358,6 +376,18 @@ class Pool:
                 if before is not None:  # a chain of atomics carries on what the first one has released
                     view.join(before.view)
                 self._released[place] = Released(view, author.rank, system)
+
+    def _check_scopes(self, author: Author, place: int, *, system: bool) -> None:
+        """Atomics of two ranks at one place need the scope of the system, or an order."""
+        last = self._atomics.get(place)
+        self._atomics[place] = Atomic(author.number, author.phase, author.rank, system)
+        if last is None or last.rank == author.rank or (system and last.is_system):
+            return
+        program = np.array([last.program])
+        if last.phase >= max(int(author.view.of(program)[0]), int(author.performed.of(program)[0])):
+            raise MixedScopes(
+                f"atomics of ranks {last.rank} and {author.rank} at {self.name_of(place)}, one of gpu scope"
+            )
 
     def land(self, store: Pending, elements: np.ndarray | None = None) -> None:
         """Let a pending store land, or some of its elements."""

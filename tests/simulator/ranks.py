@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import plain
-from ep_a2a.memory import arena, peers
+from ep_a2a.memory import arena, node_memory, peers
 from ep_a2a.memory import rendezvous as rendezvous_module
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
@@ -28,7 +28,7 @@ from tests.simulator.scheduler import Fault, Scheduler, Task
 from tests.simulator.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ep_a2a.kernels.portable import PortableFunction
 
@@ -123,6 +123,9 @@ class Record:
     def waits(self, _: int) -> bool:
         return False
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def append(self, line: dict[str, Any]) -> None:
         self._scheduler.host_point()
         self.lines.append(line)
@@ -189,7 +192,7 @@ class Simulation:
 
         def exchange(rendezvous: Rendezvous, label: str, message: Any) -> list[Any]:
             # whoever has met knows what the others have done before
-            stream = self.streams[rendezvous.rank]
+            stream = self.streams[self.current_rank]
             came = self._meetings.setdefault(rendezvous.last_meeting, [])
             came.append(stream.view.copy())
             answers = plain_exchange(rendezvous, label, message)
@@ -217,6 +220,9 @@ class Simulation:
         with contextlib.ExitStack() as stack:
             for owner, name, new in (
                 (arena, "allocate_symmetric", self._allocate),
+                (node_memory, "allocate_symmetric", self._allocate),
+                (node_memory, "make_subgroup", subgroup),
+                (node_memory, "destroy_subgroup", lambda _: None),
                 (arena, "zeros_outside_pools", lambda num_bytes, _: torch.from_numpy(self.pool.take(num_bytes))),
                 (BoundMemory, "__init__", bind_and_name),
                 (CompiledKernel, "run", lambda kernel, *args: self._launch(kernel, *args)),
@@ -254,8 +260,7 @@ class Simulation:
         return SymmetricMemory(local, tuple(addresses), "simulated", lambda: None)
 
     def _launch(self, kernel: CompiledKernel, num_programs: int, values: tuple[Any, ...], _: torch.device) -> None:
-        assert self.scheduler.current is not None
-        stream = self.streams[self.scheduler.current.rank]
+        stream = self.streams[self.current_rank]
         grid = self.machine.launch(
             stream, kernel.kernel, num_programs, values, plain(kernel.constants), 32 * kernel.num_warps
         )
@@ -266,7 +271,14 @@ class Simulation:
             while not stopping.is_set() and work(held):
                 self.scheduler.sleep(secs)
 
-        self.scheduler.start(Task(f"rank {held.rank} {name}", held.rank, repeat, is_daemon=True))
+        rank = self.current_rank
+        self.scheduler.start(Task(f"rank {rank} {name}", rank, repeat, is_daemon=True))
+
+    @property
+    def current_rank(self) -> int:
+        """The rank whose task runs. A group of some ranks counts otherwise."""
+        assert self.scheduler.current is not None
+        return self.scheduler.current.rank
 
 
 def at_once(_secs: float, work: Callable[[], Any]) -> Any:
@@ -274,6 +286,11 @@ def at_once(_secs: float, work: Callable[[], Any]) -> Any:
     with contextlib.suppress(RuntimeError):
         return work()
     return None
+
+
+def subgroup(group: Group, ranks: Sequence[int]) -> Group:
+    """Stands in for subgroups.make_subgroup."""
+    return Group(ranks.index(group.rank), len(ranks), group.store.below(f"ranks {ranks}"))
 
 
 def of_group(plain_function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ The simulator performs a load at once. A GPU may perform it later, so a store to
 - The load of the same program comes before the store if a barrier lies between, or a reduction over as many lanes as
   the program has threads. Each element is loaded and stored by threads of their own.
 - A volatile load is checked only against stores of its own program, since it waits for those of others.
-- Atomics are not checked.
+- Atomics of gpu scope are not checked.
 """
 
 from __future__ import annotations

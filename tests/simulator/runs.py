@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.simulator.cases import BODIES, CASES
+from tests.simulator.cases import BODIES, CASES, LATE_RANK
 from tests.simulator.ranks import Conditions, Outcome, Simulation
+from tests.simulator.scheduler import Fault
 from tests.simulator.sites import ordering_sites
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ CONDITIONS = {
     "late": Conditions(landing="newest", num_sms=4),
     "in-order": Conditions(landing="oldest", num_sms=4),
     "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
+    # others wait for a rank that stands still, not as long as they may wait, or longer
+    "pausing": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 40.0),)),
+    "stopping": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 100.0),)),
 }
 
 

@@ -14,11 +14,11 @@ from tests.simulator.sites import ordering_sites
 
 FIRST_LOOK = "a first look that sees nothing is followed by another one, which is volatile"
 BEHIND_FLAGS = "what is read has been acquired before, so that any load sees it"
-LATER_LOOK = "poison that is not seen at the start is seen by the waits"
 ANOTHER_BARRIER = "another barrier, or a reduction over all threads, always lies between the same accesses"
 RESIDENCY = "it orders no accesses: no thread may wait for another rank once the next launch takes places"
-FAILURE = "no run here has a failing step whose outcome is compared"
-NOT_REACHED = "no case comes here: host transports, puts, spans, counters, sparse polls, padding of many rows"
+RECORD = "the host reads the record of a failure only when the launch has ended"
+CLOCK = "it orders a look at the clock, not at memory"
+NOT_REACHED = "no case comes here: host transports and puts"
 
 SITES = {site.key: site for site in ordering_sites()}
 NOTICED_BY: dict[str, tuple[str, str, str]] = {
@@ -78,29 +78,29 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "ll_receive_kernels.take_row_block volatile 0": ("low_latency_marks", "steps", "late"),
     "primitives.wait_all barrier 0": ("bulk", "steps", "late"),
     "routing_kernels.rows_of_programs_before volatile 0": ("bulk_look_back", "steps", "random"),
+    "ll_receive_kernels.take_row_block volatile 2": ("low_latency_sparse", "steps", "late"),
+    "receive_kernels.pad_block_rows volatile 0": ("low_latency_strides", "steps", "late"),
+    "counter_kernels.count_dispatch_kernel volatile 0": ("low_latency", "counted", "late"),
+    "primitives.load_poison volatile 0": ("small_room", "without_room", "late"),
+    "primitives.fail scope 0": ("small_room", "without_room", "late"),
+    "primitives.overdue scope 0": ("low_latency", "until_late", "stopping"),
+    "receive_kernels.absent_rank volatile 0": ("rings", "steps", "pausing"),
 }
 """By site: case, body and conditions of a run that fails when the site has lost its order."""
 NOT_NOTICED = {
     "combine_kernels.await_peers volatile 0": BEHIND_FLAGS,
     "combine_time_weights_kernels.await_words volatile 0": FIRST_LOOK,
-    "counter_kernels.count_dispatch_kernel volatile 0": NOT_REACHED,
-    "ll_receive_kernels.take_row_block volatile 2": NOT_REACHED,
     "ll_receive_kernels.take_row_block volatile 3": BEHIND_FLAGS,
-    "primitives.load_poison volatile 0": LATER_LOOK,
     "primitives.finish_stage barrier 0": RESIDENCY,
-    "primitives.poison_of scope 0": FAILURE,
-    "primitives.overdue scope 0": FAILURE,
-    "primitives.fail scope 0": FAILURE,
-    "primitives.fail barrier 0": FAILURE,
-    "receive_kernels.absent_rank volatile 0": FAILURE,
+    "primitives.poison_of scope 0": NOT_REACHED,
+    "primitives.fail barrier 0": RECORD,
     "receive_kernels.accept_rows barrier 0": ANOTHER_BARRIER,
-    "receive_kernels.pad_block_rows volatile 0": NOT_REACHED,
     "ring_forward_kernels.end_stream barrier 0": ANOTHER_BARRIER,
     "ring_forward_kernels.end_stream barrier 1": ANOTHER_BARRIER,
     "ring_kernels.raise_at_node barrier 0": NOT_REACHED,
     "ring_kernels.before_reading volatile 0": NOT_REACHED,
     "ring_kernels.store_channel barrier 0": ANOTHER_BARRIER,
-    "span_kernels.note_time barrier 0": NOT_REACHED,
+    "span_kernels.note_time barrier 0": CLOCK,
     "staged_kernels.pass_on_flags barrier 0": NOT_REACHED,
     "staged_kernels.pass_on_flags scope 0": NOT_REACHED,
     "staged_kernels.pass_on_flags sem 0": NOT_REACHED,

@@ -19,6 +19,18 @@ def test_steps_meet_the_oracle(case, body, name):
     run(case, body, CONDITIONS[name])
 
 
+@pytest.mark.parametrize(
+    ("case", "body", "name"),
+    [
+        ("rings", "steps", "pausing"),
+        ("low_latency", "until_late", "stopping"),
+        ("bulk_compact", "until_late", "stopping"),
+    ],
+)
+def test_a_rank_stands_still(case, body, name):
+    run(case, body, CONDITIONS[name])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
 @pytest.mark.parametrize(("case", "body"), RUNS)

@@ -1,0 +1,68 @@
+"""Ways between virtual nodes in the simulator: exchanges of blocks that hosts make, and puts of kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.memory.node_memory import NodeArena
+from ep_a2a.memory.node_transport import Exchange, NodeTransport
+
+if TYPE_CHECKING:
+    import torch
+
+    from tests.cases.op_cases import Case
+    from tests.simulator.memory import View
+    from tests.simulator.ranks import Context
+
+TIMEOUT_SECS = 60.0
+
+
+class HostExchange(NodeTransport):
+    """Moves blocks at once when all partners have sent theirs. Whoever has received knows what the senders did before.
+
+    Args:
+        context: of the rank. grid: its place among the nodes. timeout_secs: as of NodeTransport.
+    """
+
+    def __init__(self, context: Context, grid: NodeGrid, timeout_secs: float) -> None:
+        self._context, self._number = context, 0
+        # blocks that ranks have sent, by rank and number of its exchange, and what the sender knew
+        self._sent: dict[tuple[int, int], tuple[torch.Tensor, View]] = context.machine.exchanged
+        super().__init__(context.group, grid, timeout_secs)
+
+    def _connect(self) -> None:
+        pass
+
+    def _start(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> Exchange:
+        self._context.synchronize()
+        self._number += 1
+        self._sent[self._context.rank, self._number] = sent.clone(), self._context.stream.view.copy()
+        return Exchange(self._number, (received, sent), self._number)
+
+    def _finish(self, exchange: Exchange, timeout_secs: float) -> None:
+        scheduler, received = self._context.machine.scheduler, exchange.tensors[0]
+        keys = [(rank, exchange.number) for rank in self.grid.partners]
+        deadline = scheduler.now + timeout_secs
+        while late := [rank for rank, number in keys if (rank, number) not in self._sent]:
+            if scheduler.now > deadline:
+                raise RankTimeoutError("partners", f"none of {late}", missing_ranks=tuple(late))
+            scheduler.sleep(min(1e-3, timeout_secs))
+        for place, key in enumerate(keys):
+            block, view = self._sent[key]
+            received[place].copy_(block[self.grid.node])
+            self._context.stream.view.join(view)
+            self._context.stream.performed.join(view)
+
+    def _disconnect(self) -> None:
+        pass
+
+
+def arena_of(context: Context, case: Case) -> Arena:
+    """The memory of a case, which ranks of a node share where the host exchanges blocks between nodes."""
+    if case.options.get("internode_transport") != "torch.distributed":
+        return Arena(context.group, context.device)
+    grid = NodeGrid(case.num_nodes, case.world_size // case.num_nodes, context.rank)
+    return NodeArena(context.group, grid, context.device, HostExchange(context, grid, TIMEOUT_SECS))
