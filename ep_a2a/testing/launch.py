@@ -236,7 +236,7 @@ class RankPool:
     def _start_mps(self, no_daemon: str) -> dict[str, str]:
         """Starts a daemon where ranks share GPUs and one is needed; returns the variables of its clients.
 
-        no_daemon: a folder in which no daemon listens, for ranks that must not find the user's.
+        no_daemon: a folder in which no daemon listens, for ranks that must not find another one.
         """
         if self._mps is None:
             return {}
@@ -246,9 +246,10 @@ class RankPool:
             if self._daemon.failure:
                 how = f"by time slices, which is slow: MPS does not start ({self._daemon.failure})"
         log_once(logger, logging.WARNING, f"{self.note}; they run {how}")
-        if self._mps is Mps.UNWANTED:
-            return {PIPE_VARIABLE: no_daemon}
-        return {} if self._daemon is None else self._daemon.variables
+        if self._mps in (Mps.OF_THE_USER, Mps.SILENT):
+            return {}
+        # CUDA would else connect to a daemon in its usual place, whoever runs it
+        return (self._daemon and self._daemon.variables) or {PIPE_VARIABLE: no_daemon}
 
     def _collect(self, timeout_secs: float) -> list[Any]:
         """Returns one reply of every worker, or raises RankFailure."""

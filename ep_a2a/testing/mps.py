@@ -9,12 +9,14 @@ import enum
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from ep_a2a import env
+from ep_a2a.path_security import ROOT_USER
 from ep_a2a.testing import mps_watchdog
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class Mps(enum.Enum):
 
 
 def find_mps() -> Mps:
-    """Returns how this process's children can share a GPU. A daemon that the user runs comes first."""
+    """Returns how this process's children can share a GPU. A daemon that this user or root runs comes first."""
     if named := env.other_variable(PIPE_VARIABLE):
         return Mps.OF_THE_USER if Path(named, "control").exists() else Mps.SILENT
     if _daemon_runs(DEFAULT_PIPE):
@@ -48,9 +50,13 @@ def find_mps() -> Mps:
 
 
 def _daemon_runs(pipe: Path) -> bool:
-    """Whether the process that a daemon's folder names is a daemon."""
+    """Whether the process that a daemon's folder names is a daemon, and nobody else has made the folder."""
+    pid_file = pipe / f"{CONTROL}.pid"
     try:
-        process = int((pipe / f"{CONTROL}.pid").read_text())
+        places = [place.lstat() for place in (pipe, pid_file, pipe / "control")]
+        if any(place.st_uid not in (os.geteuid(), ROOT_USER) or stat.S_ISLNK(place.st_mode) for place in places):
+            return False
+        process = int(pid_file.read_text())
         # The kernel cuts names to 15 characters.
         return Path("/proc", str(process), "comm").read_text().strip() == CONTROL[:15]
     except (OSError, ValueError):

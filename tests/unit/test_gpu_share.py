@@ -50,6 +50,15 @@ def test_a_pool_can_do_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RankPool(2, device="cuda", mps=False)._start_mps("/tmp/empty") == {PIPE_VARIABLE: "/tmp/empty"}
 
 
+@pytest.mark.parametrize("found", [Mps.NONE, Mps.SILENT, Mps.OF_THE_USER])
+def test_ranks_meet_no_daemon_that_is_not_trusted(monkeypatch: pytest.MonkeyPatch, found: Mps) -> None:
+    """Without the variable CUDA connects to a daemon in its usual place, whoever runs it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "find_mps", lambda: found)
+    expected = {PIPE_VARIABLE: "/tmp/empty"} if found is Mps.NONE else {}
+    assert RankPool(2, device="cuda")._start_mps("/tmp/empty") == expected
+
+
 def test_a_pool_of_no_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for number in (0, -1):

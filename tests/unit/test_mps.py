@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,14 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(mps.PIPE_VARIABLE, raising=False)
     monkeypatch.setattr(mps, "DEFAULT_PIPE", tmp_path / "nobody")
     return tmp_path / "log"
+
+
+def lstat_of(path: Path, planted: int) -> os.stat_result:
+    """As lstat, but the file of this inode belongs to another user."""
+    found = list(os.lstat(path))
+    if found[stat.ST_INO] == planted:
+        found[stat.ST_UID] = 12345
+    return os.stat_result(found)
 
 
 def becomes(path: Path, *, exists: bool) -> bool:
@@ -126,7 +136,18 @@ def test_a_users_own_daemon_comes_first(log: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_running_daemon_is_found_by_its_name(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = MpsDaemon()
-    assert becomes(daemon.folder / "pipe" / f"{mps.CONTROL}.pid", exists=True)
+    assert becomes(daemon.folder / "pipe" / "control", exists=True)
     monkeypatch.setattr(mps, "DEFAULT_PIPE", daemon.folder / "pipe")
     assert find_mps() is Mps.OF_THE_USER
+    # a link to it, and a folder or a file of another user
+    link = tmp_path / "link"
+    link.symlink_to(daemon.folder / "pipe")
+    monkeypatch.setattr(mps, "DEFAULT_PIPE", link)
+    assert find_mps() is Mps.PRIVATE
+    for name in ("pipe", f"pipe/{mps.CONTROL}.pid", "pipe/control"):
+        planted = (daemon.folder / name).lstat().st_ino
+        with monkeypatch.context() as patched:
+            patched.setattr(mps, "DEFAULT_PIPE", daemon.folder / "pipe")
+            patched.setattr(Path, "lstat", functools.partialmethod(lstat_of, planted))
+            assert find_mps() is Mps.PRIVATE
     daemon.close()
