@@ -126,14 +126,14 @@ class HostRecord:
                 os.write(self._descriptor, json.dumps(line).encode() + b"\n")
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """Returns the lines since the last call."""
+        """Returns the lines since the last call; leaves out what is no JSON object."""
         size = os.fstat(self._descriptor).st_size
         if size == self._num_read:
             return []
         text = os.pread(self._descriptor, size - self._num_read, self._num_read)
         whole = text[: text.rfind(b"\n") + 1]
         self._num_read += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.endswith(b"}")]
+        return [found for line in whole.splitlines() if isinstance(found := _parsed(line), dict)]
 
     def unlink(self) -> None:
         """Takes the file's name away. Ranks that come later cannot open the file."""
@@ -147,3 +147,10 @@ class HostRecord:
         if os.getpid() == self._pid:
             self.unlink()
         os.close(self._descriptor)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

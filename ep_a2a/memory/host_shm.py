@@ -122,7 +122,14 @@ def private_folder() -> Path:
 
 
 def in_private_folder(name: str) -> Path:
-    """The path of a file in `private_folder`. A peer may have made the name up, so only its last part counts."""
+    """The path of a file in `private_folder`. A peer may have made the name up, so only its last part counts.
+
+    Raises:
+        UntrustedFolderError: as `private_folder`.
+        OSError: as `private_folder`, or no file can have this name.
+    """
+    if not isinstance(name, str) or "\0" in name:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), repr(name))
     return private_folder() / Path(name).name
 
 

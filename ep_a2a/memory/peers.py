@@ -6,6 +6,7 @@ import contextlib
 import enum
 import itertools
 import json
+import operator
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,7 +61,8 @@ class Verdict(NamedTuple):
     def from_json(cls, value: Any) -> Verdict:
         """Returns the verdict that JSON has turned into lists; TypeError or ValueError where there is none."""
         missing, late, calls = value
-        return cls(tuple(missing), tuple(late), tuple((int(rank), str(call)) for rank, call in calls))
+        named = tuple((operator.index(rank), str(call)) for rank, call in calls)
+        return cls(tuple(map(operator.index, missing)), tuple(map(operator.index, late)), named)
 
 
 class GivenUp(NamedTuple):
@@ -133,7 +135,9 @@ class Peers:
         """Reads what is new on this host, and returns the ranks that are gone."""
         with self._reading:
             for line in self.host_record.new_lines():
-                self._take(line)
+                # the store names the record, and strangers can write to the store: it may be another group's
+                with contextlib.suppress(KeyError, ValueError, TypeError, OverflowError):
+                    self._take(line)
             if len(self._joined) == self.world_size:
                 self.host_record.unlink()
             for rank in self._joined - {self.rank} - self._fallen.keys():
@@ -157,10 +161,12 @@ class Peers:
     def _take(self, line: dict[str, Any]) -> None:
         """Apply one line of the host's record; this rank's own lines come back, too."""
         if "joined" in line:
-            self._joined.add(line["joined"])
+            self._joined.add(range(self.world_size).index(line["joined"]))
         elif "given_up" in line:
-            failure, call, awaited, *others = line["given_up"]
-            self._given_up[line["rank"]] = GivenUp(failure, call, tuple(awaited), *others)
+            failure, call, awaited, waited, at, is_meeting = line["given_up"]
+            ranks = tuple(map(operator.index, awaited))
+            found = GivenUp(str(failure), str(call), ranks, bool(waited), float(at), bool(is_meeting))
+            self._given_up[range(self.world_size).index(line["rank"])] = found
         else:
             self._verdicts.setdefault(line["failure"], Verdict.from_json(line["verdict"]))
 
@@ -242,7 +248,7 @@ class Peers:
         if len(self._joined) < self.world_size:
             text = json.dumps(verdict)
             found = within(STORE_SECS, lambda: self._store.compare_set(f"verdict/{failure}", "", text))
-            with contextlib.suppress(ValueError, TypeError):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
                 verdict = Verdict.from_json(json.loads(found)) if found is not None else verdict
         self.host_record.append({"failure": failure, "verdict": verdict})
         return self.verdict(failure) or verdict
@@ -279,7 +285,7 @@ class Peers:
 
     def _hear(self, value: bytes) -> None:
         """Keeps which ranks another host has seen end. Strangers can write to the store, so any text may come."""
-        with contextlib.suppress(ValueError, TypeError), self._reading:
+        with contextlib.suppress(ValueError, TypeError, RecursionError), self._reading:
             _, gone = json.loads(value)
             for rank in gone:
                 if rank in range(self.world_size) and rank not in self._joined:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ConfigError, UntrustedFolderError, without_section
+from ep_a2a.errors import ConfigError, ConfigMismatchError, UntrustedFolderError, without_section
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.host_shm import create_private, in_private_folder, new_name, open_private
-from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.rendezvous import Rendezvous, is_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,16 +115,35 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
     facts = _rank_facts(dist.get_rank(group), device)
     if offer.failure:
         facts = replace(facts, errors=(*facts.errors, offer.failure))
+    own = {"facts": asdict(facts), "offer": asdict(offer)}
+    own["facts"]["errors"] = list(facts.errors)
     try:
         meeting = Rendezvous(group)
-        answers = meeting.exchange("facts of each rank", {"facts": asdict(facts), "offer": asdict(offer)})
+        answers = meeting.exchange("facts of each rank", own)
+        _require(all(is_like(answer[part], own[part]) for answer in answers for part in own), "facts")
         offers = [_Offer(**answer["offer"]) for answer in answers]
         failures = meeting.exchange("files that could be opened", [_try_to_open(other) for other in offers])
+        _require(all(_are_texts(each, len(offers)) for each in failures), "reasons")
     finally:
         # all ranks have tried, or the group is broken
         _remove(offer)
-    found = tuple(RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"])}) for answer in answers)
+    found = tuple(
+        RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"] or ())}) for answer in answers
+    )
     return TopologyReport(found, tuple(map(tuple, failures)))
+
+
+def _require(is_readable: bool, what: str) -> None:
+    if not is_readable:
+        raise ConfigMismatchError(
+            f"{what} of this package from every rank",
+            "a message without them",
+            "Look who else writes to the store of the process group.",
+        )
+
+
+def _are_texts(found: Any, number: int) -> bool:
+    return isinstance(found, list) and len(found) == number and all(isinstance(text, str) for text in found)
 
 
 def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[bool]:

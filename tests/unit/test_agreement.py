@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import threading
@@ -222,10 +223,35 @@ def test_a_store_that_ends_silences_other_hosts(view: Any, time: Time, monkeypat
 
 def test_what_a_stranger_writes_into_the_store_is_no_death(view: Any, store: dist.Store) -> None:
     first, *_ = all_of(view, "abb")
-    for text in ("", "[]", "[1, [7, -1]]", "[1, 2]", "{", "[1, [0]]"):
+    for text in ("", "[]", "[1, [7, -1]]", "[1, 2]", "{", "[1, [0]]", "[" * 100_000):
         store.set("ep_a2a/peers/beat/1", text)
         assert first.beat()
     assert first.settle() == ()
+
+
+def test_lines_of_another_group_change_nothing(view: Any) -> None:
+    """A stranger who writes to the store can name any record of this user."""
+    first, second, *_ = all_of(view, "aaa")
+    for line in (
+        "{",
+        "[1]",
+        "[" * 100_000,
+        "\xff{}",
+        '{"joined": 7}',
+        '{"joined": [0]}',
+        '{"rank": 9, "given_up": ["f", "c", [], true, 1.0, false]}',
+        '{"rank": 1, "given_up": ["f", "c", ["x"], true, 1.0, false]}',
+        '{"rank": 1, "given_up": ["f", "c", [], true, "now", false]}',
+        '{"rank": 1, "given_up": 3}',
+        '{"failure": "f", "verdict": [["x"], [], []]}',
+        '{"failure": [], "verdict": [[], [], []]}',
+        '{"another": 1}',
+    ):
+        os.write(first.host_record._descriptor, line.encode("latin-1") + b"\n")
+    assert second.look() == ()
+    assert second.host == (0, 1, 2)
+    assert second.given_up() == {}
+    assert second.verdict("f") is None
 
 
 DEATHS_IN_MEETINGS: dict[str, tuple[tuple[int, ...] | None, str, dict[int, float], tuple[int, ...]]] = {

@@ -117,7 +117,9 @@ def test_a_rank_that_comes_when_others_have_given_up_is_told(monkeypatch):
     assert caught.value.late_ranks == (1,)
 
 
-@pytest.mark.parametrize("text", [b"\xff", b"3", b"[1]", b"[[], [], [[1]]]"])
+@pytest.mark.parametrize(
+    "text", [b"\xff", b"3", b"[1]", b"[[], [], [[1]]]", b'[["a"], [], []]', b"[[], [Infinity], []]"]
+)
 def test_a_decision_that_is_none_is_an_error(text):
     store = dist.HashStore()
     group: Any = Group(store)

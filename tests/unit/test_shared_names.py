@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from ep_a2a.errors import UntrustedFolderError
-from ep_a2a.memory import host_shm
+from ep_a2a.errors import ConfigMismatchError, UntrustedFolderError
+from ep_a2a.memory import host_record, host_shm
 from ep_a2a.memory.host_record import HostRecord
 from ep_a2a.topology import facts
 
@@ -76,7 +76,7 @@ def test_a_folder_of_another_user_is_refused(planted, monkeypatch):
         assert f"got drwx------ of user {os.getuid()}" in text
 
 
-@pytest.mark.parametrize("name", ["../victim", "/victim", "..", "victim/..", ""])
+@pytest.mark.parametrize("name", ["../victim", "/victim", "..", "victim/..", "", "nul\0", "long" * 100, None])
 def test_a_name_that_a_peer_makes_up_stays_in_the_folder(name, planted):
     victim = planted.with_name("victim")
     victim.touch(0o600)
@@ -84,6 +84,41 @@ def test_a_name_that_a_peer_makes_up_stays_in_the_folder(name, planted):
     facts._remove(facts._Offer(name))
     assert victim.exists()
     assert host_shm.private_folder().is_dir()
+    store = torch.distributed.HashStore()
+    store.set(f"host/{host_record.host_identity()}/0", str(name))
+    HostRecord.join(store, 0, 2).close()
+
+
+FORGED = {
+    "no offer": {"offer": {"failure": ""}},
+    "another field": {"offer": {"name": "x", "failure": "", "token": "y"}},
+    "a number as name": {"offer": {"name": 3, "failure": ""}},
+    "no facts": {"facts": {}},
+    "a list as facts": {"facts": [1]},
+}
+
+
+class Meeting:
+    """Stands in for Rendezvous: the second rank says `forged` in the first exchange, or in the second one."""
+
+    def __init__(self, forged, failures):
+        self.forged, self.failures = forged, failures
+
+    def exchange(self, label, own):
+        return [own, own | self.forged if label == "facts of each rank" else self.failures]
+
+
+@pytest.mark.parametrize("forged", [*FORGED.values(), None])
+@pytest.mark.parametrize("failures", [["", ""], [], [1, 2], "xx", None])
+def test_forged_facts_are_an_error_of_ours(monkeypatch, planted, forged, failures):
+    monkeypatch.setattr(facts, "Rendezvous", lambda _: Meeting(forged or {}, failures))
+    monkeypatch.setattr(facts.dist, "get_rank", lambda _: 0)
+    if forged is None and failures == ["", ""]:
+        assert facts.gather_report(None, "cpu").probe_failures == (("", ""),) * 2
+    else:
+        with pytest.raises(ConfigMismatchError, match="Look who else writes to the store"):
+            facts.gather_report(None, "cpu")
+    assert not list(planted.iterdir())
 
 
 def test_a_probe_is_opened_and_removed():
