@@ -1,4 +1,4 @@
-"""InterNodeV1 and its kin on virtual nodes of GPUs: the bodies of tests/multiprocess/test_rings.py over NVLink."""
+"""InterNodeV1 and its kin on virtual nodes of GPUs: the bodies of tests/simulator/test_rings.py over NVLink."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class Simulation:
                 # a meeting that waits to its bound takes fewer operations
                 (rendezvous_module, "POLL_SECS_PER_RANK", rendezvous_module.LONGEST_POLL_SECS),
                 (peers.HostRecord, "join", lambda _store, rank, _size: self._record(rank)),
-                (distributed_c10d, "PrefixStore", lambda prefix, store: store.below(prefix)),
+                (distributed_c10d, "PrefixStore", below),
                 (dist, "get_rank", of_group(dist.get_rank, "rank")),
                 (dist, "get_world_size", of_group(dist.get_world_size, "size")),
                 (
@@ -291,6 +291,11 @@ def at_once(_secs: float, work: Callable[[], Any]) -> Any:
 def subgroup(group: Group, ranks: Sequence[int]) -> Group:
     """Stands in for subgroups.make_subgroup."""
     return Group(ranks.index(group.rank), len(ranks), group.store.below(f"ranks {ranks}"))
+
+
+def below(prefix: str, store: Any, plain_store: Any = dist.PrefixStore) -> Any:
+    """Stands in for PrefixStore. A rank alone has a store of torch's."""
+    return store.below(prefix) if isinstance(store, Store) else plain_store(prefix, store)
 
 
 def of_group(plain_function: Callable[..., Any], name: str) -> Callable[..., Any]:
