@@ -171,10 +171,13 @@ class Failure:
     def _timeout(
         self, rank: int, where: str, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]], verdict: Verdict
     ) -> RankTimeoutError:
+        others = [other for other in self.absent if other != rank]
         if not self.phase:
             here = f"a failure in {where}"
+        elif others:
+            here = f"ranks {others} had not come when {where} gave up"
         elif self.absent:
-            here = f"ranks {list(self.absent)} had not come when {where} gave up"
+            here = f"{where} began when others had given up, and left at once"
         else:
             here = f"all ranks' flags had come when {where} gave up: a row was missing, or a peer had given up"
         wanted = self.epoch & UINT32_MASK

@@ -84,6 +84,11 @@ CASES = {
         RankTimeoutError,
         ("ranks [0] had not come when", "combine 7 on rank 1", "EP_A2A_TIMEOUT_SECS"),
     ),
+    "timeout of a late rank": (
+        failure(TIMEOUT, 1, DISPATCH, per_rank=(0, 1, 0, 0)),
+        RankTimeoutError,
+        ("dispatch 7 on rank 1 began when others had given up, and left at once",),
+    ),
     "timeout that another rank has reported": (
         Failure.of_peer(TIMEOUT, 3),
         RankTimeoutError,
