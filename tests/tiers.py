@@ -1,13 +1,13 @@
 """What `make test` runs. This is the one place where a test gets into it, or out of it.
 
-tests/unit, tests/protocol and tests/simulator are in it, but for tests that are marked `full`. Of other folders it runs
+tests/unit and tests/simulator are in it, but for tests that are marked `full`. Of other folders it runs
 what QUICK names, again without what is marked `full`. `make test-all` runs everything. The mark fits single cases, too:
 `pytest.param(..., marks=pytest.mark.full)`.
 """
 
 from __future__ import annotations
 
-QUICK_FOLDERS = ("unit", "protocol", "simulator")
+QUICK_FOLDERS = ("unit", "simulator")
 QUICK = (
     # one step, by hand
     "multiprocess/test_first.py",
@@ -24,8 +24,8 @@ QUICK = (
     "multiprocess/test_mori.py::test_the_complete_program",
     # the pools of ranks that all of these stand on
     "multiprocess/test_launch.py",
-    # two of the random kills and stops
-    "multiprocess/test_deaths.py::test_survivors_name_exactly_those_that_are_gone",
+    # a real process that is killed while others wait for it
+    "multiprocess/test_faults.py::test_a_rank_killed_from_outside",
 )
 """Files or single tests, below tests/."""
 

@@ -45,7 +45,6 @@ PARTS: dict[str, tuple[Command, ...]] = {
         Command("tests", 900, f"{MULTIGPU} -k 'not (test_faults or special)'", WHEN_USED),
         Command("special", 400, f"{MULTIGPU}/test_op.py -k 'special or missing or compiled or pool'"),
         Command("faults", 200, f"{MULTIGPU}/test_faults.py"),
-        Command("kills", 300, "-m tests.deaths --runs 30 --seed 2 --jobs 1 --device cuda --log {rows}"),
     ),
     "bench": (
         Command("peers", 300, f"{BENCH} --ranks {{ranks}} {PEERS} --output {{rows}}"),

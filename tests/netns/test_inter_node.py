@@ -17,10 +17,10 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.agreement import PATIENCE_SECS
 from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.memory.rendezvous import Rendezvous
-from tests.cases.op_cases import Case, make_op, run_step
+from tests.cases.fault_cases import combine, settle
+from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.staged_cases import node_arena, over_torch_distributed
-from tests.deaths import calls_of
 from tests.netns.hosts import CUT_SECS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
 from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network
@@ -107,9 +107,11 @@ def lose_a_rank(context: RankContext, directory: Path, num_hosts: int, victim: i
             os.kill(os.getpid(), signals.SIGKILL)
         start = time.monotonic()
         try:
-            for step in range(1, 4):
-                for _ in calls_of(case, op, step):
-                    op.check()
+            for number in range(1, 4):
+                step = Step.dispatch(case, op, number, op.device)
+                settle(op)
+                step.check_dispatched()
+                combine(step)
         except RankTimeoutError as error:
             return (error.missing_ranks, error.late_ranks), str(error), time.monotonic() - start
         return None, "", time.monotonic() - start

@@ -282,6 +282,11 @@ class Scheduler:
         sleeps = [self.stopped[task.rank] for task in still]
         sleeps += [task.wakes_at for task in others if task.wakes_at is not None]
         polls = any(task.has_polled for task in others)
+        if polls:
+            # a host may have written what a program looks for
+            self.pool.absorb()
+            if self._changes != self.pool.num_changes:
+                return
         if not sleeps and not polls:
             raise Stuck("no task can go on, or some never end")
         step = self.now + self._step_secs

@@ -1,0 +1,223 @@
+"""Ranks that leave the order of calls: who is named, by a clock that only the simulator moves."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ep_a2a import clock
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory.arena import Arena
+from tests.cases import fault_cases
+from tests.cases.fault_cases import VICTIM, close_secs, echo_of, settle, steps_until_error, told_by
+from tests.cases.op_cases import Case, Step, make_op, run_case, run_step, same_bits
+from tests.cases.op_checks import raised
+from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
+from tests.simulator.faults import simulation_of
+from tests.simulator.ranks import Conditions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ep_a2a.ops import EpDispatchCombineOp
+    from tests.simulator.ranks import Context
+
+TIMEOUT_SECS = 4.0
+MOST_SECS, LATE_SECS = 20.0, 30.0
+"""MOST_SECS: the bound, the patience for others, and 32 polls of 0.2 s each before every look at the clock."""
+TWO = Case(world_size=2, hidden_dim=32)
+
+
+def results_of(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    outcome = simulation_of(world_size, Conditions(num_sms=4)).run(body, *args)
+    assert outcome.errors == [None] * world_size, outcome.machine.scheduler.describe()
+    return outcome.results
+
+
+def late_before(context: Context, case: Case, call: str) -> dict[str, Any]:
+    """A rank comes to a call when the others have given up: all name it, itself too; reset makes the op usable."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        run_step(case, op, 0, context.device)
+        op.set_timeout(TIMEOUT_SECS)
+        late = {call: lambda: clock.sleep(LATE_SECS)} if context.rank == VICTIM else {}
+        seen = steps_until_error(case, op, 1, late)
+        seen["text"] = str(raised(RankTimeoutError, op.check))
+        arena.rendezvous.barrier("all have heard")
+        op.reset()
+        run_step(case, op, 3, context.device)
+        return seen
+
+
+@pytest.mark.parametrize(
+    ("call", "flagged_max_tokens"),
+    [
+        ("dispatch", LOW_LATENCY),
+        ("combine", BULK),
+        pytest.param("dispatch", BULK, marks=pytest.mark.full),
+        pytest.param("combine", LOW_LATENCY, marks=pytest.mark.full),
+    ],
+)
+def test_a_late_rank_is_named_by_all(call, flagged_max_tokens):
+    found = results_of(3, late_before, case_of(flagged_max_tokens), call)
+    for rank, seen in enumerate(found):
+        assert (seen["missing"], seen["late"]) == ([], [VICTIM])
+        assert seen["call"] == f"{call} 0"
+        came_late = f"{call} 2 on rank {VICTIM} began when others had given up, and left at once"
+        assert (came_late if rank == VICTIM else f"ranks [{VICTIM}] had not come when {call} 2") in seen["text"]
+        assert rank == VICTIM or TIMEOUT_SECS < seen["secs"] < MOST_SECS
+
+
+def test_ranks_whose_own_kernels_are_done_are_told():
+    # the others live and had not begun the step
+    found = results_of(3, fault_cases.told_of_a_failure, case_of(LOW_LATENCY), TIMEOUT_SECS)
+    assert found == [[[], [0, 2]]] * 3
+
+
+class ModelError(Exception):
+    """What a layer may raise between dispatch and combine."""
+
+
+def raises_between(context: Context, case: Case) -> dict[str, Any]:
+    """An exception leaves op and arena on one rank, which waits for nobody; the others name it, and all begin anew."""
+    seen: dict[str, Any] = {}
+    arena = Arena(context.group, context.device)
+    op = make_op(context, case, arena, index=0)
+    run_step(case, op, 0, context.device)
+    op.set_timeout(TIMEOUT_SECS)
+    arena.rendezvous.barrier("before the exception")
+    if context.rank == VICTIM:
+        start = 0.0
+        try:
+            with arena, op:
+                Step.dispatch(case, op, 1, context.device).check_dispatched()
+                start = clock.now()
+                raise ModelError
+        except ModelError:
+            seen["close_secs"] = clock.now() - start
+    else:
+        seen = steps_until_error(case, op, 1, {})
+        seen["close_secs"] = close_secs(op, arena)
+    run_case(context, case)
+    return seen
+
+
+def test_an_exception_between_dispatch_and_combine():
+    for rank, seen in enumerate(results_of(3, raises_between, case_of(LOW_LATENCY))):
+        assert seen["close_secs"] == 0
+        if rank != VICTIM:
+            assert (seen["call"], seen["missing"], seen["late"]) == ("combine 0", [], [VICTIM])
+            assert seen["secs"] < MOST_SECS
+
+
+def skips_a_step(context: Context, case: Case) -> dict[str, Any]:
+    """A rank leaves a whole step out: its next one takes that one's place, so it is missed at the end only."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena)
+        run_step(case, op, 0, context.device)
+        op.set_timeout(TIMEOUT_SECS)
+        arena.rendezvous.barrier("before the step that one leaves out")
+        seen = {"call": "none"}
+        for number in (1, 2, 3) if context.rank != VICTIM else (2, 3):
+            # experts that return what they get: a token comes back once for each rank that it went to, whatever
+            # step the others are in
+            start = clock.now()
+            try:
+                check_echo(case, op, number, context.rank)
+            except RankTimeoutError as error:
+                seen = told_by(error, f"step {number}", start)
+                break
+        arena.rendezvous.barrier("all have seen it")
+        op.reset()
+        run_step(case, op, 4, context.device)
+        return seen
+
+
+def check_echo(case: Case, op: EpDispatchCombineOp, number: int, rank: int) -> None:
+    step = Step.dispatch(case, op, number, op.device)
+    settle(op)
+    result, _ = op.combine(step.got[0], None, step.ids)
+    settle(op)
+    same_bits(result[: len(step.ids)], echo_of(case, number, rank), "echo")
+
+
+def test_a_rank_that_leaves_a_step_out():
+    case = case_of(LOW_LATENCY, with_weights=False, combine_weights=False)
+    for rank, seen in enumerate(results_of(3, skips_a_step, case)):
+        if rank != VICTIM:
+            assert (seen["call"], seen["missing"], seen["late"]) == ("step 3", [], [VICTIM])
+
+
+def call_in_another_order(context: Context, case: Case) -> str:
+    """Rank 0 dispatches by one op and then by another, rank 1 the other way round; all hear that."""
+    with Arena(context.group, context.device) as arena:
+        ops = [make_op(context, case, arena, index=index) for index in range(2)]
+        for op in ops:
+            run_step(case, op, 0, context.device)
+            op.set_timeout(TIMEOUT_SECS)
+        arena.rendezvous.barrier("both ops work")
+
+        def step() -> None:
+            Step.dispatch(case, ops[context.rank], 1, context.device)
+            ops[context.rank].check()
+
+        error = raised(RankTimeoutError, step, "in the same order on every rank")
+        assert isinstance(error, RankTimeoutError)
+        assert (error.missing_ranks, error.late_ranks) == ((), ())
+        arena.rendezvous.barrier("both have heard")
+        for op in ops:
+            op.reset()
+            run_step(case, op, 2, context.device)
+        return str(error)
+
+
+def test_calls_of_two_ops_in_another_order_are_named_by_all():
+    for text in results_of(2, call_in_another_order, TWO):
+        first, second = re.findall(r"rank \d in dispatch 2 of the op of index (\d in arena \d+) of the group", text)
+        assert (first[0], second[0], first[1:]) == ("0", "1", second[1:])
+
+
+def reset_against_step(context: Context, case: Case) -> str:
+    """Rank 0 resets the op, rank 1 dispatches by it and then resets it, too. Returns what rank 1 hears."""
+    with Arena(context.group, context.device) as arena, make_op(context, case, arena) as op:
+        run_step(case, op, 0, context.device)
+        op.set_timeout(TIMEOUT_SECS)
+
+        def step() -> None:
+            Step.dispatch(case, op, 1, op.device)
+            op.check()
+
+        error = raised(RankTimeoutError, step, "in the same order on every rank") if context.rank else None
+        op.reset()
+        run_step(case, op, 2, context.device)
+        return str(error)
+
+
+def test_a_reset_against_a_step_is_named():
+    _, text = results_of(2, reset_against_step, TWO)
+    assert "rank 0 in the meeting 'resetting the op: start', rank 1 in dispatch 2 of the op" in text
+
+
+def call_ops_of_two_arenas(context: Context, case: Case) -> str:
+    """Ops of one index and one configuration that share no arena, called in another order."""
+    arenas = [Arena(context.group, context.device) for _ in range(2)]
+    ops = [make_op(context, case, arena, index=0) for arena in arenas]
+    op = ops[context.rank]
+    op.set_timeout(TIMEOUT_SECS)
+
+    def step() -> None:
+        Step.dispatch(case, op, 0, context.device)
+        op.check()
+
+    text = str(raised(RankTimeoutError, step, "in the same order on every rank"))
+    for each in (*ops, *arenas):
+        each.close()
+    return text
+
+
+def test_ops_of_two_arenas_are_told_apart():
+    for text in results_of(2, call_ops_of_two_arenas, TWO):
+        first, second = re.findall(r"rank \d in dispatch 1 of the op of index 0 in arena (\d+) of the group", text)
+        assert int(second) == int(first) + 1
