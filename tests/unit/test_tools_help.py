@@ -7,8 +7,6 @@ import pytest
 from tests.integration.programs import run_python, succeeded
 
 
-@pytest.mark.parametrize(
-    "program", [("tools/check_commit_message.py",), ("tools/vllm_signatures.py",), ("-m", "tests.protocol")]
-)
+@pytest.mark.parametrize("program", [("tools/check_commit_message.py",), ("tools/vllm_signatures.py",)])
 def test_help_is_printed(program: tuple[str, ...]) -> None:
     assert "usage: " in succeeded(run_python(*program, "--help"))
