@@ -64,7 +64,7 @@ SWITCHING = replace(
     options={"flagged_max_tokens": 3},
 )
 TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
-STAGED = SMALL_RINGS | {"internode_transport": "torch.distributed"}
+STAGED = SMALL_RINGS | {"internode_transport": "torch.distributed", "timeout_secs": 2.0}
 CASES = {
     "low_latency": SMALL,
     "low_latency_marks": replace(SMALL, unusual=True),

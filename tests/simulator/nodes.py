@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.simulator.memory import View
     from tests.simulator.ranks import Context
 
-TIMEOUT_SECS = 60.0
+TIMEOUT_SECS = 2.0
 
 
 class HostExchange(NodeTransport):

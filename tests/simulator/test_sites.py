@@ -18,7 +18,8 @@ ANOTHER_BARRIER = "another barrier, or a reduction over all threads, always lies
 RESIDENCY = "it orders no accesses: no thread may wait for another rank once the next launch takes places"
 RECORD = "the host reads the record of a failure only when the launch has ended"
 CLOCK = "it orders a look at the clock, not at memory"
-NOT_REACHED = "no case comes here: host transports and puts"
+LAUNCH_ENDS = "its launch waits for nobody, and what it stores lands when it ends"
+NOT_REACHED = "no case comes here: puts, and failures of staged nodes"
 
 SITES = {site.key: site for site in ordering_sites()}
 NOTICED_BY: dict[str, tuple[str, str, str]] = {
@@ -85,6 +86,11 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "primitives.fail scope 0": ("small_room", "without_room", "late"),
     "primitives.overdue scope 0": ("low_latency", "until_late", "stopping"),
     "receive_kernels.absent_rank volatile 0": ("rings", "steps", "pausing"),
+    "staged_kernels.pass_on_flags barrier 0": ("staged", "staged", "late"),
+    "staged_kernels.pass_on_flags scope 0": ("staged", "staged", "late"),
+    "staged_kernels.pass_on_flags sem 0": ("staged", "staged", "late"),
+    "staged_kernels.raise_flags scope 0": ("staged", "staged", "late"),
+    "staged_kernels.raise_flags sem 0": ("staged", "staged", "late"),
 }
 """By site: case, body and conditions of a run that fails when the site has lost its order."""
 NOT_NOTICED = {
@@ -101,15 +107,10 @@ NOT_NOTICED = {
     "ring_kernels.before_reading volatile 0": NOT_REACHED,
     "ring_kernels.store_channel barrier 0": ANOTHER_BARRIER,
     "span_kernels.note_time barrier 0": CLOCK,
-    "staged_kernels.pass_on_flags barrier 0": NOT_REACHED,
-    "staged_kernels.pass_on_flags scope 0": NOT_REACHED,
-    "staged_kernels.pass_on_flags sem 0": NOT_REACHED,
-    "staged_kernels.pass_on_counts wt 0": NOT_REACHED,
-    "staged_kernels.pass_on_counts wt 1": NOT_REACHED,
+    "staged_kernels.pass_on_counts wt 0": LAUNCH_ENDS,
+    "staged_kernels.pass_on_counts wt 1": LAUNCH_ENDS,
     "staged_kernels.pass_on_kernel scope 0": NOT_REACHED,
-    "staged_kernels.raise_flags barrier 0": NOT_REACHED,
-    "staged_kernels.raise_flags scope 0": NOT_REACHED,
-    "staged_kernels.raise_flags sem 0": NOT_REACHED,
+    "staged_kernels.raise_flags barrier 0": ANOTHER_BARRIER,
     "staged_kernels.post_failure_kernel scope 0": NOT_REACHED,
 }
 """Sites whose order no run misses, with the reason."""

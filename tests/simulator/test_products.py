@@ -1,0 +1,73 @@
+"""No product of 32 bits becomes part of an address where it grows with the rows, tokens and widths of an op."""
+
+from __future__ import annotations
+
+import linecache
+from pathlib import Path
+
+import pytest
+
+from tests.simulator.interpreter import KERNELS
+from tests.simulator.products import narrow_products
+from tests.simulator.runs import CONDITIONS, run
+
+RUNS = (
+    ("low_latency_compact", "steps"),
+    ("low_latency_strides", "steps"),
+    ("bulk", "steps"),
+    ("bulk_look_back", "steps"),
+    ("expert_major", "late_weights"),
+    ("fp8_results", "steps"),
+    ("fp8", "steps"),
+    ("rings", "steps"),
+    ("staged", "staged"),
+)
+SMALL_PRODUCTS = """
+rank, node and channel numbers, times each other:
+count_words + source * (S.WORLD_SIZE + 1)
+lanes * (WORLD_SIZE + 1)
+rank * (WORLD_SIZE + 1)
+rank * (S.WORLD_SIZE + 1)
+source * (S.WORLD_SIZE + 1)
+(rank // R.GPUS) * R.GPUS
+node * R.GPUS + rank % R.GPUS
+peer * R.GPUS + rank % R.GPUS
+tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + rank % R.GPUS
++ 2 * ring
+channel * R.NODES
+nodes * R.GPUS + rank % R.GPUS
++ (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
+peer * R.GPUS
+program * WORLD_SIZE + ranks
+programs[:, None] * WORLD_SIZE + ranks[None, :]
+chunk numbers of a step:
+source_node * R.NUM_CHUNKS + chunk
+channel + count * R.CHANNELS
+row numbers, of which a rank has fewer than 2**31:
+source * step.step_tokens + index
+tl.cast(source * step_tokens + index, tl.int64)
+elements of a tile, or of a row:
+tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+groups[:, None] * GROUP + elements[None, :]
+groups[:, None] * ROW.GROUP + elements[None, :]
+tokens * S.TOPK + k
+(unit % num_blocks) * BLOCK
+block * E.BLOCK_WORDS
+nothing:
+vector * 0 + value
+"""
+"""What such products are, by part of their line, below what bounds them."""
+
+
+@pytest.mark.parametrize(("case", "body"), RUNS)
+def test_products_that_grow_with_an_op_have_64_bits(case, body):
+    known = [line for line in SMALL_PRODUCTS.splitlines() if line and not line.endswith(":")]
+    with narrow_products() as found:
+        run(case, body, CONDITIONS["late"])
+    unknown = []
+    for place in sorted(found):
+        file, line = place.split(":")
+        text = linecache.getline(str(Path(KERNELS, file)), int(line)).strip()
+        if not any(each in text for each in known):
+            unknown.append(f"{place}: {text}")
+    assert not unknown, "products of 32 bits in addresses:\n" + "\n".join(unknown)
