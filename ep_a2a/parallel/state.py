@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from ep_a2a import env
 from ep_a2a.config.file import choose_backend
@@ -196,6 +198,10 @@ def _check_same(state: _ParallelState, setup: _Setup, rank: int) -> None:
         )
 
 
+_worlds = itertools.count()
+"""Numbers the worlds that this process joins; all ranks join the same ones."""
+
+
 def _join_world(setup: _Setup, rank: int, init_method: str, cleanup: ExitStack) -> None:
     if dist.is_initialized():
         if (dist.get_world_size(), dist.get_rank()) != (setup.world_size, rank):
@@ -205,7 +211,10 @@ def _join_world(setup: _Setup, rank: int, init_method: str, cleanup: ExitStack) 
                 "Correct the parallel sizes and ranks, or let init_dist_env initialise torch.distributed.",
             )
         return
-    dist.init_process_group(setup.backend, init_method, world_size=setup.world_size, rank=rank)
+    # torchrun's store outlives the group: keys of an earlier group would be taken for those of this one
+    store, *_ = next(rendezvous(init_method, rank, setup.world_size))
+    store = distributed_c10d.PrefixStore(f"ep_a2a/world/{next(_worlds)}", store)
+    dist.init_process_group(setup.backend, store=store, world_size=setup.world_size, rank=rank)
     cleanup.callback(_leave_world)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -248,3 +250,32 @@ def test_rank_in_no_group_is_refused():
     with pytest.raises(RankFailure) as caught:
         run_ranks(coordinator_with_missing_rank, 4, grace_secs=5)
     assert isinstance(caught.value.errors[3], ConfigError)
+
+
+JOIN_TWICE = """
+import os
+import torch.distributed as dist
+from ep_a2a.parallel import state
+for _ in range(3):
+    state.init_dist_env(2, int(os.environ["RANK"]), backend="gloo")
+    parts = [None, None]
+    dist.all_gather_object(parts, dist.get_rank())
+    assert parts == [0, 1]
+    state.destroy_dist_env()
+"""
+
+
+def test_a_world_can_be_joined_again_under_torchrun(tmp_path):
+    """The store of torchrun outlives the groups, and still holds the addresses of the first one."""
+    program = tmp_path / "program.py"
+    program.write_text(JOIN_TWICE)
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+    ]
+    command = [sys.executable, *launcher, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
