@@ -11,6 +11,7 @@ from tools import order
 
 QUICK = {
     "ep2-rank_major-bf16-0-dispatch",
+    "ep2-rank_major-bf16-1-dispatch",
     "ep2-rank_major-bf16-2-dispatch",
     "ep2-rank_major-bf16-3-dispatch",
     "ep2-compact-bf16-0-dispatch",
