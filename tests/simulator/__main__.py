@@ -22,6 +22,9 @@ def main(
     runs: Annotated[int, typer.Option(help="Seeds to run, from --seed on.")] = 1,
     switches: Annotated[float, typer.Option(help="Probability that a task is interrupted before an access.")] = 0.0,
     staleness: Annotated[float, typer.Option(help="Probability that a load goes one value further back.")] = 1.0,
+    fresh_looks: Annotated[
+        bool, typer.Option("--fresh-looks", help="The first volatile load behind a pause sees all that has landed.")
+    ] = False,
     landing: Annotated[str, typer.Option(help="Which pending store lands first: newest, oldest or random.")] = "newest",
     num_sms: Annotated[int, typer.Option(help="Multiprocessors of a GPU.")] = 2,
     weaken: Annotated[list[str] | None, typer.Option(help="Key of a site that loses its order.")] = None,
@@ -35,7 +38,7 @@ def main(
         return
     places = frozenset(site.place for site in ordering_sites() if site.key in (weaken or ()))
     faults = tuple(read_fault(text) for text in fault or ())
-    given = Conditions(seed, switches, staleness, landing, num_sms, places, faults=faults)
+    given = Conditions(seed, switches, staleness, fresh_looks, landing, num_sms, places, faults=faults)
     for number in range(seed, seed + runs):
         try:
             found = run(case, body, replace(given, seed=number))

@@ -275,7 +275,7 @@ class Machine:
     def _poll(self) -> None:
         """A program has looked in vain: it looks again when what its volatile loads have returned has changed."""
         looks, self.program.looks = self.program.looks, []
-        self.program.author.polled_at = self.pool.moment
+        self.program.author.polled_at, self.program.author.has_looked = self.pool.moment, False
         num_gpu_atomics = self._num_gpu_atomics
 
         def sees_change() -> bool:

@@ -100,6 +100,7 @@ class Author:
         phase: barriers that it has passed. view: the phases that it knows.
         acquired: what it will know behind its next barrier.
         polled_at: the pool's moment when it last paused after a look in vain, or began.
+        has_looked: whether it has made a volatile load since.
         seen: by place, the moment at which what a volatile load has returned last had landed.
         performed: phases whose loads have been performed, as launches before its own have learnt from flags.
         posted: the same that this program has learnt, for later launches.
@@ -112,6 +113,7 @@ class Author:
     phase: int = 0
     acquired: View | None = None
     polled_at: int = 0
+    has_looked: bool = False
     seen: dict[int, int] = field(default_factory=dict)
     performed: View = field(default_factory=View)
     posted: View = field(default_factory=View)
@@ -164,6 +166,7 @@ class Pool:
         moment: elements that have landed, each one counted whenever it does.
         num_changes: grows whenever a landed byte changes.
         pending: stores that have not landed, oldest first.
+        fresh_looks: the first volatile load behind a pause sees all that has landed.
         names: of places, by the byte offset at which each begins.
     """
 
@@ -172,7 +175,7 @@ class Pool:
         start = -backing.ctypes.data % 256
         self.landed = backing[start : start + num_bytes]
         self.address = self.landed.ctypes.data
-        self.draws, self.staleness = draws, staleness
+        self.draws, self.staleness, self.fresh_looks = draws, staleness, False
         self.num_changes = 0
         self.pending: list[Pending] = []
         self._free = 0
@@ -235,6 +238,9 @@ class Pool:
         """What a volatile load sees: nothing older than its program has seen, or had to see, by now."""
         since = author.polled_at
         moment = since if self.draws.random() < self.staleness else self.moment
+        if self.fresh_looks and not author.has_looked:
+            moment = self.moment
+        author.has_looked = True
         records, firsts = self._last[places], places[:, 0].tolist()
         seen = np.array([author.seen.get(place, 0) for place in firsts], np.int32)[:, None]
         while True:

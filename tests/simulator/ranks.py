@@ -43,6 +43,7 @@ class Conditions:
         seed: of all choices.
         switches: probability that a task is interrupted before an access.
         staleness: probability that a load goes one value further back.
+        fresh_looks: the first volatile load of a program behind a pause sees all that has landed.
         landing: which pending store lands first: "newest", "oldest" or "random".
         num_sms: multiprocessors of each GPU.
         weakened: places (sites.Site.place) whose ordering is taken away.
@@ -57,6 +58,7 @@ class Conditions:
     seed: int = 0
     switches: float = 0.0
     staleness: float = 1.0
+    fresh_looks: bool = False
     landing: str = "newest"
     num_sms: int = 2
     weakened: frozenset[str] = frozenset()
@@ -161,6 +163,7 @@ class Simulation:
         self.conditions = conditions
         draws = random.Random(conditions.seed)
         self.pool = Pool(POOL_BYTES, draws, conditions.staleness)
+        self.pool.fresh_looks = conditions.fresh_looks
         self.scheduler = Scheduler(draws, self.pool, conditions.switches, conditions.landing, conditions.host_switches)
         self.machine = Machine(self.pool, self.scheduler, conditions.weakened)
         self.streams = [RankStream(rank) for rank in range(world_size)]

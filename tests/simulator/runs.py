@@ -18,6 +18,8 @@ CONDITIONS = {
     "late": Conditions(landing="newest", num_sms=4),
     "in-order": Conditions(landing="oldest", num_sms=4),
     "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
+    # the flag is new, what it announces is old
+    "fresh-looks": Conditions(num_sms=4, fresh_looks=True),
     # others wait for a rank that stands still, not as long as they may wait, or longer
     "pausing": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 40.0),)),
     "stopping": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 100.0),)),
@@ -78,6 +80,8 @@ def command_of(case: str, body: str, conditions: Conditions) -> str:
             words += [f"--weaken '{keys[place]}'" for place in sorted(value)]
         elif field.name == "faults":
             words += [f"--fault {':'.join(str(part) for part in fault if part is not None)}" for fault in value]
+        elif value is True:
+            words.append(f"--{field.name.replace('_', '-')}")
         else:
             words.append(f"--{field.name.replace('_', '-')} {value}")
     return " ".join(words)

@@ -12,7 +12,6 @@ import pytest
 from tests.simulator.runs import CONDITIONS, SimulationFailed, run
 from tests.simulator.sites import ordering_sites
 
-FIRST_LOOK = "a first look that sees nothing is followed by another one, which is volatile"
 BEHIND_FLAGS = "what is read has been acquired before, so that any load sees it"
 ANOTHER_BARRIER = "another barrier, or a reduction over all threads, always lies between the same accesses"
 RESIDENCY = "it orders no accesses: no thread may wait for another rank once the next launch takes places"
@@ -32,6 +31,7 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "combine_send_kernels.push_block wt 2": ("low_latency", "steps", "late"),
     "combine_send_kernels.push_results wt 0": ("low_latency", "steps", "late"),
     "combine_time_weights_kernels.push_weights wt 0": ("expert_major", "late_weights", "late"),
+    "combine_time_weights_kernels.await_words volatile 0": ("expert_major", "late_weights", "random"),
     "combine_time_weights_kernels.await_words volatile 1": ("expert_major", "late_weights", "late"),
     "ll_dispatch_kernels.push wt 0": ("low_latency", "steps", "late"),
     "ll_dispatch_kernels.push_position barrier 0": ("low_latency_marks", "steps", "late"),
@@ -41,8 +41,8 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "ll_dispatch_kernels.ll_dispatch_kernel wait 0": ("low_latency_compact", "chain", "late"),
     "ll_receive_kernels.read_beside volatile 0": ("low_latency", "steps", "late"),
     "ll_receive_kernels.take_row_block volatile 1": ("low_latency", "steps", "late"),
-    "ll_receive_kernels.take_row_block scope 0": ("low_latency_marks", "steps", "random"),
-    "ll_receive_kernels.take_row_block sem 0": ("low_latency_marks", "steps", "random"),
+    "ll_receive_kernels.take_row_block scope 0": ("low_latency_marks", "steps", "fresh-looks"),
+    "ll_receive_kernels.take_row_block sem 0": ("low_latency_marks", "steps", "fresh-looks"),
     "ll_receive_kernels.take_row_block barrier 0": ("low_latency_marks", "steps", "late"),
     "primitives.arrive_last barrier 0": ("bulk", "steps", "late"),
     "primitives.arrive_last scope 0": ("bulk", "steps", "late"),
@@ -95,7 +95,6 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
 """By site: case, body and conditions of a run that fails when the site has lost its order."""
 NOT_NOTICED = {
     "combine_kernels.await_peers volatile 0": BEHIND_FLAGS,
-    "combine_time_weights_kernels.await_words volatile 0": FIRST_LOOK,
     "ll_receive_kernels.take_row_block volatile 3": BEHIND_FLAGS,
     "primitives.finish_stage barrier 0": RESIDENCY,
     "primitives.poison_of scope 0": NOT_REACHED,
