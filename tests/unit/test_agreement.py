@@ -168,6 +168,13 @@ def test_survivors_of_a_host_name_all_that_die_together(view: Any, time: Time) -
     assert agree(second, gave_up(2, 0), BOUND_SECS) == Verdict((2,))
 
 
+def test_the_first_verdict_counts(view: Any) -> None:
+    first, second, _ = all_of(view)
+    assert first.record(HERE, Verdict((1,))) == Verdict((1,))
+    # it has judged before it could read the first one's verdict
+    assert second.record(HERE, Verdict((2,))) == Verdict((1,)) == first.verdict(HERE)
+
+
 def test_a_death_in_the_grace_of_another_is_named_with_it(view: Any, time: Time) -> None:
     first, *_ = all_of(view)
     view.dead.add(2)
