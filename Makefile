@@ -35,7 +35,7 @@ test-rest: $(VENV)/.test-installed
 	$(PYTEST) -m full $(ARGS)
 
 test-vllm: $(VENV)/.test-installed vllm
-	$(PYTEST) tests/integration -k vllm $(ARGS)
+	$(PYTEST) --dist loadfile tests/integration -k vllm $(ARGS)
 
 vllm: $(VLLM_VENV)/.installed
 
