@@ -11,16 +11,15 @@ import pytest
 
 from tests.cases.op_cases import Case
 from tests.cases.op_special import BODIES, missing_rank
-from tests.simulator.test_op_special import REAL_PROCESSES, once_quick
+from tests.simulator.test_op_special import QUICK_IN_PROCESSES, REAL_PROCESSES, once_quick
 
-IN_BOTH = (
+QUICK_IN_SIMULATOR = (
     "construction-mismatches",
     "device-failures-direct",
-    "graph-cast",
     "late-rank-direct",
-    "memory-of-closed-ops-is-used-again",
     "nothing-waits-for-garbage-collection",
 )
+IN_BOTH = [*QUICK_IN_PROCESSES, *(pytest.param(name, marks=pytest.mark.full) for name in QUICK_IN_SIMULATOR)]
 """One of each kind that the simulator runs, too."""
 
 
@@ -30,15 +29,10 @@ def test_special(ranks: Any, name: str) -> None:
     ranks(body, case.world_size, case)
 
 
-@pytest.mark.parametrize(
-    ("layout", "flagged_max_tokens"),
-    [
-        ("compact", 128),
-        pytest.param("compact", 0, marks=pytest.mark.full),
-        pytest.param("rank_major", 0, marks=pytest.mark.full),
-        pytest.param("rank_major", 128, marks=pytest.mark.full),
-    ],
-)
+# tests/simulator/test_faults.py has late ranks for `make test`
+@pytest.mark.full
+@pytest.mark.parametrize("flagged_max_tokens", [0, 128])
+@pytest.mark.parametrize("layout", ["compact", "rank_major"])
 def test_rank_that_misses_dispatch(ranks: Any, layout: str, flagged_max_tokens: int) -> None:
     options = {"flagged_max_tokens": flagged_max_tokens}
     case = Case(world_size=3, num_experts=6, layout=layout, with_weights=False, combine_weights=False, options=options)

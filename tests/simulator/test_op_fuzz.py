@@ -182,7 +182,7 @@ def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
     return case, draw(st.lists(action, min_size=NUM_ACTIONS, max_size=NUM_ACTIONS))
 
 
-@of_examples({2: 4}, {2: 12, 3: 4})
+@of_examples({2: 2}, {2: 12, 3: 4})
 def test_orders(world_size: int, max_examples: int) -> None:
     @fuzz(max_examples)
     @given(orders(world_size))

@@ -24,15 +24,18 @@ REAL_PROCESSES = (
     "weights-on-some-ranks",
 )
 """Bodies that the simulator does not run: tests/multiprocess/test_op_special.py."""
+QUICK_IN_PROCESSES = ("graph-cast", "memory-of-closed-ops-is-used-again")
+ON_TWO_RANKS = ("order-interleaved", "sequential-ops-share-memory")
+"""Bodies that `make test` runs on fewer ranks than their cases have."""
 MOST_TOKENS = 6
 """Tokens of a rank, where a body's own number is larger. All bodies keep their branches."""
 
 
-def once_quick(names: Iterable[str]) -> list[Any]:
-    """Names of special cases; `make test` runs each body in its case of fewest ranks."""
-    by_size = sorted(names, key=lambda name: BODIES[name][1].world_size)
+def once_quick(names: Iterable[str], elsewhere: Iterable[str] = ()) -> list[Any]:
+    """Names of special cases; `make test` runs each body in its case of fewest ranks, unless it does so elsewhere."""
+    by_size = sorted(names, key=lambda name: (BODIES[name][1].world_size, BODIES[name][1].unusual))
     first = {body: name for name in reversed(by_size) for body in [BODIES[name][0]]}
-    quick = set(first.values())
+    quick = set(first.values()) - set(elsewhere)
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.full]) for name in by_size]
 
 
@@ -43,10 +46,19 @@ def with_few_tokens(case: Case) -> Case:
     return replace(case, tokens=tuple(tuple(min(count, MOST_TOKENS) for count in step) for step in case.tokens))
 
 
-@pytest.mark.parametrize("name", once_quick([name for name in BODIES if name not in REAL_PROCESSES]))
+@pytest.mark.parametrize(
+    "name", once_quick([name for name in BODIES if name not in REAL_PROCESSES], {*QUICK_IN_PROCESSES, *ON_TWO_RANKS})
+)
 def test_special(name: str) -> None:
     body, case = BODIES[name]
     run_on_ranks(body, case.world_size, with_few_tokens(case))
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_on_two_ranks(name: str) -> None:
+    body, case = BODIES[name]
+    few = replace(case, world_size=2, num_experts=5, tokens=((5, 3), (2, 6)))
+    run_on_ranks(body, few.world_size, few)
 
 
 @pytest.mark.parametrize(
