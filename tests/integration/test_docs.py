@@ -1,4 +1,4 @@
-"""What the documents say exists: linked files, make targets, environment variables, the README's commands."""
+"""What the documents say exists: linked files, make targets, the README's commands."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-from ep_a2a import env
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(PROJECT)) for p in (PROJECT / "docs").glob("*.md"))]
@@ -24,10 +22,3 @@ def test_readme_commands_are_make_targets() -> None:
     targets = set(re.findall(r"^(\w+):", (PROJECT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "lint"} <= targets
     assert set(re.findall(r"^make (\w+)", (PROJECT / "README.md").read_text(), re.MULTILINE)) == {"demo", "test"}
-
-
-def test_every_environment_variable_is_described() -> None:
-    rows = (PROJECT / "docs" / "env.md").read_text()
-    for variable in env.VARIABLES:
-        row = f"| `{variable.name}` | {variable.default} | {variable.expects} | {variable.doc} |"
-        assert re.sub(r"\bdocs/([\w-]+)\.md\b", r"[\1](\1.md)", row) in rows

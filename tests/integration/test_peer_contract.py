@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-import ep_a2a.compat.mori as compat_mori
-from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.managers.external.flashinfer import ONE_SIDED, TWO_SIDED
 from ep_a2a.managers.external.mori import LIBRARY as MORI
-from ep_a2a.managers.external.mori import native_fields
 from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.peer_contract.calls import attributes_of, calls_of
 from tests.peer_contract.python_source import field_defaults, find, instance_attributes, signature_of
@@ -37,7 +32,7 @@ MAPPING, MNNVL = "flashinfer/comm/mapping.py", "flashinfer/comm/mnnvl.py"
 # what is called: (file, definition, names of the positional arguments)
 CALLS: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "mori": {
-        # its arguments come from native_fields: test_moris_config_is_ours
+        # its arguments come from native_fields: tests/unit/test_mori_signatures.py
         "mori.ops.EpDispatchCombineConfig": ("", "", ()),
         "mori.ops.EpDispatchCombineOp": (MORI_OPS, "EpDispatchCombineOp", ("config",)),
         "mori.shmem.shmem_torch_process_group_init": (MORI_SHMEM, "shmem_torch_process_group_init", ()),
@@ -130,26 +125,6 @@ def test_every_call_fits(module: str) -> None:
             assert signature.problem(call.num_positional, call.keywords) == "", spelled
             if signature.num_returned is not None:
                 assert call.num_taken in (None, signature.num_returned), spelled
-
-
-def test_moris_config_is_ours() -> None:
-    """Names, order and defaults: the contract that this package took over, and what `native_fields` relies on."""
-    theirs = field_defaults(sources("mori") / MORI_OPS, "EpDispatchCombineConfig")
-    ours = {
-        each.name: None if each.default is dataclasses.MISSING else each.default
-        for each in dataclasses.fields(EpDispatchCombineConfig)
-        if not each.kw_only
-    }
-    assert list(theirs) == list(ours)
-    for name, default in ours.items():
-        if isinstance(default, EpDispatchCombineKernelType):
-            assert theirs[name] == str(default)
-        elif isinstance(default, str):
-            assert theirs[name] == f"'{default}'"
-        else:
-            assert theirs[name] == (None if default is None else str(default)), name
-    config = EpDispatchCombineConfig(torch.bfloat16, 0, 1, 64, 0, 0, 2, 4, 1, 1)
-    assert list(native_fields(compat_mori, config)) == list(theirs)
 
 
 def test_moris_op_has_the_arguments_of_ours_in_its_order() -> None:

@@ -22,6 +22,7 @@ from ep_a2a.managers.base import All2AllManagerBase, Cache
 from ep_a2a.managers.naive import NaiveAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.topology import RankFacts, TopologyReport
+from ep_a2a.tuning.policy import FLAG_PROGRAMS, Phase
 
 MANAGERS = {
     "ep_a2a": NativeAll2AllManager,
@@ -388,10 +389,14 @@ def test_handles_are_shared_and_closed_with_the_manager(manager):
     assert manager.get_handle(small_kwargs(), 1) is not op
     with pytest.raises(StateError, match="before the first op"):
         manager.device = "cpu"
+    arena = getattr(manager, "arena", None)
     manager.destroy()
     manager.close()
-    with pytest.raises(ClosedError):
-        op.check()
+    assert arena is None or arena.closed
+    assert len(manager.handle_cache) == 0
+    for call in (op.check, op.reset):
+        with pytest.raises(ClosedError, match="get_handle"):
+            call()
     with pytest.raises(ClosedError, match="create_manager"):
         manager.get_handle(small_kwargs())
 
@@ -478,13 +483,19 @@ def test_native_remembers_the_bound_on_multiprocessors(group):
     with NativeAll2AllManager(group) as manager:
         manager.device = "cpu"
         op = manager.get_handle(small_kwargs())
-        manager.set_num_sms(20)
-        assert manager.max_sms_used() == 20
+        manager.set_num_sms(5)
+        assert manager.max_sms_used() == 5
         assert manager.get_handle(small_kwargs()) is op
-        assert manager.get_handle(small_kwargs(), 1).engine.kernels.max_sms == op.engine.kernels.max_sms == 20
-        assert manager.get_handle(small_kwargs(max_sms=4)).engine.kernels.max_sms == 4
+        own, after = manager.get_handle(small_kwargs(max_sms=4)), manager.get_handle(small_kwargs(), 1)
+        for each in (op, own, after):
+            # as on a GPU: the interpreter has no multiprocessors
+            each.engine.kernels.num_sms = 132
+        assert [each.get_launch_config(is_dispatch=True)[0] for each in (op, own, after)] == [5, 4, 5]
         with pytest.raises(ConfigError, match="num_sms"):
             manager.set_num_sms(-1)
+        manager.set_num_sms(0)
+        unbound = FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + 8 + 8
+        assert [each.get_launch_config(is_dispatch=True)[0] for each in (op, own, after)] == [unbound, 4, unbound]
 
 
 def test_native_makes_its_arena_late(group):

@@ -15,6 +15,7 @@ from ep_a2a.compat.mori import MORI_VERSION
 from ep_a2a.compat.mori.ops import dispatch_combine
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import NotInitializedError
+from ep_a2a.managers.external.mori import native_fields
 from tests.signatures.reader import load
 
 PINNED = load("mori")
@@ -85,6 +86,8 @@ def test_the_configuration_has_moris_fields_in_its_order_with_its_defaults():
     pinned = fields_of(CONFIG)
     positional = [field for field in dataclasses.fields(EpDispatchCombineConfig) if not field.kw_only]
     assert [field.name for field in positional] == [name for name, _ in pinned]
+    config = EpDispatchCombineConfig(torch.bfloat16, 0, 1, 64, 0, 0, 2, 4, 1, 1)
+    assert list(native_fields(mori, config)) == [name for name, _ in pinned]
     for field, (_, text) in zip(positional, pinned):
         if field.default is dataclasses.MISSING:
             assert text == "field"
