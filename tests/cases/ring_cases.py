@@ -47,6 +47,7 @@ OF_FOUR_RANKS = (
     "bias",
     "biases-in-halves",
     "max-num-tokens-compact",
+    "max-num-tokens-rank-major",
     "pad-id",
     "cap",
     "nobody-has-tokens",
@@ -62,6 +63,27 @@ OF_FOUR_RANKS = (
     "epoch-2**32",
 )
 FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)
+GRIDS = {
+    f"{num_nodes}x{per_node}-{layout}": Case(
+        world_size=num_nodes * per_node,
+        num_nodes=num_nodes,
+        num_experts=2 * num_nodes * per_node + 1,
+        topk=3,
+        hidden_dim=40,
+        tokens=UNEVEN,
+        num_steps=2,
+        layout=layout,
+        routing="out_of_range",
+        options=SMALL_RINGS,
+    )
+    for num_nodes, per_node, layout in (
+        (2, 3, "rank_major"),
+        (3, 2, "compact"),
+        (4, 1, "rank_major"),
+        (2, 4, "compact"),
+        (2, 1, "expert_major"),
+    )
+}
 SHAPES: dict[str, Case] = {
     # every role of a channel must go on while another has no room
     "one-channel-one-chunk": replace(FEW, options=rings(1, 1, 1)),
@@ -98,27 +120,7 @@ SHAPES: dict[str, Case] = {
         layout="rank_major",
         options={"chunk_tokens": 64},
     ),
-} | {
-    f"{num_nodes}x{per_node}-{layout}": Case(
-        world_size=num_nodes * per_node,
-        num_nodes=num_nodes,
-        num_experts=2 * num_nodes * per_node + 1,
-        topk=3,
-        hidden_dim=40,
-        tokens=UNEVEN,
-        num_steps=2,
-        layout=layout,
-        routing="out_of_range",
-        options=SMALL_RINGS,
-    )
-    for num_nodes, per_node, layout in (
-        (2, 3, "rank_major"),
-        (3, 2, "compact"),
-        (4, 1, "rank_major"),
-        (2, 4, "compact"),
-        (2, 1, "expert_major"),
-    )
-}
+} | GRIDS
 SHAPES_AND_FLAT = SHAPES | {"flat": replace(FEW, kernel="InterNode", split="mixed")}
 """The flat form sends to any rank's memory, which puts do not reach."""
 SPECIAL = (

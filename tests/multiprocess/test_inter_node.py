@@ -20,7 +20,7 @@ from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, BRIEF_TIMEOUT_SECS, ENOUG
 from tests.cases.op_matrix import CASES, UNEVEN
 from tests.cases.op_special import BODIES
 from tests.cases.op_steps import built_under_another_default_device, cast_before
-from tests.cases.ring_cases import CAST_BEFORE, REPLAYED, SPECIAL, of_two_ranks
+from tests.cases.ring_cases import CAST_BEFORE, GRIDS, OF_FOUR_RANKS, REPLAYED, SPECIAL, of_two_ranks, on_two_nodes
 from tests.cases.staged_cases import node_arena, over_torch_distributed, staged
 
 if TYPE_CHECKING:
@@ -28,61 +28,7 @@ if TYPE_CHECKING:
 
 CASE = Case(layout="rank_major", tokens=UNEVEN)
 FULL = Case(layout="rank_major", tokens=((3,),), num_nodes=2)
-OF_FOUR_RANKS = (
-    "rank_major-uniform",
-    "rank_major-zipf",
-    "rank_major-all_to_one",
-    "rank_major-all_dropped",
-    "rank_major-repeated",
-    "compact-uniform",
-    "compact-out_of_range",
-    "expert_major-zipf",
-    "expert_major-aligned-cast",
-    "no-weights",
-    "combine-without-weights",
-    "bias",
-    "biases-in-halves",
-    "max-num-tokens-compact",
-    "max-num-tokens-rank-major",
-    "pad-id",
-    "cap",
-    "nobody-has-tokens",
-    "fp32",
-    "fp8-byte-scales",
-    "fp16-combine",
-    "fp8_per_token-ue8m0",
-    "fp8_per_1x128-float32_power_of_two",
-    "fp8_blockwise-four-ranks",
-    "biases-fp8",
-    "cast-fp16-odd-hidden",
-    "unusual-four-ranks",
-    "epoch-2**32",
-)
-GRIDS = {
-    f"{num_nodes}x{per_node}-{layout}": Case(
-        world_size=num_nodes * per_node,
-        num_nodes=num_nodes,
-        num_experts=2 * num_nodes * per_node + 1,
-        topk=3,
-        hidden_dim=40,
-        tokens=UNEVEN,
-        num_steps=2,
-        layout=layout,
-        routing="out_of_range",
-    )
-    for num_nodes, per_node, layout in (
-        (2, 3, "rank_major"),
-        (3, 2, "compact"),
-        (4, 1, "rank_major"),
-        (2, 4, "compact"),
-        (2, 1, "expert_major"),
-    )
-}
 SHAPES = GRIDS | {
-    # 4, 3, 3, 3 experts
-    "uneven-experts": Case(
-        num_nodes=2, num_experts=13, topk=5, tokens=UNEVEN, num_steps=3, layout="rank_major", seed=9
-    ),
     "halves": Case(num_nodes=2, tokens=UNEVEN, topk=3, num_experts=9, split="mixed", num_steps=4),
     # chunks of two tokens, of which a step of fewer tokens has fewer
     "many-tokens": Case(
@@ -102,7 +48,7 @@ SHAPES = GRIDS | {
 
 @pytest.mark.parametrize("name", OF_FOUR_RANKS)
 def test_two_nodes_of_two(ranks: Any, name: str) -> None:
-    ranks(staged, 4, run_case, replace(CASES[name], num_nodes=2, num_steps=min(CASES[name].num_steps, 4)))
+    ranks(staged, 4, run_case, on_two_nodes(CASES[name]))
 
 
 @pytest.mark.parametrize("name", SHAPES)

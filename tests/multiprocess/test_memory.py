@@ -426,18 +426,6 @@ def test_arenas_one_after_another(ranks):
         assert generations == sorted(set(generations))
 
 
-def two_arenas_at_once(context: RankContext, case: Case) -> None:
-    with Arena(context.group, context.device) as first, Arena(context.group, context.device) as second:
-        ops = [make_op(context, case, arena, index=0) for arena in (first, second)]
-        for step in range(2):
-            for op in ops:
-                run_step(case, op, step, context.device)
-
-
-def test_two_arenas_at_once(ranks):
-    ranks(two_arenas_at_once, 2, Case(world_size=2))
-
-
 # --- the rendezvous ---
 
 

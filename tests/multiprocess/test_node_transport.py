@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ep_a2a.config.transports import transport_maker
 from ep_a2a.errors import ContiguityError, RankTimeoutError, ShapeError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.memory import transport_choice
 from ep_a2a.memory.node_grid import NodeGrid
@@ -216,16 +215,6 @@ def test_a_late_peer_is_waited_for_and_the_bound_can_be_changed():
 
 
 # --- by name ---
-
-
-def exchange_by_name(context: RankContext) -> None:
-    transport = transport_maker("torch.distributed")(context.group, NodeGrid(2, 1, context.rank), TIMEOUT_SECS)
-    exchange_and_check(transport, context.rank, 0, 64, CPU)
-    transport.close()
-
-
-def test_a_transport_by_name(ranks):
-    ranks(exchange_by_name, 2)
 
 
 def test_choice_of_a_transport(monkeypatch):
