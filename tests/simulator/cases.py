@@ -24,7 +24,7 @@ from tests.cases.op_cases import (
     same_sums,
     set_first_epoch,
 )
-from tests.cases.ring_cases import SMALL_RINGS, rings
+from tests.cases.ring_cases import PUTS, SMALL_RINGS, rings
 from tests.simulator.nodes import arena_of
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ CASES = {
     "rings_compact_halves": replace(TWO_NODES, layout="compact", routing="out_of_range", split="mixed"),
     "rings_of_one_chunk": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1)),
     "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
+    "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | PUTS),
     "staged": replace(TWO_NODES, num_steps=2, options=STAGED),
 }
 

@@ -17,6 +17,7 @@ from ep_a2a.kernels import primitives
 from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.portable import _without_overflow_checks
 from tests.simulator.memory import Author, View
+from tests.simulator.puts import Puts
 from tests.simulator.scheduler import Task
 
 if TYPE_CHECKING:
@@ -119,6 +120,11 @@ class Machine:
         found: Program = greenlet.getcurrent().program
         return found
 
+    def new_author(self) -> int:
+        """A number that no program or put has."""
+        self._num_authors += 1
+        return self._num_authors
+
     def launch(
         self,
         rank: RankStream,
@@ -139,8 +145,7 @@ class Machine:
         constexprs = interpreter.GridExecutor(kernel.python, kernel.arg_names, (1,)).constexprs
         values = {name: v if name in constexprs else interpreter._implicit_cvt(v) for name, v in named.items()}
         for index in range(num_programs):
-            self._num_authors += 1
-            author = Author(self._num_authors, rank.number, rank.view.copy(), performed=rank.performed.copy())
+            author = Author(self.new_author(), rank.number, rank.view.copy(), performed=rank.performed.copy())
             program = Program(grid, index, author)
             program.author.polled_at = self.pool.moment
             grid.programs.append(program)
@@ -183,7 +188,7 @@ class Machine:
         chosen = mask.data
         if is_volatile:
             self._yield_in_loop(ptrs.data[chosen])
-        self._note("volatile load" if is_strong else "load", ptrs.data[chosen])
+        self.note("volatile load" if is_strong else "load", ptrs.data[chosen])
         raw = self.pool.load(self.program.author, ptrs.data[chosen], dtype.itemsize, site(), is_strong=is_strong)
         if is_volatile:
             self.program.looked(self.pool.places(ptrs.data[chosen], dtype.itemsize), raw)
@@ -204,7 +209,7 @@ class Machine:
         values = np.broadcast_to(value.data, ptrs.data.shape)[chosen]
         self.program.num_operations += 1
         passes_caches = bool(cache) and str(cache[0]).lower().endswith("wt") and not self._is_weak_here("wt")
-        self._note("store", ptrs.data[chosen])
+        self.note("store", ptrs.data[chosen])
         self.pool.store(self.program.author, ptrs.data[chosen], values, site(), passes_caches=passes_caches)
         return None
 
@@ -241,7 +246,7 @@ class Machine:
         # an atomic may see what has not landed
         self.program.looks = None
         author, size = self.program.author, ptr.get_element_ty().primitive_bitwidth // 8
-        self._note(f"{name.removeprefix('create_')} {str(sem).rpartition('.')[2]}", chosen)
+        self.note(f"{name.removeprefix('create_')} {str(sem).rpartition('.')[2]}", chosen)
         if scope == SYSTEM and not self._is_weak_here("scope"):
             return self.pool.system_atomic(
                 author, chosen, size, lambda: self.plain[name](builder, *args, sem, scope), site(), **order
@@ -285,7 +290,8 @@ class Machine:
 
         self.scheduler.poll(sees_change)
 
-    def _note(self, name: str, addresses: np.ndarray) -> None:
+    def note(self, name: str, addresses: np.ndarray) -> None:
+        """Add an access to the trace."""
         self.scheduler.note(name, int(addresses.flat[0]) - self.pool.address, addresses.size, site())
 
     def barrier(self) -> None:
@@ -333,24 +339,25 @@ class Machine:
             "create_barrier": self.barrier,
             "get_cache_policy": lambda modifier, _: modifier,
         }
-        twins: dict[str, Callable[..., Any]] = {
-            name: getattr(self, name) for name in ("clock_ns", "pause", "after_previous_launch", "allow_next_launch")
-        }
+        names = "clock_ns", "pause", "after_previous_launch", "allow_next_launch"
+        twins: dict[PortableFunction, Callable[..., Any]] = {
+            getattr(primitives, name): getattr(self, name) for name in names
+        } | Puts(self, site).twins
         self.plain = {name: getattr(type(builder), name) for name in operations}
         patches = interpreter._patch_lang(primitives.pause.fn)
         tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
         self.plain["reduce"], tl.reduce = tl.reduce, self._reduce
-        kept = {name: getattr(primitives, name).python for name in twins}
+        kept = {function: function.python for function in twins}
         try:
             for name, operation in operations.items():
                 setattr(builder, name, operation)
-            for name, twin in twins.items():
-                getattr(primitives, name).__dict__["python"] = twin
+            for function, twin in twins.items():
+                function.__dict__["python"] = twin
             with _without_overflow_checks(), cached_types():
                 yield
         finally:
-            for name, plain in kept.items():
-                getattr(primitives, name).__dict__["python"] = plain
+            for function, plain in kept.items():
+                function.__dict__["python"] = plain
             for name in operations:
                 delattr(builder, name)
             patches.restore()

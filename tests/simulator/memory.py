@@ -44,6 +44,8 @@ class Pending:
         site: "file:line" of the kernel's source.
         passes_caches: whether it lands by itself.
         seen_by_rank: the rank whose programs see it already, since it is an atomic of gpu scope; else None.
+        behind: None, or what lands before it. released: what whoever acquires it knows; None for stores.
+        value_now: makes its bytes when it lands, where they depend on what is there.
     """
 
     places: np.ndarray
@@ -54,6 +56,9 @@ class Pending:
     site: str
     passes_caches: bool = False
     seen_by_rank: int | None = None
+    behind: Pending | None = None
+    released: View | None = None
+    value_now: Callable[[], np.ndarray] | None = None
 
 
 @dataclass(eq=False)
@@ -101,7 +106,7 @@ class Author:
         acquired: what it will know behind its next barrier.
         polled_at: the pool's moment when it last paused after a look in vain, or began.
         has_looked: whether it has made a volatile load since.
-        seen: by place, the moment at which what a volatile load has returned last had landed.
+        seen: by place, the moment at which what a volatile load or an atomic has returned last had landed.
         performed: phases whose loads have been performed, as launches before its own have learnt from flags.
         posted: the same that this program has learnt, for later launches.
         turn: barriers, and reductions over all its threads, that it has passed.
@@ -226,10 +231,13 @@ class Pool:
         """Byte offsets [elements, size] of elements at addresses."""
         return (addresses.astype(np.int64) - self.address)[:, None] + np.arange(size)
 
-    def load(self, author: Author, addresses: np.ndarray, size: int, site: str, *, is_strong: bool) -> np.ndarray:
-        """Bytes [elements, size] of a load."""
+    def load(
+        self, author: Author, addresses: np.ndarray, size: int, site: str, *, is_strong: bool, is_checked: bool = True
+    ) -> np.ndarray:
+        """Bytes [elements, size] of a load. With is_checked no later store may overtake it."""
         places = self.places(addresses, size)
-        self.reads.add(author, places, site, is_volatile=is_strong)
+        if is_checked:
+            self.reads.add(author, places, site, is_volatile=is_strong)
         values = self._at_some_time(author, places) if is_strong else self._maybe_old(author, places)
         self._add_pending(author, places, values)
         return values
@@ -327,6 +335,7 @@ class Pool:
         changed = (self.landed[places] != self._mirror[places]).any(1)
         self.reads.check_store(author, places[changed], site)
         self._write(places[changed], self.landed[places[changed]], author.rank, author.number, author.phase)
+        author.seen.update(zip(places[:, 0].tolist(), self._moment[self._last[places[:, 0]]].tolist()))
         self._synchronize(author, places[:, 0].tolist(), acquires=acquires, releases=releases, system=True)
         return result
 
@@ -397,6 +406,10 @@ class Pool:
 
     def land(self, store: Pending, elements: np.ndarray | None = None) -> None:
         """Let a pending store land, or some of its elements."""
+        if store.behind in self.pending:
+            self.land(store.behind)
+        if store.value_now is not None:
+            store.values = store.value_now()
         places, values = store.places, store.values
         rest = np.zeros(len(places), bool)
         if elements is not None:
@@ -412,6 +425,10 @@ class Pool:
         if store.seen_by_rank is None:
             for place in places[:, 0].tolist():
                 self._released.pop(place, None)
+        if store.released is not None:
+            self._released.update(
+                (place, Released(store.released, store.rank, is_system=True)) for place in places[:, 0].tolist()
+            )
         # of equal places in one store the last one counts
         last = len(places) - 1 - np.unique(places[::-1, 0], return_index=True)[1]
         self._write(places[last], values[last], store.rank, store.program, store.phase)

@@ -1,4 +1,4 @@
-"""Ways between virtual nodes in the simulator: exchanges of blocks that hosts make, and puts of kernels."""
+"""Exchanges of blocks that hosts make between virtual nodes in the simulator."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import plain
-from ep_a2a.memory import arena, node_memory, peers
+from ep_a2a.memory import arena, host_shm, node_memory, peers
 from ep_a2a.memory import rendezvous as rendezvous_module
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
-from ep_a2a.ops import intra_node, op_kernels
+from ep_a2a.ops import intra_node, op_kernels, rings
 from ep_a2a.ops.memory import BoundMemory
 from tests.simulator.interpreter import Machine, RankStream
 from tests.simulator.memory import Pool, View
@@ -232,6 +232,7 @@ class Simulation:
                 (CompiledKernel, "compile", lambda *_: None),
                 (op_kernels.OpKernels, "__init__", gpu_kernels),
                 (intra_node, "choose_launch", choose_launch),
+                (rings, "linked_with_nvshmem", lambda _: {}),
                 (Rendezvous, "exchange", exchange),
                 (clock, "now", lambda: self.scheduler.now),
                 (clock, "sleep", self.scheduler.sleep),
@@ -260,7 +261,10 @@ class Simulation:
     def _allocate(self, rendezvous: Rendezvous, _: torch.device, num_bytes: int) -> SymmetricMemory:
         local = torch.from_numpy(self.pool.take(num_bytes))
         addresses = rendezvous.exchange("addresses", local.data_ptr())
-        return SymmetricMemory(local, tuple(addresses), "simulated", lambda: None)
+        memory = SymmetricMemory(local, tuple(addresses), "simulated", lambda: None)
+        # puts find the place at another rank there
+        host_shm._living.add(memory)
+        return memory
 
     def _launch(self, kernel: CompiledKernel, num_programs: int, values: tuple[Any, ...], _: torch.device) -> None:
         stream = self.streams[self.current_rank]
