@@ -26,12 +26,13 @@ def write_whole(path: Path, content: bytes) -> None:
         UntrustedFolderError: the path leads through a link, or to a pipe or device, of another user.
         OSError: it cannot be written.
     """
+    target = resolved(path)
     if is_special(path):
+        # by its own name: what /dev/stdout leads to has no other
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb") as file:
             require_trusted(path, os.fstat(file.fileno()))
             file.write(content)
         return
-    target = resolved(path)
     temporary, descriptor = _new_beside(target)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -47,10 +48,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def check_can_write(path: Path) -> None:
     """Raise what `write_whole` would, as far as can be known before; leave nothing behind."""
+    target = resolved(path)
     if is_special(path):
         require_trusted(path, path.stat())
         return
-    target = resolved(path)
     # the name itself is tried, too: it may be longer than the file system takes
     with contextlib.suppress(FileNotFoundError):
         target.stat()

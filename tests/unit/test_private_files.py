@@ -8,6 +8,7 @@ import stat
 
 import pytest
 
+from ep_a2a.errors import UntrustedFolderError
 from ep_a2a.memory.host_shm import create_private, open_private
 
 NUM_BYTES = 64
@@ -36,3 +37,11 @@ def test_a_link_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic") as caught:
         open_private(tmp_path / "link", NUM_BYTES)
     assert caught.value.errno == errno.ELOOP
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o604])
+def test_a_file_that_others_can_open_is_refused(tmp_path, mode):
+    os.close(create_private(tmp_path / "file", NUM_BYTES))
+    (tmp_path / "file").chmod(mode)
+    with pytest.raises(UntrustedFolderError, match="that only user"):
+        open_private(tmp_path / "file", NUM_BYTES)

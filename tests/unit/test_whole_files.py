@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -140,3 +142,22 @@ def test_a_pipe_is_written_to_unless_it_is_planted(tmp_path, belongs_to_another,
     reader.join()
     assert came == [b"" if is_theirs else b"text"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_planted_link_to_a_pipe_of_ones_own_is_refused(tmp_path, belongs_to_another):
+    os.mkfifo(tmp_path / "pipe")
+    link = tmp_path / "link"
+    link.symlink_to("pipe")
+    belongs_to_another(link)
+    for write in (whole_files.check_can_write, lambda path: write_whole(path, b"secret")):
+        with pytest.raises(UntrustedFolderError, match="got lrwx"):
+            write(link)
+
+
+def test_the_standard_output_is_a_file_like_others():
+    program = (
+        "import pathlib, ep_a2a.whole_files as f; path = pathlib.Path('/dev/stdout'); "
+        "f.check_can_write(path); f.write_whole(path, b'text')"
+    )
+    found = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+    assert found.stdout == b"text"
