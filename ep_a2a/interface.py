@@ -113,9 +113,10 @@ class DispatchCombineOp(Protocol):
             call_local_expert_count: also fill `local_expert_count`.
             max_num_tokens: the most tokens that any rank brings to this step, equal on all ranks; None is M.
             pad_id: the id in the returned indices of rows without a token.
-            tag: a number of this call, equal on all ranks: that of the layer, where layers share the op. Ranks whose
-                tags differ get ConfigMismatchError, with the tags, instead of rows of another layer. It travels
-                modulo 2**(28 - n), where M has n bits (16384 for M = 8192). Other libraries' backends ignore it.
+            tag: a number of this call, at least 0, equal on all ranks: that of the layer, where layers share the op.
+                Ranks whose tags differ get ConfigMismatchError, with the tags, instead of rows of another layer. It
+                travels modulo 2**(28 - n), where M has n bits (16384 for M = 8192). Other libraries' backends ignore
+                it.
 
         Raises:
             InputError: an argument does not fit; nothing was sent.

@@ -196,6 +196,8 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
     check_integer("max_num_tokens", step_tokens)
     check_integer("pad_id", pad_id)
     check_integer("tag", tag)
+    if tag < 0:
+        raise InputError("a tag of at least 0", str(tag))
     if step_tokens < 1:
         raise InputError("max_num_tokens of at least 1", str(step_tokens))
     if step_tokens > config.max_num_inp_token_per_rank:

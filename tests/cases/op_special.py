@@ -416,6 +416,7 @@ def host_checks(context: RankContext, case: Case) -> None:
         raised(errors.TooManyTokensError, dispatch(max_num_tokens=len(x) - 1))
         for name, values in {
             "pad_id": (1 << 40, 1.5, None),
+            "tag": (-1, 1.5, True, None),
             "max_num_tokens": (7.0, True),
             "block_num": (2.5,),
         }.items():
