@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ep_a2a.errors import ConfigError, ConfigMismatchError, StateError, UnsupportedError
+import ep_a2a
+from ep_a2a.errors import ClosedError, ConfigError, ConfigMismatchError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.tuning.policy import FLAG_PROGRAMS, Phase
 from tests.cases.manager_cases import kwargs_of
-from tests.cases.op_cases import Case, Step, run_step
+from tests.cases.op_cases import Case, Step, make_inputs, run_step
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -101,6 +104,27 @@ def test_ranks_that_ask_for_different_handles(ranks):
     ranks(ranks_that_differ, 4)
 
 
+def bounded(context: RankContext) -> None:
+    unbound = FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + 16 + 4 * 16
+    with create(context) as manager:
+        before = manager.get_handle(kwargs_of(CASE, context.rank))
+        manager.set_num_sms(4)
+        after = manager.get_handle(kwargs_of(CASE, context.rank), 1)
+        own = manager.get_handle(kwargs_of(CASE, context.rank, max_sms=3))
+        for op in (before, after):
+            # as on a GPU: the interpreter has no multiprocessors
+            op.engine.kernels.num_sms = 132
+            assert op.get_launch_config(is_dispatch=True)[0] == 4
+            run_step(CASE, op, 0, context.device)
+        manager.set_num_sms(0)
+        assert [op.get_launch_config(is_dispatch=True)[0] for op in (before, after)] == [unbound] * 2
+        assert own.config.max_sms == 3
+
+
+def test_the_bound_on_multiprocessors_reaches_all_ops(ranks):
+    ranks(bounded, 4)
+
+
 # --- nodes ---
 
 
@@ -141,3 +165,100 @@ def ask_for_virtual_nodes(context: RankContext) -> None:
 
 def test_uneven_nodes_are_refused_with_a_way_out(ranks):
     ranks(ask_for_virtual_nodes, 4)
+
+
+# --- the end ---
+
+
+def destroy(context: RankContext) -> None:
+    manager = create(context)
+    op = manager.get_handle(kwargs_of(CASE, context.rank))
+    run_step(CASE, op, 0, context.device)
+    arena = manager.arena
+    manager.destroy()
+    manager.destroy()
+    manager.close()
+    assert arena.closed
+    assert len(manager.handle_cache) == 0
+    inputs = make_inputs(CASE, 0, context.rank)
+    for call, remedy in (
+        (lambda: op.dispatch(inputs.tokens, inputs.weights, None, inputs.ids), ""),
+        (op.check, "get_handle"),
+        (op.reset, ""),
+        (lambda: manager.get_handle(kwargs_of(CASE, context.rank)), "create_manager"),
+        (lambda: manager.arena, ""),
+    ):
+        with pytest.raises(ClosedError, match=remedy):
+            call()
+
+
+def test_destroy_closes_ops_and_arena(ranks):
+    ranks(destroy, 4)
+
+
+def one_after_another(context: RankContext) -> None:
+    for _ in range(3):
+        with create(context) as manager:
+            run_step(CASE, manager.get_handle(kwargs_of(CASE, context.rank)), 0, context.device)
+
+
+def test_managers_one_after_another(ranks):
+    ranks(one_after_another, 4)
+
+
+def without_global_rank_0(context: RankContext) -> Any:
+    group = dist.new_group([1, 2, 3])
+    if context.rank == 0:
+        return None
+    case = replace(CASE, world_size=3, num_experts=6, tokens=((4, 0, 7),))
+    with create_manager("ep_a2a", group) as manager:
+        manager.device = context.device
+        run_step(case, manager.get_handle(kwargs_of(case, context.rank - 1)), 0, context.device)
+        answer = manager.rank, manager.world_size
+    dist.destroy_process_group(group)
+    return answer
+
+
+def test_a_group_without_global_rank_0(ranks):
+    assert ranks(without_global_rank_0, 4) == [None, (0, 3), (1, 3), (2, 3)]
+
+
+# --- chosen by name ---
+
+
+def chosen_by_environment(context: RankContext, name: str | None) -> str:
+    """EP_A2A_BACKEND, as an engine's launcher sets it; the manager runs a layer whatever its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("EP_A2A_CONFIG", raising=False)
+        patch.delenv("EP_A2A_BACKEND", raising=False)
+        if name is not None:
+            patch.setenv("EP_A2A_BACKEND", name)
+        try:
+            ep_a2a.init_dist_env(1, 0, "gloo", data_parallel_size=4, data_parallel_rank=context.rank)
+            manager = ep_a2a.get_ep_group().device_communicator.all2all_manager
+            run_step(CASE, manager.get_handle(kwargs_of(CASE, context.rank)), 0, context.device)
+            return type(manager).__name__
+        finally:
+            ep_a2a.destroy_dist_env()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (None, "NativeAll2AllManager"),
+        ("ep_a2a", "NativeAll2AllManager"),
+        ("naive", "NaiveAll2AllManager"),
+        ("allgather_reducescatter", "AllGatherReduceScatterAll2AllManager"),
+    ],
+)
+def test_the_environment_chooses_the_backend(ranks, name, expected):
+    assert ranks(chosen_by_environment, 4, name) == [expected] * 4
+
+
+def wrong_name(context: RankContext) -> None:
+    with pytest.raises(UnknownNameError, match=r"got 'ep_a2s'\. Did you mean 'ep_a2a'\?"):
+        chosen_by_environment(context, "ep_a2s")
+
+
+def test_a_wrong_name_in_the_environment_is_named(ranks):
+    ranks(wrong_name, 4)
