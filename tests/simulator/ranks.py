@@ -185,7 +185,10 @@ class Simulation:
 
             hosts.append(self.scheduler.start(Task(f"rank {stream.number} host", stream.number, work, is_host=True)))
         with self._product_patched(), self.machine.installed():
-            self.scheduler.run()
+            try:
+                self.scheduler.run()
+            finally:
+                self.scheduler.end_all()
         return Outcome(self.machine, [host.result for host in hosts], [host.error for host in hosts])
 
     @contextlib.contextmanager
