@@ -131,6 +131,13 @@ def check_integer(name: str, value: int) -> None:
         raise InputError(f"{name} to be an integer of 32 bits", repr(value))
 
 
+def check_tag(tag: int) -> None:
+    """Raise InputError unless the value is an int from 0 to 2**31 - 1."""
+    check_integer("tag", tag)
+    if tag < 0:
+        raise InputError("a tag of at least 0", str(tag))
+
+
 def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
     """Check the shape [rows, H] and the alignment for 16-byte accesses."""
     if tensor.dim() != 2:
@@ -195,9 +202,7 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
     num_tokens = tokens.shape[0]
     check_integer("max_num_tokens", step_tokens)
     check_integer("pad_id", pad_id)
-    check_integer("tag", tag)
-    if tag < 0:
-        raise InputError("a tag of at least 0", str(tag))
+    check_tag(tag)
     if step_tokens < 1:
         raise InputError("max_num_tokens of at least 1", str(step_tokens))
     if step_tokens > config.max_num_inp_token_per_rank:

@@ -76,6 +76,17 @@ def test_ids_beyond_32_bits_are_dropped(manager):
     assert torch.equal(manager.combine(rows), torch.tensor([[1.0], [0.0], [0.0]]).expand(3, HIDDEN).to(torch.bfloat16))
 
 
+def test_the_tag_of_every_call_is_checked(manager):
+    """Not only that of the first call with tensors of these shapes."""
+    op = manager.get_handle(KWARGS)
+    for tag in (0, 3):
+        op.dispatch(TOKENS, WEIGHTS, None, IDS, tag=tag)
+        op.combine(ROWS, None, IDS)
+        for wrong in (-1, 2**40, 1.5, True):
+            with pytest.raises(InputError, match="tag"):
+                op.dispatch(TOKENS, WEIGHTS, None, IDS, tag=wrong)
+
+
 def test_a_dispatch_that_fails_raises_at_once(manager, monkeypatch):
     op = manager.get_handle(KWARGS)
     dispatch, failure = type(op).dispatch, RankTimeoutError("a rank", "none")
