@@ -133,7 +133,7 @@ class HostRecord:
         text = os.pread(self._descriptor, size - self._num_read, self._num_read)
         whole = text[: text.rfind(b"\n") + 1]
         self._num_read += len(whole)
-        return [found for line in whole.splitlines() if isinstance(found := _parsed(line), dict)]
+        return [found for line in whole.splitlines() if isinstance(found := parsed(line), dict)]
 
     def unlink(self) -> None:
         """Takes the file's name away. Ranks that come later cannot open the file."""
@@ -149,8 +149,9 @@ class HostRecord:
         os.close(self._descriptor)
 
 
-def _parsed(line: bytes) -> Any:
+def parsed(text: bytes) -> Any:
+    """Reads a rank's text as JSON; None where it is none, since strangers can write to the store and to its files."""
     try:
-        return json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None

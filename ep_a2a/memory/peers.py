@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
-from ep_a2a.memory.host_record import HostRecord
+from ep_a2a.memory.host_record import HostRecord, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -248,8 +248,8 @@ class Peers:
         if len(self._joined) < self.world_size:
             text = json.dumps(verdict)
             found = within(STORE_SECS, lambda: self._store.compare_set(f"verdict/{failure}", "", text))
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
-                verdict = Verdict.from_json(json.loads(found)) if found is not None else verdict
+            with contextlib.suppress(ValueError, TypeError):
+                verdict = Verdict.from_json(parsed(found)) if found is not None else verdict
         self.host_record.append({"failure": failure, "verdict": verdict})
         return self.verdict(failure) or verdict
 
@@ -285,8 +285,8 @@ class Peers:
 
     def _hear(self, value: bytes) -> None:
         """Keeps which ranks another host has seen end. Strangers can write to the store, so any text may come."""
-        with contextlib.suppress(ValueError, TypeError, RecursionError), self._reading:
-            _, gone = json.loads(value)
+        with contextlib.suppress(ValueError, TypeError), self._reading:
+            _, gone = parsed(value)
             for rank in gone:
                 if rank in range(self.world_size) and rank not in self._joined:
                     self._fallen.setdefault(rank, clock.now())

@@ -15,6 +15,7 @@ from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.agreement import described, remedy_of
 from ep_a2a.memory.guards import OwnProcess
+from ep_a2a.memory.host_record import parsed
 from ep_a2a.memory.peers import GivenUp, Verdict, peers_of, within
 
 if TYPE_CHECKING:
@@ -259,14 +260,6 @@ class Rendezvous:
             missing_ranks=verdict.missing,
             late_ranks=verdict.late,
         )
-
-
-def parsed(text: bytes) -> Any:
-    """Reads a rank's text as JSON; None where it is none, since anybody who reaches the store can write there."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:
