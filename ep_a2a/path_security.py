@@ -9,6 +9,11 @@ from pathlib import Path
 ROOT_USER = 0
 
 
+def is_trusted(status: os.stat_result) -> bool:
+    """Whether a file belongs to this user or to root."""
+    return status.st_uid in (os.geteuid(), ROOT_USER)
+
+
 def why_unsafe(folder: str | Path) -> str:
     """Returns why another user may have written into `folder`; "" where only this user can have.
 

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from ep_a2a.errors import UntrustedFolderError
-from ep_a2a.path_security import ROOT_USER
+from ep_a2a.path_security import is_trusted
 
 MAX_LINKS = 40
 """Links that Linux follows in one path."""
@@ -101,7 +101,7 @@ def resolved(path: Path) -> Path:
 
 def require_trusted(path: Path, status: os.stat_result) -> None:
     """Raise UntrustedFolderError unless what stands at `path` belongs to this user or root."""
-    if status.st_uid not in (os.geteuid(), ROOT_USER):
+    if not is_trusted(status):
         raise UntrustedFolderError(
             f"{path} to be a file of user {os.geteuid()}, or nothing",
             f"{stat.filemode(status.st_mode)} of user {status.st_uid}",

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from ep_a2a import env
-from ep_a2a.path_security import ROOT_USER
+from ep_a2a.path_security import is_trusted
 from ep_a2a.testing import mps_watchdog
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def _daemon_runs(pipe: Path) -> bool:
     pid_file = pipe / f"{CONTROL}.pid"
     try:
         places = [place.lstat() for place in (pipe, pid_file, pipe / "control")]
-        if any(place.st_uid not in (os.geteuid(), ROOT_USER) or stat.S_ISLNK(place.st_mode) for place in places):
+        if any(stat.S_ISLNK(place.st_mode) or not is_trusted(place) for place in places):
             return False
         process = int(pid_file.read_text())
         # The kernel cuts names to 15 characters.

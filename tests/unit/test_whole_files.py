@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from ep_a2a import whole_files
+from ep_a2a import path_security, whole_files
 from ep_a2a.errors import UntrustedFolderError
 from ep_a2a.telemetry.trace import write_trace
 from ep_a2a.tuning.tables import write_table
@@ -29,7 +29,7 @@ def belongs_to_another(monkeypatch):
 
     def give(path):
         kept, own = os.lstat(path), os.geteuid()
-        monkeypatch.setattr(whole_files, "ROOT_USER", own)
+        monkeypatch.setattr(path_security, "ROOT_USER", own)
         inode = kept.st_dev, kept.st_ino
         check = whole_files.require_trusted
 
