@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -30,6 +30,9 @@ from ep_a2a.ops.arguments import NO_WISH, SEND, DispatchArguments
 from ep_a2a.ops.inputs import travelling_scales
 from ep_a2a.ops.op import EpDispatchCombineOp, PreparedDispatch
 from tests.replay import CapturedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HIDDEN, TOPK = 128, 2
 TOKENS, WEIGHTS = torch.ones(3, HIDDEN, dtype=torch.bfloat16), torch.ones(3, TOPK)
@@ -128,15 +131,21 @@ def test_an_output_of_another_shape_is_refused(manager):
     assert not op.has_open_step
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_an_interrupted_call_leaves_a_torn_step(manager, monkeypatch, name):
-    op = manager.get_handle(KWARGS)
+def calls_until(op: EpDispatchCombineOp, name: str) -> dict[str, Callable[[], Any]]:
+    """The two calls of a step by name; those before `name` are made."""
     calls = {
         "dispatch": lambda: op.dispatch(TOKENS, WEIGHTS, None, IDS),
         "combine": lambda: op.combine(ROWS, None, IDS),
     }
     if name == "combine":
         calls["dispatch"]()
+    return calls
+
+
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_an_interrupted_call_leaves_a_torn_step(manager, monkeypatch, name):
+    op = manager.get_handle(KWARGS)
+    calls = calls_until(op, name)
     with monkeypatch.context() as patched:
         patched.setattr(op.engine, name, lambda *_: raise_(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -153,12 +162,7 @@ def test_an_interrupted_call_leaves_a_torn_step(manager, monkeypatch, name):
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
 def test_a_second_thread_in_a_call_is_named(manager, monkeypatch, name):
     op = manager.get_handle(KWARGS)
-    calls = {
-        "dispatch": lambda: op.dispatch(TOKENS, WEIGHTS, None, IDS),
-        "combine": lambda: op.combine(ROWS, None, IDS),
-    }
-    if name == "combine":
-        calls["dispatch"]()
+    calls = calls_until(op, name)
     is_inside, goes_on = threading.Event(), threading.Event()
     run = getattr(op.engine, name)
 
