@@ -109,6 +109,14 @@ def nothing() -> None:
     """What is left of a task that has ended."""
 
 
+def _end(task: Task) -> None:
+    """End a task, if it has begun."""
+    task.context.parent = greenlet.getcurrent()
+    # true from its start to its end; what it does at its end may wait once more
+    while task.context:
+        task.context.throw(Killed)
+
+
 class Scheduler:
     """Chooses who goes on.
 
@@ -190,8 +198,7 @@ class Scheduler:
         self.dead.add(rank)
         for task in [each for each in self.tasks if each.rank == rank and each is not self.current]:
             self.tasks.remove(task)
-            task.context.parent = greenlet.getcurrent()
-            task.context.throw(Killed)
+            _end(task)
 
     def poll(self, sees_change: Callable[[], bool] | None = None) -> None:
         """A task has looked for something in vain.
@@ -244,10 +251,7 @@ class Scheduler:
         """End the tasks that are left, and forget what they run: it holds the whole simulation in memory."""
         self.dead |= {task.rank for task in self.tasks}
         for task in self.tasks:
-            task.context.parent = greenlet.getcurrent()
-            # true from its start to its end; what it does at its end may wait once more
-            while task.context:
-                task.context.throw(Killed)
+            _end(task)
             task.work = task.enter = nothing
             task.can_go_on = task.sees_change = task.error = None
 
