@@ -218,6 +218,8 @@ def accept_rows(step, old, S: tl.constexpr):
 def receive_nothing(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """Publishes that a failed step has brought nothing."""
     lanes = tl.arange(0, WORLD_LANES)
+    # every thread has read the previous counts before they are replaced
+    tl.debug_barrier()
     tl.store(
         address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, full_like(lanes, 0), mask=lanes < WORLD_SIZE
     )
