@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tests.simulator.ranks import Context
 
 TIMEOUT_SECS = 4.0
-MOST_SECS, LATE_SECS = 20.0, 30.0
-"""MOST_SECS: the bound, the patience for others, and 32 polls of 0.2 s each before every look at the clock."""
+MOST_SECS, LATE_SECS = 45.0, 60.0
+"""MOST_SECS: a wait ends at its third look at the clock, which comes every 32 polls of up to 0.4 s each here."""
 TWO = Case(world_size=2, hidden_dim=32)
 
 
@@ -65,8 +65,9 @@ def test_a_late_rank_is_named_by_all(call, flagged_max_tokens):
     for rank, seen in enumerate(found):
         assert (seen["missing"], seen["late"]) == ([], [VICTIM])
         assert seen["call"] == f"{call} 0"
-        came_late = f"{call} 2 on rank {VICTIM} began when others had given up, and left at once"
-        assert (came_late if rank == VICTIM else f"ranks [{VICTIM}] had not come when {call} 2") in seen["text"]
+        # in a bulk dispatch others who wait for counts have not come either
+        not_come = rf"ranks \[(\d, )*{VICTIM}(, \d)*\] had not come when {call} 2"
+        assert re.search(f"this rank, {VICTIM}, came after" if rank == VICTIM else not_come, seen["text"])
         assert rank == VICTIM or TIMEOUT_SECS < seen["secs"] < MOST_SECS
 
 
