@@ -26,7 +26,7 @@ PEERS = "--contenders reference_push,ep_a2a,nccl_agrs,flashinfer,deepep"
 OURS = "--contenders reference_push,ep_a2a"
 MULTIGPU = "-m pytest -q -n 0 -m multigpu --timeout 150 tests/multigpu"
 CLEAN_UP_SECS = 30
-VLLM = "-m tests.engines.vllm.gpu.throughput --shape deepseek_v2_lite --layers 10 --rounds 4"
+VLLM = "-m bench.vllm.throughput --shape deepseek_v2_lite --layers 10 --rounds 4"
 
 
 class Command(NamedTuple):
@@ -77,7 +77,7 @@ PARTS: dict[str, tuple[Command, ...]] = {
         Command(
             "vllm_serving",
             900,
-            "-m tests.engines.vllm.gpu.serving --ranks {ranks} --layers 20 --folder {folder}/serving"
+            "-m bench.vllm.serving --ranks {ranks} --layers 20 --folder {folder}/serving"
             " --backends ep_a2a,allgather_reducescatter,deepep_high_throughput",
         ),
     ),

@@ -10,7 +10,7 @@ import pytest
     [
         "tests.multigpu.precompile",
         "tests.programs.soak",
-        "tests.engines.vllm.gpu.throughput",
+        "bench.vllm.throughput",
         "tests.engines.vllm.gpu.rank",
     ],
 )

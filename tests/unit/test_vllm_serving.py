@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engines.vllm.gpu import serving
+from bench.vllm import serving
 
 if TYPE_CHECKING:
     from pathlib import Path

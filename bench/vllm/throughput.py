@@ -1,7 +1,7 @@
 """Tokens per second of a real vLLM engine on GPUs with dummy weights, by all-to-all backend. Batches start all at once.
 
-    python -m tests.engines.vllm.gpu.throughput --ranks 2 --layers 16 --workloads 64x64x128,256x64x128
-    python -m tests.engines.vllm.gpu.throughput --rounds 4 --workloads 64x4x128 \\
+    python -m bench.vllm.throughput --ranks 2 --layers 16 --workloads 64x64x128,256x64x128
+    python -m bench.vllm.throughput --rounds 4 --workloads 64x4x128 \\
         --backends ep_a2a,ep_a2a:max_num_batched_tokens=256
 
 A backend is a name, or NAME:KEY=VALUE where engines are to differ in more: a key in lower case is an argument of
@@ -34,6 +34,7 @@ MAX_BATCHED_TOKENS = 8192
 
 
 def main() -> None:
+    """Measure all engines, and print a line per result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3_30b", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=0, help="default: the shape's own number")

@@ -1,6 +1,6 @@
 """`vllm bench serve` against servers of several all-to-all backends, in turn, on GPUs with dummy weights.
 
-    python -m tests.engines.vllm.gpu.serving --ranks 4 --layers 10 --rounds 4 \\
+    python -m bench.vllm.serving --ranks 4 --layers 10 --rounds 4 \\
         --backends ep_a2a,allgather_reducescatter --workloads decode:128x64x128,prefill:32x2048x8
 
 A backend is named as in throughput.py. A workload is NAME:REQUESTSxPROMPTxOUTPUT, lengths in tokens: all
@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.vllm.throughput import MAX_BATCHED_TOKENS, parse_backend
 from tests.engines.vllm.gpu.engine import FIXED, arguments
-from tests.engines.vllm.gpu.throughput import MAX_BATCHED_TOKENS, parse_backend
 from tests.engines.vllm.models import CONFIGS, SHAPES, save_config
 from tests.engines.vllm.processes import Server, cpu_environment, free_port
 from tests.integration.programs import environment
@@ -72,6 +72,7 @@ class Candidate(Server):
 
 
 def main() -> int:
+    """Measure all servers in turn; the exit code."""
     options = parse_options()
     with contextlib.ExitStack() as stack:
         servers = []
@@ -97,6 +98,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
+    """Read the command line, make the folder, and look the model up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks, one GPU each")
     parser.add_argument("--shape", default="deepseek_v2_lite", choices=SHAPES)

@@ -1,0 +1,1 @@
+"""Real vLLM engines on GPUs, by all-to-all backend."""
