@@ -172,7 +172,8 @@ def return_chunk(table, channel, peer, count, before, rank, S: tl.constexpr, R: 
     if has_room:
         slot, written = slot_to_fill(table, peer, channel, before + count, rank, S, R)
         num_words = add_ranks(table, written, peer, channel + count * R.CHANNELS, rank, S, R, A)
-        hand_over(table, slot, written, num_words, peer, channel, before + count + 1, rank, S, R)
+        # a put has bytes (give_room), also that of a chunk without lines
+        hand_over(table, slot, written, tl.maximum(num_words, 1), peer, channel, before + count + 1, rank, S, R)
     return has_room
 
 

@@ -130,7 +130,7 @@ def give_room(table, peer, channel, value, rank, S: tl.constexpr, R: tl.constexp
     """Raises the count of chunks that this rank has taken from node `peer` to `value`, for the channel."""
     unread = tl.full((), 0, tl.int64)
     if R.STAGED_WORDS > 0:
-        # a signal does not come without bytes
+        # NVSHMEM's interface does not say that a put without bytes raises the counter
         unread = tl.load(table + UNREAD * S.WORLD_SIZE + rank)
     raise_at_node(table, CHUNKS_TAKEN, unread, unread, UNREAD_BYTES, peer, channel, value, rank, S, R)
 

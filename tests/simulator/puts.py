@@ -2,6 +2,7 @@
 
 - A put has read its source when it returns. What other threads of the program have written there needs a barrier.
 - Its bytes land by themselves, at any time, behind those of the program's earlier puts. Its counter grows behind them.
+- A put without bytes does not raise its counter: NVSHMEM's interface does not say whether it does.
 - Whoever acquires a word that was put knows what lies before a barrier before the put, or was put before a fence.
 - A program that waits for a counter knows what was put before the counter had that value.
 """
@@ -54,6 +55,8 @@ class Puts:
         self._machine.scheduler.point()
         author, site, peer = self._machine.program.author, self._site(), _number(element)
         begin, end = _number(source), _number(source) + _number(num_bytes)
+        if begin == end:
+            return
         size = 4 if (begin | end | _number(target)) % 8 else 8
         addresses = np.arange(begin, end, size)
         target_counter = np.array([host_shm._place_of(_number(counter), peer)])
@@ -88,10 +91,9 @@ class Puts:
 
         signal = Pending(place, np.empty((1, 8), np.uint8), author.rank, number, 0, site, passes_caches=True)
         signal.released, signal.value_now = released, count
-        signal.behind = data if targets.size else previous
+        signal.behind = data
         self._last[author.number] = signal
-        # a chunk without lines has no bytes
-        self._pool.pending += [data, signal] if targets.size else [signal]
+        self._pool.pending += [data, signal]
 
     def after_arrival(self, counter: Any, value: Any) -> None:
         """The program waits for a value that the counter has, and knows what was put before."""
