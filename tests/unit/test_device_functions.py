@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS, MAX_TOKENS_PER_RANK
+from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.combine_send_kernels import never_empty
 from ep_a2a.kernels.constants import ExpertPlacement
@@ -40,7 +40,6 @@ from ep_a2a.kernels.routing_kernels import (
     owner_of,
     packed,
     plus,
-    record_route,
 )
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
@@ -262,19 +261,6 @@ def test_fields_keep_their_counts_apart(world_size, _, bits):
         check_sum(left, [count - some for count, some in zip(total, left)], bits)
 
 
-@pytest.mark.parametrize(
-    ("rank", "bits", "counts"),
-    [(7, 8, (127, 128, 254)), (15, 8, (128,)), (3, 16, (32767, 32768, 65534)), (7, 16, (40000,)), (1, 32, (2**30,))],
-)
-@pytest.mark.parametrize("more_ranks", [0, 1])
-def test_the_field_with_the_sign_of_its_word_counts_on(rank, bits, counts, more_ranks):
-    """Up to the largest count and over the step at which the word turns negative; another word may follow."""
-    for count in counts:
-        for neighbours in (0, min(2**bits - 1, INT_MAX)):
-            before = [neighbours] * rank + [count] + [neighbours] * more_ranks
-            check_sum(before, [0] * rank + [1] + [0] * more_ranks, bits)
-
-
 @portable
 def fields_of_all(ids, num_tokens, before_out, own_out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, BITS: tl.constexpr):
     lanes, at = tl.arange(0, SHAPE.WORLD_LANES), tl.arange(0, SHAPE.TOPK_LANES)
@@ -309,23 +295,6 @@ def test_fields_of_tokens_are_the_mask(topk, routing, world_size, num_experts, b
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16])
 def test_fields_of_up_to_as_many_tokens_as_are_looked_at_at_once(num_tokens):
     check_fields(experts_of("out_of_range", num_tokens, 3, 60, 8), num_tokens, 60, 8, 8)
-
-
-@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
-def test_a_rank_is_named_once_or_not_at_all(world_size, num_experts, bits):
-    """A token's expert that it names twice, other experts of one rank, and ids that are none."""
-    last = num_experts - 1
-    lines = [
-        [0, 0, 0, 0],
-        [last, INT_MIN, last, INT_MAX],
-        [0, last, last, 0],
-        [-1, 0, -1, num_experts],
-        [INT_MAX, INT_MIN, -1, last],
-        [-1, -2, INT_MIN, INT_MAX],
-        [num_experts, num_experts + world_size, -num_experts, INT_MIN + 1],
-        [last // 2, min(last, last // 2 + 1), last // 2, min(last, last // 2 + 2)],
-    ]
-    check_fields(torch.tensor(lines, dtype=torch.int32), len(lines), num_experts, world_size, bits)
 
 
 @portable
@@ -373,51 +342,6 @@ def test_as_many_tokens_as_their_bits_allow(num_tokens, tokens, world_size, rank
     form = form_of(1, world_size, world_size, count_bits(num_tokens))
     expected = [num_tokens * (lane == rank) for lane in range(form["SHAPE"].WORLD_LANES)]
     assert counted(ids, 0, num_tokens, tokens, **form) == expected
-
-
-@pytest.mark.parametrize(
-    ("most", "bits"), [(0, 8), (1, 8), (255, 8), (256, 16), (65535, 16), (65536, 32), (MAX_TOKENS_PER_RANK, 32)]
-)
-def test_bits_of_a_field_hold_the_largest_count(most, bits):
-    assert count_bits(most) == bits
-    assert most < 1 << bits
-
-
-@portable
-def record(
-    routes, sent_ids, ids, first, last, next_rows, SHAPE: tl.constexpr, OWNERS: tl.constexpr, BITS: tl.constexpr
-):
-    at = tl.arange(0, SHAPE.TOPK_LANES)
-    counts = tl.load(next_rows + tl.arange(0, SHAPE.WORLD_LANES))
-    before = packed(counts, SHAPE.WORLD_SIZE, SHAPE.WORLD_LANES, BITS)
-    for token in range(first, last):
-        token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
-        own = fields_of_token(token_ids, OWNERS, SHAPE.WORLD_SIZE, BITS)
-        record_route(routes, sent_ids, token_ids, token, before, own, SHAPE, BITS)
-        before = plus(before, own, SHAPE.WORLD_SIZE, BITS)
-
-
-@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
-@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (2, "repeated")])
-def test_routes_are_cumulative_sums_of_the_mask(topk, routing, world_size, num_experts, bits):
-    """From any row on that programs before have left; what belongs to other tokens is not touched."""
-    num_tokens = 9
-    ids = experts_of(routing, num_tokens, topk, num_experts, world_size)
-    mask = destination_mask(ids, num_experts, world_size)
-    form = form_of(topk, num_experts, world_size, bits)
-    most = min(2**bits - 1, INT_MAX) - num_tokens
-    next_rows = (torch.arange(form["SHAPE"].WORLD_LANES) * 9973 % most).to(torch.int32)
-    next_rows[world_size // 2 : world_size] = most
-    for first, last in ((0, num_tokens), (5, 7), (4, 4)):
-        routes = untouched(num_tokens, world_size)
-        sent_ids = torch.full_like(ids, 77)
-        record.interpret((1,), routes, sent_ids, ids, first, last, next_rows, **form)
-        rows = next_rows[:world_size] + mask[first:last].cumsum(0) - 1
-        expected, expected_ids = torch.full_like(routes, 77), torch.full_like(ids, 77)
-        expected[first:last] = torch.where(mask[first:last], rows, -1).to(torch.int32)
-        expected_ids[first:last] = ids[first:last]
-        assert torch.equal(routes, expected)
-        assert torch.equal(sent_ids, expected_ids)
 
 
 # --- epochs and flags ---
