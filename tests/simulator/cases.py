@@ -74,7 +74,7 @@ CASES = {
     "bulk": replace(SMALL, options=BULK),
     "bulk_compact": replace(SMALL, layout="compact", options=BULK, split="mixed"),
     "bulk_look_back": replace(SMALL, max_tokens=1100, tokens=((9, 6),), num_steps=2, options=BULK),
-    "small_room": replace(SMALL, layout="compact", options={"max_total_recv_tokens": 2}),
+    "small_room": replace(SMALL, layout="compact", routing="all_to_one", options={"max_total_recv_tokens": 2}),
     "small_room_bulk": replace(SMALL, layout="compact", options=BULK | {"max_total_recv_tokens": 2}),
     "expert_major": replace(SMALL, layout="expert_major"),
     "fp8_results": replace(SMALL, hidden_dim=128, quant_type="fp8_blockwise"),
@@ -92,6 +92,9 @@ CASES = {
     "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
     "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | PUTS),
     "staged": replace(TWO_NODES, num_steps=2, options=STAGED),
+    "small_room_staged": replace(
+        TWO_NODES, layout="compact", num_steps=2, options=STAGED | {"max_total_recv_tokens": 2}
+    ),
 }
 
 
@@ -184,6 +187,25 @@ def run_without_room(context: Context, case: Case) -> None:
         op.reset()
 
 
+def run_behind_failure(context: Context, case: Case) -> None:
+    """Steps whose hosts go on before they hear that one brings a rank more rows than it may receive."""
+    inputs = [make_inputs(case, number, context.rank) for number in range(case.num_steps)]
+
+    def steps() -> None:
+        for mine in inputs:
+            received = op.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids)[0]
+            op.combine(rows[: len(received)], None, mine.ids)
+        context.synchronize()
+        op.check()
+
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena)
+        rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+        with pytest.raises(CapacityError):
+            steps()
+        op.reset()
+
+
 def run_until_late(context: Context, case: Case) -> None:
     """Steps until a rank stands still for longer than the others wait, of which all ranks hear."""
     with arena_of(context, case) as arena:
@@ -201,6 +223,7 @@ BODIES: dict[str, Any] = {
     "counted": run_counted,
     "staged": run_staged,
     "without_room": run_without_room,
+    "behind_failure": run_behind_failure,
     "until_late": run_until_late,
 }
 """What each rank does, by name."""
@@ -208,8 +231,11 @@ BODIES: dict[str, Any] = {
 
 def bodies_of(name: str) -> list[str]:
     """The bodies that fit a case."""
+    if name == "small_room_staged":
+        # a host that hears of the failure first would keep others waiting for its exchange
+        return ["behind_failure"]
     if name.startswith("small_room"):
-        return ["without_room"]
+        return ["without_room", "behind_failure"]
     if name.startswith("staged"):
         return ["staged"]
     more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["counted"] * (name == "low_latency")

@@ -28,25 +28,25 @@ class HostExchange(NodeTransport):
     """
 
     def __init__(self, context: Context, grid: NodeGrid, timeout_secs: float) -> None:
-        self._context, self._number = context, 0
-        # blocks that ranks have sent, by rank and number of its exchange, and what the sender knew
-        self._sent: dict[tuple[int, int], tuple[torch.Tensor, View]] = context.machine.exchanged
+        self._context, self._connections, self._number = context, 0, 0
+        # blocks that ranks have sent, by rank, its connection and number of its exchange, and what the sender knew
+        self._sent: dict[tuple[int, int, int], tuple[torch.Tensor, View]] = context.machine.exchanged
         super().__init__(context.group, grid, timeout_secs)
 
     def _connect(self) -> None:
-        pass
+        self._connections, self._number = self._connections + 1, 0
 
     def _start(self, received: torch.Tensor, sent: torch.Tensor, timeout_secs: float) -> Exchange:
         self._context.synchronize()
         self._number += 1
-        self._sent[self._context.rank, self._number] = sent.clone(), self._context.stream.view.copy()
+        self._sent[self._context.rank, self._connections, self._number] = sent.clone(), self._context.stream.view.copy()
         return Exchange(self._number, (received, sent), self._number)
 
     def _finish(self, exchange: Exchange, timeout_secs: float) -> None:
         scheduler, received = self._context.machine.scheduler, exchange.tensors[0]
-        keys = [(rank, exchange.number) for rank in self.grid.partners]
+        keys = [(rank, self._connections, exchange.number) for rank in self.grid.partners]
         deadline = scheduler.now + timeout_secs
-        while late := [rank for rank, number in keys if (rank, number) not in self._sent]:
+        while late := [key[0] for key in keys if key not in self._sent]:
             if scheduler.now > deadline:
                 raise RankTimeoutError("partners", f"none of {late}", missing_ranks=tuple(late))
             scheduler.sleep(min(1e-3, timeout_secs))

@@ -47,8 +47,9 @@ class Conditions:
         landing: which pending store lands first: "newest", "oldest" or "random".
         num_sms: multiprocessors of each GPU.
         weakened: places (sites.Site.place) whose ordering is taken away.
-        asynchronous: launches that a next one may follow do not hold up the host; it calls `Context.synchronize`.
-        dependent: every launch of a call may start beside the one before it, whatever the policy says.
+        dependent: every launch of a call may start beside the one before it, whatever the policy says, and holds up the
+            host only until then; the host calls `Context.synchronize`.
+        asynchronous: a launch holds up the host's next launch only, and the host keeps the inputs alive.
         faults: ranks that die or stand still.
         hosts: number of each rank's host; empty where all have one.
         host_switches: probability that a host is interrupted where it reaches other hosts.
@@ -62,8 +63,8 @@ class Conditions:
     landing: str = "newest"
     num_sms: int = 2
     weakened: frozenset[str] = frozenset()
-    asynchronous: bool = False
     dependent: bool = False
+    asynchronous: bool = False
     faults: tuple[Fault, ...] = ()
     hosts: tuple[int, ...] = ()
     host_switches: float = 0.0
@@ -274,7 +275,8 @@ class Simulation:
         grid = self.machine.launch(
             stream, kernel.kernel, num_programs, values, plain(kernel.constants), 32 * kernel.num_warps
         )
-        self.scheduler.wait(lambda: grid.lets_next_start if self.conditions.asynchronous else grid.has_ended)
+        if not self.conditions.asynchronous:
+            self.scheduler.wait(lambda: grid.lets_next_start if self.conditions.dependent else grid.has_ended)
 
     def _repeat(self, held: Any, stopping: Any, name: str, secs: float, work: Callable[[Any], bool]) -> None:
         def repeat() -> None:

@@ -23,6 +23,7 @@ CONDITIONS = {
     # others wait for a rank that stands still, not as long as they may wait, or longer
     "pausing": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 40.0),)),
     "stopping": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 100.0),)),
+    "stopping-later": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 600, 100.0),)),
 }
 
 
@@ -40,8 +41,7 @@ def run(case: str, body: str, conditions: Conditions) -> Outcome:
     Raises:
         SimulationFailed: a rank or a kernel has failed.
     """
-    is_chain = body == "chain"
-    given = replace(conditions, asynchronous=is_chain, dependent=is_chain)
+    given = replace(conditions, dependent=body == "chain", asynchronous=body == "behind_failure")
     repeat = f"repeat: {command_of(case, body, conditions)}"
     return run_on_ranks(BODIES[body], CASES[case].world_size, CASES[case], conditions=given, note=repeat)
 

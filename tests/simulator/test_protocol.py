@@ -45,7 +45,7 @@ VARIANTS = {
 def right(case: Case, body: Callable[..., Any], name: str) -> None:
     conditions = CONDITIONS[name]
     if body is run_chain:
-        conditions = replace(conditions, asynchronous=True, dependent=True)
+        conditions = replace(conditions, dependent=True)
     outcome = simulate(case.world_size, body, case, conditions=conditions)
     assert outcome.errors == [None] * case.world_size, outcome.machine.scheduler.describe()
 

@@ -15,7 +15,7 @@ from tests.simulator.ranks import Conditions, Outcome, simulate
 from tests.simulator.scheduler import Stuck
 
 VARIANTS = {name: replace(CASES[name], num_steps=2) for name in ("low_latency", "bulk")}
-ONE_GPU = Conditions(num_sms=2, asynchronous=True, dependent=True)
+ONE_GPU = Conditions(num_sms=2, dependent=True)
 plain_start = Machine._start
 
 

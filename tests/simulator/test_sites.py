@@ -18,8 +18,6 @@ RESIDENCY = "it orders no accesses: no thread may wait for another rank once the
 RECORD = "the host reads the record of a failure only when the launch has ended"
 CLOCK = "it orders a look at the clock, not at memory"
 LAUNCH_ENDS = "its launch waits for nobody, and what it stores lands when it ends"
-NOT_REACHED = "no case comes here: failures of staged nodes"
-ELSEWHERE = "test_op_special.py notices it by device-failures, whose op these runs do not have"
 
 SITES = {site.key: site for site in ordering_sites()}
 NOTICED_BY: dict[str, tuple[str, str, str]] = {
@@ -94,25 +92,25 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "staged_kernels.pass_on_flags sem 0": ("staged", "staged", "late"),
     "staged_kernels.raise_flags scope 0": ("staged", "staged", "late"),
     "staged_kernels.raise_flags sem 0": ("staged", "staged", "late"),
+    "primitives.poison_of scope 0": ("small_room_staged", "behind_failure", "late"),
+    "staged_kernels.pass_on_kernel scope 0": ("small_room_staged", "behind_failure", "late"),
+    "staged_kernels.post_failure_kernel scope 0": ("staged", "until_late", "stopping-later"),
+    "receive_kernels.receive_nothing barrier 0": ("small_room", "behind_failure", "late"),
 }
 """By site: case, body and conditions of a run that fails when the site has lost its order."""
 NOT_NOTICED = {
     "combine_kernels.await_peers volatile 0": BEHIND_FLAGS,
     "ll_receive_kernels.take_row_block volatile 3": BEHIND_FLAGS,
     "primitives.finish_stage barrier 0": RESIDENCY,
-    "primitives.poison_of scope 0": NOT_REACHED,
     "primitives.fail barrier 0": RECORD,
     "receive_kernels.accept_rows barrier 0": ANOTHER_BARRIER,
-    "receive_kernels.receive_nothing barrier 0": ELSEWHERE,
     "ring_forward_kernels.end_stream barrier 0": ANOTHER_BARRIER,
     "ring_forward_kernels.end_stream barrier 1": ANOTHER_BARRIER,
     "ring_kernels.store_channel barrier 0": ANOTHER_BARRIER,
     "span_kernels.note_time barrier 0": CLOCK,
     "staged_kernels.pass_on_counts wt 0": LAUNCH_ENDS,
     "staged_kernels.pass_on_counts wt 1": LAUNCH_ENDS,
-    "staged_kernels.pass_on_kernel scope 0": NOT_REACHED,
     "staged_kernels.raise_flags barrier 0": ANOTHER_BARRIER,
-    "staged_kernels.post_failure_kernel scope 0": NOT_REACHED,
 }
 """Sites whose order no run misses, with the reason."""
 
