@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from tests.multigpu.used_variants import compiled_when_used
 from tests.resume import leave_out_passed, note
 from tests.shared_files import process_of, shared_files
 from tests.tiers import is_quick
+from tests.waiting import happens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,11 +147,8 @@ def _nothing_left_in_shared_memory(request: pytest.FixtureRequest) -> Iterator[N
         return
     before = _files_of_ours()
     yield
-    deadline = time.monotonic() + LEAK_PATIENCE_SECS
-    while (left := _files_of_ours() - before) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if left:
-        pytest.fail(f"left in shared memory: {', '.join(sorted(left))}")
+    if not happens(lambda: _files_of_ours() <= before, LEAK_PATIENCE_SECS):
+        pytest.fail(f"left in shared memory: {', '.join(sorted(_files_of_ours() - before))}")
 
 
 def _files_of_ours() -> set[str]:

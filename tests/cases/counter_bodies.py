@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 from tests.cases.op_cases import Case, Inputs, make_inputs, make_op, same_bits
 from tests.cases.op_checks import synchronize
+from tests.late import await_others, tell
 from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 LATE_SECS = 2.0
 LONG_SECS = 0.9 * LATE_SECS
 """A wait for the late rank is longer; one for nobody is far shorter."""
-SIGN_PATIENCE_SECS = 60.0
 WAITS = ("dispatch_wait_us", "combine_wait_us")
 CAST_SCALE_BYTES = 4
 
@@ -194,14 +191,11 @@ def counted_replays(context: RankContext, case: Case) -> None:
 def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
     """Those who wait for the late rank say so, and the late one does not.
 
-    It sleeps from when the others have begun to wait, so their waits are at least that long. What they send to it has
-    left by then.
+    It comes LATE_SECS after the others have begun to wait: by the simulated clock, or on GPUs, whose clock measures the
+    waits, by that of the host. What they send to it has left by then.
     """
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
-        # a name of its own in a store that tests share
-        prefix = f"waits/{arena.rendezvous.last_meeting}"
-        store = dist.PrefixStore(prefix, distributed_c10d._get_process_group_store(context.group))
         exchange = InstrumentedOp(op, StepCounters(context.device, 4))
         given = _on(context, inputs_of(case, 0, context.rank))
         late = case.world_size - 1
@@ -210,14 +204,13 @@ def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
         def before(call: str, place: str) -> None:
             def start_and_say() -> None:
                 start_wait()
-                store.set(f"{place}/{context.rank}", "")
+                tell(context, f"a late {place}")
 
             exchange.engine.start_wait = start_wait
             if call == place and context.rank != late:
                 exchange.engine.start_wait = start_and_say
             elif call == place:
-                others = [f"{place}/{rank}" for rank in range(case.world_size) if rank != context.rank]
-                store.wait(others, timedelta(seconds=SIGN_PATIENCE_SECS))
+                await_others(context, f"a late {place}")
                 clock.sleep(LATE_SECS)
 
         for place in ("", "dispatch", "combine"):

@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -23,6 +22,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.failures import check_peers
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
+from tests.waiting import await_file, await_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,6 @@ TIMEOUT_SECS = 5.0
 SLACK_SECS = 10.0
 """What a loaded machine may add to the op's timeout."""
 SHORT_STOP_SECS = 1.5
-MARKER_TIMEOUT_SECS = 60.0
 LOCAL_SECS = 30.0
 """A close under `patient_closes` that waits for a rank in vain takes longer than this, another one far less."""
 
@@ -127,15 +126,6 @@ def store_of(is_host: bool, path: Path) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False, wait_for_workers=False)
 
 
-def await_file(*paths: Path) -> None:
-    """Waits until one of the files exists."""
-    deadline = clock.now() + MARKER_TIMEOUT_SECS
-    while not any(path.exists() for path in paths):
-        if clock.now() > deadline:
-            raise AssertionError(f"no {' or '.join(map(str, paths))}")
-        time.sleep(0.01)
-
-
 # --- SIGSTOP ---
 
 
@@ -177,10 +167,13 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
             Path(folder, f"gave up {context.rank}").touch()
             for other in set(range(context.world_size)) - {VICTIM}:
                 await_file(Path(folder, f"gave up {other}"))
-            # again and again: it may be about to stop only now
-            while not goes_on.exists():
+
+            def goes_on_when_told() -> bool:
+                # again and again: it may be about to stop only now
                 os.kill(process, signal.SIGCONT)
-                time.sleep(0.2)
+                return goes_on.exists()
+
+            await_until(goes_on_when_told, f"rank {VICTIM} goes on")
         op.reset()
         for number in range(3, 5):
             run_step(case, op, number, context.device)

@@ -18,7 +18,7 @@ ABSENT_TIMEOUT_SECS = 5.0
 """Where ranks that have met a moment before wait for one that does not come."""
 ENOUGH_SECS = 60.0
 BRIEF_TIMEOUT_SECS = 3.0
-"""Where nobody is waited for but a rank that sleeps."""
+"""Where nobody is waited for but a rank that is late."""
 
 
 def synchronize(context: RankContext) -> None:

@@ -45,6 +45,7 @@ from tests.cases.op_checks import (
     synchronize,
 )
 from tests.cases.op_steps import STEP_BODIES
+from tests.late import come_last
 from tests.replay import CapturedStep
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ def late_rank(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         for number in range(3):
-            if number == 1 and context.rank == 1:
-                clock.sleep(2)
+            if number == 1:
+                come_last(context, 1, "dispatch")
             step = Step.dispatch(case, op, number, context.device)
             step.check_dispatched()
-            if number == 2 and context.rank == case.world_size - 1:
-                clock.sleep(2)
+            if number == 2:
+                come_last(context, case.world_size - 1, "combine")
             step.combine()
 
 
@@ -189,12 +190,10 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
             step = Step.dispatch(case, op, 1, context.device)
         # a slow machine may take longer over the checks of one rank than the others are going to wait
         arena.rendezvous.barrier("before one is missing")
-        if context.rank == absent:
-            clock.sleep(ABSENT_TIMEOUT_SECS + 1)
-        elif phase == "combine":
+        if context.rank != absent and phase == "combine":
             rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
             result, _ = op.combine(rows, None, step.ids)
-        else:
+        elif context.rank != absent:
             inputs = make_inputs(case, 1, context.rank)
             op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
         synchronize(context)
@@ -526,13 +525,12 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
         raised(kind, lambda: make_op(context, case, arena, **alone), "IntraNodeLL")
         run_step(case, make_op(context, case, arena), 0, context.device)
         arena.rendezvous.timeout_secs = 2.0
-        if context.rank == 1:
-            clock.sleep(3)
-        else:
+        if context.rank != 1:
             error = raised(errors.RankTimeoutError, lambda: make_op(context, case, arena), "rank 1")
             assert isinstance(error, errors.RankTimeoutError)
             # its process runs
             assert (error.missing_ranks, error.late_ranks) == ((), (1,))
+        come_last(context, 1, "the end")
 
 
 def expert_major_checks(context: RankContext, case: Case) -> None:
@@ -657,3 +655,5 @@ BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     **STEP_BODIES,
     **COUNTER_BODIES,
 }
+BY_THE_SIMULATED_CLOCK = (late_in_the_first_step,)
+"""Bodies that let time pass, for which only the simulator has a clock."""

@@ -25,7 +25,6 @@ from tests.cases.fault_cases import (
     SLACK_SECS,
     TIMEOUT_SECS,
     VICTIM,
-    await_file,
     close_secs,
     echo_of,
     settle,
@@ -36,6 +35,7 @@ from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, sam
 from tests.cases.op_checks import raised, synchronize
 from tests.replay import CapturedStep
 from tests.shared_files import files_of
+from tests.waiting import await_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +15,7 @@ import pytest
 
 from ep_a2a.cli import app
 from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, run_cli, succeeded
+from tests.waiting import happens
 
 START_SECS = 120.0
 MODULE = ("-m", "ep_a2a.cli")
@@ -83,9 +83,7 @@ def test_ctrl_c_is_said_in_one_word(num_children: int, arguments: tuple[str, ...
     """SIGINT reaches all processes of the session: the command, the server of forks, the ranks."""
     output = ("--output", str(tmp_path / "out")) if arguments[0] == "trace" else ()
     process = start(*arguments, *output)
-    deadline = time.monotonic() + START_SECS
-    while len(descendants(process.pid)) < num_children and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    happens(lambda: len(descendants(process.pid)) >= num_children or process.poll() is not None, START_SECS)
     os.killpg(process.pid, signal.SIGINT)
     printed, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
     assert process.returncode == 130, said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from tests.engines.vllm.cpu.changes import EXTENSION, Changes
 from tests.engines.vllm.cpu.server import MAX_BATCHED_TOKENS
 from tests.engines.vllm.models import QWEN3_MOE, save_model
 from tests.engines.vllm.processes import Server, cpu_environment, free_port
+from tests.waiting import happens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,12 +37,8 @@ class Completions(Server):
     """A server, and what a client asks of it."""
 
     def wait_until_up(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_SECS
-        while time.monotonic() < deadline and not self.has_ended():
-            if self.is_up():
-                return
-            time.sleep(1)
-        pytest.fail(f"the server is not up:\n{self.last_words()}")
+        if not happens(lambda: self.has_ended() or self.is_up(), START_TIMEOUT_SECS) or self.has_ended():
+            pytest.fail(f"the server is not up:\n{self.last_words()}")
 
     def complete(self) -> tuple[int, dict[str, Any]]:
         """Status and body of a completion."""

@@ -9,7 +9,7 @@ from tests.cases.covering import STORES, covering_few_kernels
 from tests.cases.covering import case_of as covering_case
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES, UNEVEN, by_world_size
-from tests.cases.op_special import BODIES
+from tests.cases.op_special import BODIES, BY_THE_SIMULATED_CLOCK
 from tests.cases.ring_cases import (
     OF_FOUR_RANKS,
     REPLAYED,
@@ -128,4 +128,4 @@ def shared_cases() -> dict[str, Case]:
 
 
 def special_cases() -> dict[str, tuple[Callable[..., None], Case]]:
-    return {name: (body, fitted(case)) for name, (body, case) in BODIES.items()}
+    return {name: (body, fitted(case)) for name, (body, case) in BODIES.items() if body not in BY_THE_SIMULATED_CLOCK}

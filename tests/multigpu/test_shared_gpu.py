@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import torch
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, run_case
+from tests.late import await_others, tell
 from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, on_virtual_nodes, shared_choices, soaked_sizes
 from tests.multigpu.used_variants import compiled_when_used
 from tests.programs.soak import SelfCheckingStep, soak
@@ -137,9 +137,10 @@ def one_dies(context: RankContext, case: Case) -> None:
         step.move()
         torch.cuda.synchronize(context.device)
         if context.rank == VICTIM:
-            time.sleep(1)
+            await_others(context, "kernels that wait")
             os.kill(os.getpid(), signal.SIGKILL)
         step.move()
+        tell(context, "kernels that wait")
         torch.cuda.synchronize(context.device)
         step.op.check()
 

@@ -16,6 +16,7 @@ from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from tests.cases.op_cases import Case, Step, make_op, run_step
+from tests.late import last_of_those_who_wait
 from tests.messages import messages_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 SIZES = BlockSizes(512, {"dispatch": 1024}, 64, {"result": 128}, record_words=8)
 LATE_RANK = 1
-LATE_SECS = 1.0
 PATIENCE_SECS = 8.0
 """Longer than one rank of a busy machine is behind another that left a barrier with it."""
 LONG_PATIENCE_SECS, AT_ONCE_SECS = 60.0, 30.0
@@ -58,10 +58,8 @@ def assert_all_wait_for_the_late_rank(spans: list[Span]) -> None:
 def close_when_all_is_well(context: RankContext) -> Span:
     arena = Arena(context.group, context.device)
     arena.acquire("key", 0, SIZES)
-    arena.rendezvous.barrier("all are here")
-    if context.rank == LATE_RANK:
-        time.sleep(LATE_SECS)
-    return span_of(arena.close, LONG_PATIENCE_SECS)
+    with last_of_those_who_wait(context, LATE_RANK, "a close"):
+        return span_of(arena.close, LONG_PATIENCE_SECS)
 
 
 def test_all_wait_for_a_late_rank(ranks):
@@ -82,9 +80,8 @@ def finalize_a_world_of_allocations(context: RankContext) -> Span:
     torch._C._distributed_c10d._register_process_group("world of allocations", context.group)
     shmem.shmem_torch_process_group_init("world of allocations", context.device)
     shmem.shmem_malloc(64)
-    if context.rank == LATE_RANK:
-        time.sleep(LATE_SECS)
-    span = span_of(shmem.shmem_finalize, LONG_PATIENCE_SECS)
+    with last_of_those_who_wait(context, LATE_RANK, "the end of a world"):
+        span = span_of(shmem.shmem_finalize, LONG_PATIENCE_SECS)
     torch._C._distributed_c10d._unregister_process_group("world of allocations")
     return span
 

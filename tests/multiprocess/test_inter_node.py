@@ -16,7 +16,7 @@ from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step
-from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, BRIEF_TIMEOUT_SECS, ENOUGH_SECS, raised
+from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, raised
 from tests.cases.op_matrix import CASES, UNEVEN
 from tests.cases.op_special import BODIES
 from tests.cases.op_steps import built_under_another_default_device, cast_before
@@ -195,42 +195,3 @@ def begun_by_some(context: RankContext) -> None:
 
 def test_reset_of_a_step_that_some_have_begun(ranks: Any) -> None:
     ranks(begun_by_some, 2)
-
-
-LATE = replace(FULL, world_size=2, options={"timeout_secs": BRIEF_TIMEOUT_SECS, "first_timeout_secs": 60.0})
-
-
-def late_in_the_first_step(context: RankContext) -> None:
-    """A rank comes late to each exchange: nobody minds in the op's first step, the other one in the second."""
-    with node_arena(context, 2) as arena:
-        op = make_op(context, over_torch_distributed(LATE), arena)
-        mine = make_inputs(LATE, 0, context.rank)
-        arena.rendezvous.barrier("before one is late")
-        is_late = context.rank == 1
-        for call in (
-            lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids),
-            lambda: op.combine(torch.zeros(2, LATE.max_tokens, LATE.hidden_dim, dtype=torch.bfloat16), None, None),
-        ):
-            if is_late:
-                time.sleep(1.5 * BRIEF_TIMEOUT_SECS)
-            call()
-        op.set_timeout(ENOUGH_SECS)
-        run_step(LATE, op, 1, context.device)
-        op.set_timeout(BRIEF_TIMEOUT_SECS)
-        arena.rendezvous.barrier("before one stays away")
-        if not is_late:
-            start = time.monotonic()
-            error = raised(
-                errors.RankTimeoutError,
-                lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids),
-                f"within {BRIEF_TIMEOUT_SECS:g} s",
-            )
-            assert isinstance(error, errors.RankTimeoutError)
-            assert (error.missing_ranks, error.late_ranks) == ((), (1,))
-            assert time.monotonic() - start < 6 * BRIEF_TIMEOUT_SECS
-        arena.rendezvous.barrier("the other has given up")
-        op.close()
-
-
-def test_a_first_step_has_the_longer_bound_between_nodes_too(ranks: Any) -> None:
-    ranks(late_in_the_first_step, 2)

@@ -20,6 +20,7 @@ from ep_a2a.memory.transport_choice import choose_transport
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.exchange_cases import exchange_and_check
 from tests.late import come_last
+from tests.waiting import await_until
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -176,8 +177,7 @@ def die_before_the_second(context: RankContext) -> None:
     exchange_and_check(transport, context.rank, 0, 256, CPU)
     if context.rank == 1:
         # an error names all that have not come to the exchange by then
-        while transport._missing(2) != (1,):
-            time.sleep(0.01)
+        await_until(lambda: transport._missing(2) == (1,), "the others come")
         os.kill(os.getpid(), signal.SIGKILL)
     exchange_and_check(transport, context.rank, 1, 256, CPU)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tests.netns.launch import signal, wait_for_file
+from tests.netns.launch import signal
+from tests.waiting import await_file, await_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,25 +16,24 @@ if TYPE_CHECKING:
 START_SECS = 100.0
 TIMEOUT_SECS = 30.0
 SHORT_TIMEOUT_SECS = 10.0
-CUT_SECS = 2.0
+CUT_SENDS = 5
+"""A cut ends when a host has sent the same bytes so often: TCP repeats itself after 0.2 s, 0.4 s and so on."""
 SLACK_SECS = 8.0
 
 
-def cut(network: Network, directory: Path, host: int, secs: float | None = None) -> None:
-    """Cuts a host off once every rank has signalled that it is ready, for good without `secs`."""
+def cut(network: Network, directory: Path, host: int, num_sends: int = 0) -> None:
+    """Cuts a host off once every rank is ready: until it has sent something `num_sends` times, or for good if 0."""
     for rank in range(network.num_hosts):
-        wait_for_file(directory / f"ready_{rank}", START_SECS)
+        await_file(directory / f"ready_{rank}", patience_secs=START_SECS)
     network.cut(host)
-    partial = directory / "cut.partial"
-    partial.write_text(str(time.monotonic()))
-    partial.rename(directory / "cut")
-    if secs is not None:
-        time.sleep(secs)
+    signal(directory, "cut")
+    if num_sends:
+        await_until(lambda: network.num_sent_in_vain >= num_sends, f"host {host} sends {num_sends} times")
+        network.joined_at = time.monotonic()
         network.cut()
 
 
-def wait_for_cut(directory: Path, rank: int) -> float:
-    """Says that this rank is ready; the time.monotonic() of the cut, which the hosts of one machine share."""
+def wait_for_cut(directory: Path, rank: int) -> None:
+    """Says that this rank is ready, and returns when a host has been cut off."""
     signal(directory, f"ready_{rank}")
-    wait_for_file(directory / "cut", START_SECS)
-    return float((directory / "cut").read_text())
+    await_file(directory / "cut", patience_secs=START_SECS)

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from tests.netns.host import Job
 from tests.netns.network import DEVICE
+from tests.waiting import await_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.netns.network import Network
-
-POLL_SECS = 0.02
 
 
 def run_on_hosts(
@@ -58,7 +57,7 @@ def run_on_hosts(
     with _hosts(network, job):
         meanwhile()
         for rank in range(job.world_size):
-            wait_for_file(job.result_path(rank), deadline - time.monotonic())
+            await_file(job.result_path(rank), patience_secs=deadline - time.monotonic())
     results = [pickle.loads(job.result_path(rank).read_bytes()) for rank in range(job.world_size)]
     failures = [f"--- rank {rank} ---\n{value}" for rank, (kind, value) in enumerate(results) if kind == "failure"]
     assert not failures, "\n".join(failures)
@@ -68,14 +67,6 @@ def run_on_hosts(
 def signal(directory: Path, name: str) -> None:
     """Lets whoever waits for this name go on, on any host."""
     (directory / name).touch()
-
-
-def wait_for_file(path: Path, timeout_secs: float) -> None:
-    """Returns when `path` exists."""
-    deadline = time.monotonic() + timeout_secs
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not come within {timeout_secs:g} s"
-        time.sleep(POLL_SECS)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ TUN = "/dev/net/tun"
 TUNSETIFF = 0x400454CA
 IFF_TAP_WITHOUT_HEADER = 0x0002 | 0x1000
 MAX_FRAME_BYTES = 65536
+PORTS_AND_SEQUENCE = slice(34, 42)
+"""Of TCP, behind the headers of Ethernet and IP."""
 POLL_SECS = 0.05
 DEVICE = "eth0"
 
@@ -54,14 +56,21 @@ class Network:
         num_hosts: hosts.
         delay_secs: what each frame takes from host to host.
         loss: share of frames that vanish.
+
+    Attributes:
+        num_lost: frames that have vanished.
+        num_sent_in_vain: how often a host that is cut off has sent the same part of a connection at most.
+        joined_at: time.monotonic(), which all hosts of a machine share, just before a cut ended.
     """
 
     def __init__(self, num_hosts: int, delay_secs: float = 0.0, loss: float = 0.0) -> None:
         self.num_hosts = num_hosts
         self.delay_secs = delay_secs
         self.loss = loss
-        self.num_lost = 0
+        self.num_lost = self.num_sent_in_vain = 0
+        self.joined_at = 0.0
         self._cut: frozenset[int] = frozenset()
+        self._sent_in_vain: Counter[bytes] = Counter()
         self._random = random.Random(0)
         self._taps: list[int] = []
         self._namespaces: list[str] = []
@@ -125,6 +134,10 @@ class Network:
             ready = select.select(self._taps, [], [], min(max(until_next, 0.0), POLL_SECS))[0]
             for source in map(self._taps.index, ready):
                 frame = os.read(self._taps[source], MAX_FRAME_BYTES)
+                if source in self._cut:
+                    part = frame[PORTS_AND_SEQUENCE]
+                    self._sent_in_vain[part] += 1
+                    self.num_sent_in_vain = max(self.num_sent_in_vain, self._sent_in_vain[part])
                 due = time.monotonic() + self.delay_secs
                 waiting.extend((due, target, frame) for target in range(self.num_hosts) if self._passes(source, target))
             while waiting and waiting[0][0] <= time.monotonic():

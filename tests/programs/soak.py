@@ -1,8 +1,8 @@
 """Replayed round trips that draw their routing anew and check themselves on the device.
 
 `python -m tests.programs.soak --steps 1000000` on GPUs, with `--device cpu --ranks 2` in interpreted processes on small
-shapes; tests/multiprocess/test_soak.py and tests/multigpu/test_soak.py run a few steps. `--pause-secs` lets ranks pause
-at random, `--sizes` goes through numbers of tokens, `--eager` leaves out the graphs.
+shapes; tests/multiprocess/test_soak.py and tests/multigpu/test_soak.py run a few steps. `--late` lets
+another rank come last each time, `--sizes` goes through numbers of tokens, `--eager` leaves out the graphs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import typer
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankPool
 from tests.cases.op_cases import Case, make_op
+from tests.late import come_last
 from tests.multigpu.used_variants import compiled_when_used
 from tests.replay import CapturedStep
 
@@ -63,14 +64,14 @@ class Soaked:
         gained_bytes: memory that came into use between the first look and the last: the device's; on CPU what the
             process has in RAM.
         gained_descriptors: file descriptors that came into use meanwhile.
-        num_pauses: times that this rank paused.
+        num_late: times that this rank came last.
     """
 
     num_round_trips: int
     num_wrong: int
     gained_bytes: int
     gained_descriptors: int = 0
-    num_pauses: int = 0
+    num_late: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ class Pace:
 
     Attributes:
         eager: whether steps run without a graph.
-        steps_between_looks: steps until the memory is looked at, and the next pause.
-        pause_secs: longest pause of a rank; 0 = none. A rank makes one after every third look or so.
+        steps_between_looks: steps until the memory is looked at.
+        late_ranks: whether a rank, another one each time, goes on last behind each look.
     """
 
     eager: bool = False
     steps_between_looks: int = REPLAYS_BETWEEN_LOOKS
-    pause_secs: float = 0.0
+    late_ranks: bool = False
 
 
 class SelfCheckingStep:
@@ -135,7 +136,8 @@ def soak(context: RankContext, case: Case, num_steps: int, pace: Pace = Pace()) 
     gc.collect()
     seed = case.seed * case.world_size + context.rank
     torch.manual_seed(seed)
-    chance = random.Random(seed)
+    # equal on all ranks
+    chance = random.Random(case.seed)
     with Arena(context.group, context.device) as arena:
         step = SelfCheckingStep(context, case, arena)
 
@@ -154,7 +156,7 @@ def soak(context: RankContext, case: Case, num_steps: int, pace: Pace = Pace()) 
             captured = CapturedStep(step.op, body)
             made, again = 1 + int(captured.ran_at_capture), captured.replay
         before: tuple[int, int] | None = None
-        used, num_pauses = (0, 0), 0
+        used, num_late = (0, 0), 0
         while made < num_steps:
             for _ in range(min(pace.steps_between_looks, num_steps - made)):
                 again()
@@ -162,11 +164,12 @@ def soak(context: RankContext, case: Case, num_steps: int, pace: Pace = Pace()) 
             step.op.check()
             used = used_bytes(context.device), len(os.listdir("/proc/self/fd"))
             before = used if before is None else before
-            if pace.pause_secs and chance.random() < 1 / 3:
-                time.sleep(chance.uniform(0, pace.pause_secs))
-                num_pauses += 1
+            if pace.late_ranks:
+                late_rank = chance.randrange(case.world_size)
+                come_last(context, late_rank, f"step {made}")
+                num_late += late_rank == context.rank
         first = used if before is None else before
-        return Soaked(made, int(step.num_wrong), used[0] - first[0], used[1] - first[1], num_pauses)
+        return Soaked(made, int(step.num_wrong), used[0] - first[0], used[1] - first[1], num_late)
 
 
 def used_bytes(device: torch.device) -> int:
@@ -198,23 +201,23 @@ def command(
     sizes: Annotated[str, typer.Option(help="Comma-separated tokens per rank; default: the cases'.")] = "",
     eager: Annotated[bool, typer.Option(help="No graphs.")] = False,
     look_every: Annotated[int, typer.Option(min=1, help="Steps between looks at the memory.")] = REPLAYS_BETWEEN_LOOKS,
-    pause_secs: Annotated[float, typer.Option(help="Longest random pause of a rank at a look.")] = 0.0,
+    late: Annotated[bool, typer.Option(help="A rank goes on last behind each look, another one each time.")] = False,
 ) -> None:
     """Soaks each case and prints a line for it.
 
-    Its columns: round trips, wrong elements, memory and descriptors gained, pauses of all ranks, seconds.
+    Its columns: round trips, wrong elements, memory and descriptors gained, times that a rank was late, seconds.
     """
     world_size = ranks or torch.cuda.device_count()
     known = SOAKED if device == "cuda" else SOAKED_ON_CPU
-    pace = Pace(eager, look_every, pause_secs)
+    pace = Pace(eager, look_every, late)
     with RankPool(world_size, device=device, timeout_secs=24 * 3600) as pool:
         for name, case in sized_cases({name: known[name] for name in cases.split(",")}, sizes).items():
             start = time.monotonic()
             found = pool.run(compiled_when_used, soak, replace(case, world_size=world_size, seed=seed), steps, pace)
-            wrong, pauses = (sum(getattr(each, field) for each in found) for field in ("num_wrong", "num_pauses"))
+            wrong, num_late = (sum(getattr(each, field) for each in found) for field in ("num_wrong", "num_late"))
             gained = " | ".join(str(max(getattr(each, f"gained_{what}") for each in found)) for what in GAINED)
             secs = time.monotonic() - start
-            typer.echo(f"| {name} | {found[0].num_round_trips} | {wrong} | {gained} | {pauses} | {secs:.0f} |")
+            typer.echo(f"| {name} | {found[0].num_round_trips} | {wrong} | {gained} | {num_late} | {secs:.0f} |")
 
 
 if __name__ == "__main__":

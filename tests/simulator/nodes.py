@@ -48,7 +48,9 @@ class HostExchange(NodeTransport):
         deadline = scheduler.now + timeout_secs
         while late := [key[0] for key in keys if key not in self._sent]:
             if scheduler.now > deadline:
-                raise RankTimeoutError("partners", f"none of {late}", missing_ranks=tuple(late))
+                raise RankTimeoutError(
+                    f"partners within {timeout_secs:g} s", f"none of {late}", missing_ranks=tuple(late)
+                )
             scheduler.sleep(min(1e-3, timeout_secs))
         for place, key in enumerate(keys):
             block, view = self._sent[key]

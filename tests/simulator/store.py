@@ -8,8 +8,11 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from tests.simulator.scheduler import Scheduler
+
+LOOK_SECS = 1.0
 
 
 class Store:
@@ -48,6 +51,16 @@ class Store:
         place = self._key(key)
         self._scheduler.wait(lambda: place in self._values)
         return self._values[place]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Look for keys, once in LOOK_SECS: time passes only while all others wait, too."""
+        until = self._scheduler.now + timeout.total_seconds()
+        while True:
+            self._scheduler.sleep(LOOK_SECS)
+            if self.check(keys):
+                return
+            if self._scheduler.now > until:
+                raise dist.DistStoreError(f"wait timeout for {keys}")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]

@@ -6,16 +6,19 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.arena import Arena
 from tests.cases import fault_cases
 from tests.cases.fault_cases import VICTIM, close_secs, echo_of, settle, steps_until_error, told_by
-from tests.cases.op_cases import Case, Step, make_op, run_case, run_step, same_bits
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.cases.op_checks import raised
 from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
+from tests.cases.staged_cases import over_torch_distributed
 from tests.simulator.faults import simulation_of
+from tests.simulator.nodes import arena_of
 from tests.simulator.ranks import Conditions
 
 if TYPE_CHECKING:
@@ -69,6 +72,50 @@ def test_a_late_rank_is_named_by_all(call, flagged_max_tokens):
         not_come = rf"ranks \[(\d, )*{VICTIM}(, \d)*\] had not come when {call} 2"
         assert re.search(f"this rank, {VICTIM}, came after" if rank == VICTIM else not_come, seen["text"])
         assert rank == VICTIM or TIMEOUT_SECS < seen["secs"] < MOST_SECS
+
+
+BETWEEN_NODES = over_torch_distributed(
+    Case(
+        world_size=2,
+        num_nodes=2,
+        layout="rank_major",
+        tokens=((3,),),
+        options={"timeout_secs": TIMEOUT_SECS, "first_timeout_secs": 2 * LATE_SECS},
+    )
+)
+
+
+def late_between_nodes(context: Context, case: Case) -> None:
+    """A rank comes late to each exchange: nobody minds in the op's first step, the other one in the second."""
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena)
+        mine = make_inputs(case, 0, context.rank)
+        for call in (
+            lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids),
+            lambda: op.combine(torch.zeros(2, case.max_tokens, case.hidden_dim, dtype=torch.bfloat16), None, None),
+        ):
+            if context.rank == VICTIM:
+                clock.sleep(LATE_SECS)
+            call()
+        run_step(case, op, 1, context.device)
+        op.set_timeout(TIMEOUT_SECS)
+        arena.rendezvous.barrier("before one stays away")
+        if context.rank != VICTIM:
+            start = clock.now()
+            error = raised(
+                RankTimeoutError,
+                lambda: op.dispatch(mine.tokens, mine.weights, None, mine.ids),
+                f"within {TIMEOUT_SECS:g} s",
+            )
+            assert isinstance(error, RankTimeoutError)
+            assert (error.missing_ranks, error.late_ranks) == ((), (VICTIM,))
+            assert clock.now() - start < MOST_SECS
+        arena.rendezvous.barrier("the other has given up")
+        op.close()
+
+
+def test_a_first_step_has_the_longer_bound_between_nodes_too():
+    results_of(2, late_between_nodes, BETWEEN_NODES)
 
 
 def test_ranks_whose_own_kernels_are_done_are_told():

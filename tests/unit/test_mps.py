@@ -10,13 +10,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from ep_a2a.testing import mps
 from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
+from tests.waiting import await_file, await_until
 
 CONTROL = """#!/bin/sh
 if [ "$1" = -f ]; then
@@ -34,7 +34,6 @@ BROKEN = """#!/bin/sh
 echo "An instance of this daemon is already running"
 exit 1
 """
-PATIENCE_SECS = 10.0
 
 
 @pytest.fixture
@@ -59,13 +58,6 @@ def lstat_of(path: Path, planted: int) -> os.stat_result:
     if found[stat.ST_INO] == planted:
         found[stat.ST_UID] = 12345
     return os.stat_result(found)
-
-
-def becomes(path: Path, *, exists: bool) -> bool:
-    deadline = time.monotonic() + PATIENCE_SECS
-    while path.exists() != exists and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return path.exists() == exists
 
 
 def test_a_daemon_starts_for_this_user_alone_and_ends_when_asked(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +94,7 @@ def test_a_killed_owner_leaves_nothing(log: Path, program: str) -> None:
     assert folder.is_dir()
     owner.kill()
     owner.wait()
-    assert becomes(folder, exists=False)
+    await_until(lambda: not folder.exists(), "the folder is removed")
     assert log.read_text() == "quit -t 5\n"
     owner.stdout.close()
     with contextlib.suppress(ProcessLookupError):
@@ -136,7 +128,7 @@ def test_a_users_own_daemon_comes_first(log: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_running_daemon_is_found_by_its_name(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = MpsDaemon()
-    assert becomes(daemon.folder / "pipe" / "control", exists=True)
+    await_file(daemon.folder / "pipe" / "control")
     monkeypatch.setattr(mps, "DEFAULT_PIPE", daemon.folder / "pipe")
     assert find_mps() is Mps.OF_THE_USER
     # a link to it, and a folder or a file of another user

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.engines.vllm.processes import end_group, free_port, rank_variables
 from tests.integration.programs import ROOT, environment
+from tests.waiting import happens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,20 +134,22 @@ def _start(folder: Path, rank: int, num_ranks: int, port: int, variables: dict[s
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit_secs: float) -> str:
     """Why the engine did not end well, if so."""
-    deadline = time.monotonic() + limit_secs
-    while any(process.poll() is None for process in processes):
-        time.sleep(0.1)
-        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (0, None)]
-        if failed:
-            time.sleep(LAST_WORDS_SECS)
-            return f"rank {failed[0]} ended with status {processes[failed[0]].returncode}"
-        if time.monotonic() > deadline:
-            for process in processes:
-                _signal(process, signal.SIGUSR2)
-            time.sleep(LAST_WORDS_SECS)
-            return f"not finished after {limit_secs:.0f} s"
-    codes = [process.returncode for process in processes]
-    return f"exit codes {codes}" if any(codes) else ""
+
+    def have_ended() -> bool:
+        return all(process.poll() is not None for process in processes)
+
+    def failed() -> list[int]:
+        return [rank for rank, process in enumerate(processes) if process.poll() not in (0, None)]
+
+    if not happens(lambda: failed() or have_ended(), limit_secs):
+        for process in processes:
+            _signal(process, signal.SIGUSR2)
+        happens(have_ended, LAST_WORDS_SECS)
+        return f"not finished after {limit_secs:.0f} s"
+    if not failed():
+        return ""
+    happens(have_ended, LAST_WORDS_SECS)
+    return f"rank {failed()[0]} ended with status {processes[failed()[0]].returncode}"
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import random
 import signal
 import sys
@@ -17,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.waiting import await_file, await_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +56,7 @@ class Turns:
         """Tells the others that this engine has started, from any of its ranks once all have, and waits for them."""
         self._file("started", self.place).touch()
         for place in range(self.num_engines):
-            while not (self._file("started", place).exists() or self._file("ended", place).exists()):
-                time.sleep(0.1)
+            await_file(self._file("started", place), self._file("ended", place), patience_secs=math.inf)
 
     def wait(self) -> None:
         """Waits for this engine's next turn."""
@@ -73,12 +75,13 @@ class Turns:
         return Path(self.folder, f"{what}.{number}")
 
     def _wait_for(self, turn: int) -> None:
-        while turn and not self._file("turn", turn).exists():
-            if self._file("ended", (turn - 1) % self.num_engines).exists():
-                # nobody ends the turn before this one: then the end of the turn before that one counts
-                turn -= 1
-            else:
-                time.sleep(0.01)
+        await_until(lambda: self._has_come(turn), f"turn {turn}", math.inf)
+
+    def _has_come(self, turn: int) -> bool:
+        if not turn or self._file("turn", turn).exists():
+            return True
+        # where nobody ends the turn before this one, the end of the turn before that one counts
+        return self._file("ended", (turn - 1) % self.num_engines).exists() and self._has_come(turn - 1)
 
 
 class Rank:
@@ -256,8 +259,7 @@ class Rank:
         self.num_barriers += 1
         names = [self.folder / f"barrier.{self.num_barriers}.{rank}" for rank in range(self.num_ranks)]
         names[self.rank].touch()
-        while not all(name.exists() for name in names):
-            time.sleep(0.002)
+        await_until(lambda: all(name.exists() for name in names), "a barrier of the ranks", math.inf)
 
 
 if __name__ == "__main__":
