@@ -237,9 +237,12 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
         arena.rendezvous.barrier("before one stays away")
         if context.rank != last:
             inputs = make_inputs(case, 1, context.rank)
-            op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+            # an exchange between nodes raises at once
+            with contextlib.suppress(errors.RankTimeoutError) if op.config.is_staged else contextlib.nullcontext():
+                op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
             synchronize(context)
-            raised(errors.RankTimeoutError, op.check, f"rank {last}", f" timeout_secs = {BRIEF_TIMEOUT_SECS:g}")
+            bound = "" if op.config.is_staged else f" timeout_secs = {BRIEF_TIMEOUT_SECS:g}"
+            raised(errors.RankTimeoutError, op.check, f"rank {last}", bound)
         arena.rendezvous.barrier("the others have given up")
         op.reset()
         op.set_timeout(ENOUGH_SECS)

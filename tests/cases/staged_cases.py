@@ -13,7 +13,7 @@ from ep_a2a.memory.node_transport import NodeAllToAll
 from tests.cases import call_orders, op_cases, op_special, op_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ep_a2a.testing import RankContext
     from tests.cases.op_cases import Case
@@ -32,13 +32,28 @@ def node_arena(context: RankContext, num_nodes: int) -> NodeArena:
     return NodeArena(context.group, grid, context.device, NodeAllToAll(context.group, grid, TIMEOUT_SECS))
 
 
-def staged(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
-    """A body of an op test with an op over torch.distributed."""
-
-    def make(*_: Any) -> NodeArena:
-        return node_arena(context, case.num_nodes)
-
+@contextlib.contextmanager
+def arenas_from(make: Callable[..., NodeArena]) -> Iterator[None]:
+    """Bodies of op tests get their memory from a function."""
     with contextlib.ExitStack() as stack:
         for module in (call_orders, op_cases, op_special, op_steps):
             stack.enter_context(mock.patch.object(module, "Arena", make))
+        yield
+
+
+def staged(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
+    """A body of an op test with an op over torch.distributed."""
+    with arenas_from(lambda *_: node_arena(context, case.num_nodes)):
         return body(context, over_torch_distributed(case), *more)
+
+
+def begun_by_some(context: RankContext, case: Case) -> None:
+    """A dispatch that only one rank has begun is lost with a reset."""
+    with op_cases.Arena(context.group, context.device) as arena:
+        op = op_cases.make_op(context, case, arena)
+        op_cases.run_step(case, op, 0, context.device)
+        if context.rank == 0:
+            mine = op_cases.make_inputs(case, 1, context.rank)
+            op.dispatch_send(mine.tokens, mine.weights, None, mine.ids)
+        op.reset()
+        op_cases.run_step(case, op, 2, context.device)

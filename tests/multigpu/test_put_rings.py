@@ -1,4 +1,4 @@
-"""Rings whose chunks NVSHMEM puts, on virtual nodes of GPUs: the bodies of tests/multiprocess/test_put_rings.py."""
+"""Rings whose chunks NVSHMEM puts, on virtual nodes of GPUs: the bodies of tests/simulator/test_rings.py."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from ep_a2a.reference import combine_reference, combine_weights_reference, reduc
 from ep_a2a.topology import classify, gather_report
 from tests.cases.op_cases import Case, Step, place_expert_rows, place_rows, same_bits
 from tests.cases.op_matrix import UNEVEN
+from tests.cases.ring_cases import REPLAYED, other_numbers_of_programs, rings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,3 +145,8 @@ def chosen() -> Iterator[Any]:
 @pytest.mark.parametrize(("transport", "kernel", "form"), list(chosen()))
 def test_one_config_has_one_answer(ranks: Any, transport: str, kernel: str, form: str) -> None:
     ranks(one_answer, 4, transport, kernel, form)
+
+
+def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
+    case = replace(REPLAYED, tokens=((8, 8),), options=rings(1, 1, 4) | {"block_num": 2})
+    ranks(other_numbers_of_programs, 2, case)

@@ -47,7 +47,8 @@ class Puts:
             put_kernels.put_and_count: self.put_and_count,
             put_kernels.after_arrival: self.after_arrival,
             put_kernels.fence: self.fence,
-            put_kernels.quiet_kernel: self.quiet_kernel,
+            # a launch passes arguments by name, and a bound method has one more
+            put_kernels.quiet_kernel: lambda table: self.quiet_kernel(),
         }
 
     def put_and_count(self, target: Any, source: Any, num_bytes: Any, counter: Any, element: Any) -> None:
@@ -106,7 +107,7 @@ class Puts:
         number = self._machine.program.author.number
         self._fenced[number] = self._made.get(number, View()).copy()
 
-    def quiet_kernel(self, table: Any) -> None:
+    def quiet_kernel(self) -> None:
         """All that the rank has put lands."""
         rank = self._machine.program.author.rank
         for store in [each for each in self._pool.pending if each.released is not None and each.rank == rank]:

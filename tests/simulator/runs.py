@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from tests.cases.staged_cases import arenas_from, over_torch_distributed
 from tests.simulator.cases import BODIES, CASES, LATE_RANK
+from tests.simulator.nodes import arena_of
 from tests.simulator.ranks import Conditions, Outcome, Simulation
 from tests.simulator.scheduler import Fault
 from tests.simulator.sites import ordering_sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.cases.op_cases import Case
+    from tests.simulator.ranks import Context
 
 CONDITIONS = {
     # what was stored last lands first, and as late as it may; loads return the oldest value that they may
@@ -66,6 +72,24 @@ def run_on_ranks(
         first = next(iter(failed.values()))
         raise SimulationFailed("\n".join([*errors, note, simulation.scheduler.describe()])) from first
     return found
+
+
+def run_staged(body: Callable[..., Any], case: Case, *args: Any) -> Outcome:
+    """Run body(context, case, *args) on every rank, with ops whose hosts exchange blocks between nodes.
+
+    Raises:
+        SimulationFailed: a rank or a kernel has failed.
+    """
+    # the host of each rank is a thread
+    own = threading.local()
+
+    def with_nodes(context: Context, *more: Any) -> Any:
+        own.context = context
+        return body(context, *more)
+
+    case = over_torch_distributed(case)
+    with arenas_from(lambda *_: arena_of(own.context, case)):
+        return run_on_ranks(with_nodes, case.world_size, case, *args)
 
 
 def command_of(case: str, body: str, conditions: Conditions) -> str:

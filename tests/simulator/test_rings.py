@@ -1,4 +1,4 @@
-"""InterNodeV1 and its kin with all memory addressable, on virtual nodes, against the oracle.
+"""Ops across virtual nodes, whatever carries their blocks: stores, puts as over NVSHMEM, or exchanges of the hosts.
 
 The bodies are those of the op inside a node; only the kernels differ. Real processes run each layout over each
 transport: tests/multiprocess/test_covering.py.
@@ -6,48 +6,151 @@ transport: tests/multiprocess/test_covering.py.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cases.op_cases import Case, run_case
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.memory.arena import Arena
+from tests.cases.op_cases import Case, make_op, run_case
 from tests.cases.op_matrix import CASES, UNEVEN
-from tests.cases.op_special import BODIES
+from tests.cases.op_special import BODIES, missing_rank
 from tests.cases.op_steps import cast_before
 from tests.cases.ring_cases import (
     CAST_BEFORE,
+    GRIDS,
     OF_FOUR_RANKS,
+    ONE_MISSING,
+    PUTS,
     REPLAYED,
     RING_KERNELS,
+    SHAPES,
     SHAPES_AND_FLAT,
     SMALL_RINGS,
+    SPECIAL,
     lines_that_cross,
+    of_two_ranks,
     on_two_nodes,
 )
-from tests.simulator.runs import run_on_ranks
+from tests.cases.staged_cases import begun_by_some
+from tests.simulator.runs import run_on_ranks, run_staged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.simulator.ranks import Context
 
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("name", OF_FOUR_RANKS)
-def test_two_nodes_of_two(name: str) -> None:
-    run_on_ranks(run_case, 4, on_two_nodes(CASES[name]))
+def by_stores(body: Callable[..., Any], case: Case, *args: Any) -> None:
+    run_on_ranks(body, case.world_size, case, *args)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SHAPES_AND_FLAT.items()])
-def test_shapes(case: Case) -> None:
-    run_on_ranks(run_case, case.world_size, case)
+def by_puts(body: Callable[..., Any], case: Case, *args: Any) -> None:
+    by_stores(body, replace(case, options=case.options | PUTS), *args)
 
 
-@pytest.mark.parametrize("kernel", ["InterNodeV1", "AsyncLL"])
-def test_replayed_steps(kernel: str) -> None:
+def by_hosts(body: Callable[..., Any], case: Case, *args: Any) -> None:
+    # the host exchanges whole blocks
+    run_staged(
+        body, replace(case, options={key: case.options[key] for key in case.options.keys() - SMALL_RINGS}), *args
+    )
+
+
+COVERED = ("rank_major-", "compact-", "expert_major-", "fp32", "fp16", "fp8_", "cast-")
+"""How cases begin whose layout, dtype, cast and routing test_covering.py pairs with each transport."""
+OF_HOSTS = GRIDS | {
+    "halves": Case(num_nodes=2, tokens=UNEVEN, topk=3, num_experts=9, split="mixed", num_steps=4),
+    # chunks of two tokens, of which a step of fewer tokens has fewer
+    "many-tokens": Case(
+        world_size=2,
+        num_nodes=2,
+        num_experts=5,
+        max_tokens=400,
+        tokens=((270, 3),),
+        max_num_tokens=(None, 271),
+        hidden_dim=8,
+        num_steps=2,
+        routing="some_dropped",
+        layout="rank_major",
+    ),
+}
+STEPS = {
+    **{(by_stores, name): on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS},
+    **{(by_stores, name): case for name, case in SHAPES_AND_FLAT.items()},
+    **{(by_puts, name): case for name, case in SHAPES.items()},
+    **{(by_hosts, name): case for name, case in OF_HOSTS.items()},
+    **{
+        (transport, name): on_two_nodes(CASES[name])
+        for transport in (by_puts, by_hosts)
+        for name in OF_FOUR_RANKS
+        if not name.startswith(COVERED)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("transport", "case"),
+    [pytest.param(transport, case, id=f"{transport.__name__}-{name}") for (transport, name), case in STEPS.items()],
+)
+def test_steps(transport: Callable[..., None], case: Case) -> None:
+    transport(run_case, case)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("transport", [by_stores, by_puts, by_hosts])
+def test_special(transport: Callable[..., None], name: str) -> None:
+    body, case = BODIES[name]
+    transport(body, of_two_ranks(case))
+
+
+@pytest.mark.parametrize("name", ["host-checks", "late-in-the-first-step"])
+def test_special_where_hosts_exchange(name: str) -> None:
+    body, case = BODIES[name]
+    by_hosts(body, replace(of_two_ranks(case), tokens=((9,),)))
+
+
+@pytest.mark.parametrize(
+    ("transport", "kernel"),
+    [*itertools.product((by_stores, by_puts), ("InterNodeV1", "AsyncLL")), (by_hosts, REPLAYED.kernel)],
+)
+def test_replayed_steps(transport: Callable[..., None], kernel: str) -> None:
     body, _ = BODIES["graph-rank-major"]
-    run_on_ranks(body, REPLAYED.world_size, replace(REPLAYED, kernel=kernel))
+    transport(body, replace(REPLAYED, kernel=kernel))
 
 
-@pytest.mark.parametrize("kernel", RING_KERNELS)
-def test_scales_of_tokens_that_come_cast(kernel: str) -> None:
-    run_on_ranks(cast_before, CAST_BEFORE.world_size, replace(CAST_BEFORE, kernel=kernel))
+@pytest.mark.parametrize(
+    ("transport", "kernel"), [*((by_stores, kernel) for kernel in RING_KERNELS), (by_hosts, CAST_BEFORE.kernel)]
+)
+def test_scales_of_tokens_that_come_cast(transport: Callable[..., None], kernel: str) -> None:
+    transport(cast_before, replace(CAST_BEFORE, kernel=kernel))
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("transport", [by_stores, by_puts])
+def test_missing_rank(transport: Callable[..., None], phase: str) -> None:
+    transport(missing_rank, replace(ONE_MISSING, tokens=((3, 2, 0, 1),), max_tokens=4), phase)
+
+
+def test_reset_of_a_step_that_some_have_begun() -> None:
+    by_hosts(begun_by_some, Case(world_size=2, num_nodes=2, layout="rank_major", tokens=((3,),)))
+
+
+def refused(context: Context, case: Case, remedy: str) -> None:
+    with Arena(context.group, context.device) as memory, pytest.raises(UnsupportedError, match=remedy):
+        make_op(context, case, memory)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "transport", "remedy"),
+    [("InterNodeV1", "torch.distributed", "from a manager"), ("InterNode", "nvshmem", "InterNodeV1, which puts")],
+)
+def test_transports_that_an_op_cannot_use_by_itself(kernel: str, transport: str, remedy: str) -> None:
+    options = REPLAYED.options | {"internode_transport": transport}
+    by_stores(refused, replace(REPLAYED, kernel=kernel, options=options), remedy)
 
 
 def test_a_token_crosses_once_to_each_other_node() -> None:
