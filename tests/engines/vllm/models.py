@@ -7,154 +7,35 @@ token comes next; `save_config` writes a shape for load_format="dummy".
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-COMMON: dict[str, Any] = {
-    "torch_dtype": "float32",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "num_experts_per_tok": 2,
-}
-QWEN3_MOE: dict[str, Any] = COMMON | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "router_aux_loss_coef": 0.0,
-}
-# vLLM's attention kernel for CPUs takes these two large sizes only, and is right with yarn scaling only, which the real
-# models have.
-DEEPSEEK_V2: dict[str, Any] = COMMON | {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "topk_method": "greedy",
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": False,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 128,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    },
-}
-CONFIGS = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2}
 
+def read_configs(folder: str) -> dict[str, dict[str, Any]]:
+    """The config.json of each model of a folder, by the model's name."""
+    paths = (Path(__file__).parent / "configs" / folder).glob("*.json")
+    return {path.stem: json.loads(path.read_text()) for path in sorted(paths)}
+
+
+CONFIGS = read_configs("tiny")
+"""What a CPU runs.
+
+vLLM's attention kernel for CPUs takes deepseek_v2's two large sizes only. It is right with yarn scaling only, which the
+real models have.
+"""
+SHAPES = read_configs("on_gpus")
+"""qwen3_moe and deepseek_v2 have four layers: what engines of two backends are compared with. The others are the shapes
+of Qwen/Qwen3-30B-A3B and deepseek-ai/DeepSeek-V2-Lite.
+
+FlashAttention 3 has kernels for deepseek_v2's head sizes of MLA only.
+"""
+QWEN3_MOE = CONFIGS["qwen3_moe"]
 FP8_BLOCK = 128
-ON_GPUS: dict[str, Any] = {"torch_dtype": "bfloat16", "hidden_size": 2048}
-YARN = DEEPSEEK_V2["rope_scaling"]
-# FlashAttention 3 has kernels for these head sizes of MLA only
-MLA: dict[str, Any] = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-
-SHAPES: dict[str, dict[str, Any]] = {
-    # four layers: what engines of two backends are compared with
-    "qwen3_moe": QWEN3_MOE
-    | ON_GPUS
-    | {
-        "intermediate_size": 4096,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 4096,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "max_position_embeddings": 8192,
-    },
-    "deepseek_v2": DEEPSEEK_V2
-    | ON_GPUS
-    | MLA
-    | {
-        "intermediate_size": 4096,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "vocab_size": 4096,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 2,
-        "max_position_embeddings": 8192,
-        "rope_scaling": YARN | {"original_max_position_embeddings": 2048},
-    },
-    # Qwen/Qwen3-30B-A3B
-    "qwen3_30b": QWEN3_MOE
-    | ON_GPUS
-    | {
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-    },
-    # deepseek-ai/DeepSeek-V2-Lite
-    "deepseek_v2_lite": DEEPSEEK_V2
-    | ON_GPUS
-    | MLA
-    | {
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "vocab_size": 102400,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 2,
-        "max_position_embeddings": 163840,
-        "rope_scaling": YARN | {"factor": 40, "original_max_position_embeddings": 4096},
-    },
-}
 
 Weight = tuple[str, tuple[int, ...], float]
 """Name, shape, and gain: the standard deviation is gain / sqrt(inputs). A gain of 0 is a norm's ones."""
