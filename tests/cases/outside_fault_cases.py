@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from ep_a2a.errors import RankTimeoutError
+from ep_a2a.kernels import primitives
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import (
@@ -35,7 +39,7 @@ from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, sam
 from tests.cases.op_checks import raised, synchronize
 from tests.replay import CapturedStep
 from tests.shared_files import files_of
-from tests.waiting import await_file
+from tests.waiting import await_file, await_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +50,9 @@ if TYPE_CHECKING:
 LOW_LATENCY, BULK = 128, 0
 GPU_TIMEOUT_SECS = 3.0
 SECS_INTO_WAIT = 1.5
-"""From before a call of the rank that dies to its death: what it sends has gone, and it has not given up."""
+"""On a GPU, from before a call of the rank that dies to its death: what it sends has gone, and it has not given up."""
+WAITS, DEAD = "waits", "dead"
+"""Files that say that the rank that dies waits, and that it is dead."""
 VICTIM_SECS = 60.0
 """Bound of the wait in which a rank is killed: it must not give up before."""
 NUM_QUEUED_REPLAYS = 3
@@ -93,17 +99,40 @@ def timeout_of(device: torch.device) -> float:
     return TIMEOUT_SECS if device.type == "cpu" else GPU_TIMEOUT_SECS
 
 
-def kill_soon(marker: Path) -> None:
-    """Lets another process kill this one, and say so when nothing of it is left, its kernels included."""
-    own = os.getpid()
-    is_there = f"[ -d /proc/{own} ] && ! grep -q '^State:.Z' /proc/{own}/status"
-    script = f"sleep {SECS_INTO_WAIT}; kill -KILL {own}; while {is_there}; do sleep 0.05; done; touch '{marker}'"
-    subprocess.Popen(["sh", "-c", script], start_new_session=True)
+def ask_to_be_killed(folder: Path, device: torch.device) -> None:
+    """Says when this process waits in the call that follows: what it sends has gone, and it has not given up."""
+    waits = folder / WAITS
+    if device.type == "cuda":
+        # nothing tells how far a kernel is
+        threading.Timer(SECS_INTO_WAIT, waits.touch).start()
+        return
+
+    def say_and_pause(secs: float) -> None:
+        waits.touch()
+        time.sleep(secs)
+
+    primitives.time = SimpleNamespace(monotonic_ns=time.monotonic_ns, sleep=say_and_pause)  # type: ignore[assignment]
+
+
+def kill_when_asked(process: int, folder: Path) -> None:
+    """Kills a process, and says so when nothing of it is left, its kernels included."""
+    await_file(folder / WAITS, patience_secs=VICTIM_SECS)
+    os.kill(process, signal.SIGKILL)
+    await_until(lambda: has_ended(process), "the end of a process that was killed")
+    (folder / DEAD).touch()
+
+
+def has_ended(process: int) -> bool:
+    """Whether nothing is left of a process but its exit code."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def killed_in_a_call(context: RankContext, fault: Fault, case: Case, folder: str) -> None:
     """One rank is killed while it waits in a call; each of the others writes what it saw to a file."""
-    marker, rank = Path(folder, "dead"), context.rank
+    marker, rank = Path(folder, DEAD), context.rank
     arena = Arena(context.group, context.device)
     op = make_op(context, case, arena)
     run_step(case, op, 0, context.device)
@@ -112,12 +141,12 @@ def killed_in_a_call(context: RankContext, fault: Fault, case: Case, folder: str
     arena.rendezvous.barrier("before the kill")
     if rank == VICTIM:
         if fault.call == "dispatch":
-            kill_soon(marker)
+            ask_to_be_killed(Path(folder), context.device)
         step = Step.dispatch(case, op, 1, context.device)
         settle(op)
         rows, weights, _, _ = step.before_combine()
         if fault.call == "combine":
-            kill_soon(marker)
+            ask_to_be_killed(Path(folder), context.device)
         op.combine(rows, weights, step.ids)
         settle(op)
         raise AssertionError("this rank lives")
@@ -128,7 +157,7 @@ def killed_in_a_call(context: RankContext, fault: Fault, case: Case, folder: str
 
 def killed_in_a_replay(context: RankContext, fault: Fault, case: Case, folder: str) -> None:
     """One rank is killed while it waits in a graph that it replays; the others have replays queued behind theirs."""
-    marker, rank, device = Path(folder, "dead"), context.rank, context.device
+    marker, rank, device = Path(folder, DEAD), context.rank, context.device
     arena = Arena(context.group, device)
     op = make_op(context, case, arena)
     mine = make_inputs(case, 0, rank)
@@ -148,7 +177,7 @@ def killed_in_a_replay(context: RankContext, fault: Fault, case: Case, folder: s
     op.set_timeout(timeout_of(device) if rank != VICTIM else VICTIM_SECS)
     arena.rendezvous.barrier("before the kill")
     if rank == VICTIM:
-        kill_soon(marker)
+        ask_to_be_killed(Path(folder), context.device)
         captured.replay()
         settle(op)
         raise AssertionError("this rank lives")
@@ -181,10 +210,15 @@ def kill_and_look(fault: Fault, world_size: int, device: str, folder: Path) -> N
     case = case_of(fault.flagged_max_tokens, world_size, **weights)
     body = killed_in_a_replay if fault.call == "replay" else killed_in_a_call
     # under MPS the survivors would lose their contexts with the dead rank's
-    with RankPool(world_size, device=device, timeout_secs=120, grace_secs=60, mps=False) as pool:
+    with (
+        RankPool(world_size, device=device, timeout_secs=120, grace_secs=60, mps=False) as pool,
+        ThreadPoolExecutor(1) as killer,
+    ):
         processes = pool.run(process_of)
+        killing = killer.submit(kill_when_asked, processes[VICTIM], folder)
         with pytest.raises(RankFailure) as caught:
             pool.run(body, fault, case, str(folder))
+        killing.result()
     assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
     assert "exit code -9" in caught.value.tracebacks[VICTIM]
     for rank in set(range(world_size)) - {VICTIM}:

@@ -1,8 +1,9 @@
-"""The table of what `make test` runs names tests that exist."""
+"""Rules of tests that a parser can check: `make test` runs tests that exist, and tests wait for signs, not for time."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,49 @@ def test_folders_files_and_functions():
     assert is_quick("multiprocess/test_backend_parity.py", "test_parity")
     assert not is_quick("multiprocess/test_backend_parity.py", "test_new")
     assert not is_quick("integration/test_docs.py", "test_new")
+
+
+# --- pauses ---
+
+PAUSES = {
+    # the pause of all waits for a sign
+    "waiting.py": 1,
+    # pass on the pauses of the package or of its kernels, which they count or tell of
+    "cases/outside_fault_cases.py": 1,
+    "late.py": 1,
+    "multiprocess/test_host_deaths.py": 1,
+    # the simulated clock; on GPUs the first is the host's, since the device's measures it
+    "cases/counter_bodies.py": 1,
+    "cases/op_special.py": 1,
+    "simulator/test_faults.py": 2,
+    # a process that is stopped cannot look for a sign; on GPUs only
+    "cases/fault_cases.py": 1,
+    # vLLM engines on GPUs, which say neither that they look for ports nor that they still run steps
+    "engines/vllm/gpu/rank.py": 2,
+    # an example of a shell's pause, below
+    "unit/test_tiers.py": 1,
+}
+"""Calls and words of shells that pause, by file."""
+NO_PAUSES = ("scheduler.sleep", "llm.sleep")
+"""Ends of names: of the simulator, and of a mode of vLLM."""
+SHELL = re.compile(r"\bsleep ([\d.]|\s*$)")
+
+
+def num_pauses(text: str) -> int:
+    nodes = list(ast.walk(ast.parse(text)))
+    called = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    words = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    pausing = [name for name in called if name.endswith("sleep") and not name.endswith(NO_PAUSES)]
+    return len(pausing) + sum(len(SHELL.findall(each)) for each in words)
+
+
+def test_no_test_pauses_but_where_it_is_agreed():
+    files = {path.relative_to(TESTS).as_posix(): path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")}
+    found = {path: num_pauses(text) for path, text in files.items()}
+    assert {path: number for path, number in found.items() if number} == PAUSES
+
+
+def test_pauses_that_are_found():
+    assert num_pauses("time.sleep(1); sleep(2); torch.cuda._sleep(9)") == 3
+    assert num_pauses("run(f'sleep {secs}; kill'); run('sleep 0.1')") == 2
+    assert num_pauses("self.llm.sleep(level=1); sleeps = 3; clock.sleep = None") == 0
