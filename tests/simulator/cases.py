@@ -70,6 +70,22 @@ CASES = {
     "low_latency_marks": replace(SMALL, unusual=True),
     "low_latency_compact": replace(SMALL, layout="compact", split="mixed"),
     "low_latency_sparse": replace(SMALL, max_tokens=64, num_steps=2),
+    # scales travel beside a row
+    "low_latency_cast": replace(SMALL, hidden_dim=256, quant_type="fp8_per_1x128", unusual=True, num_steps=2),
+    # rows of several blocks in dispatch and in combine, the last of them a part of one
+    "low_latency_long_rows": replace(
+        SMALL,
+        hidden_dim=4096 + 1032,
+        dtype=torch.float32,
+        unusual=True,
+        layout="compact",
+        tokens=((2, 1),),
+        num_steps=1,
+    ),
+    # few programs, which read the next rows while they add
+    "low_latency_few_programs": replace(
+        THREE_RANKS, hidden_dim=8192 + 24, tokens=((6, 2, 0),), num_steps=1, options={"max_sms": 3}
+    ),
     "low_latency_strides": replace(SMALL, max_num_tokens=(4, 3), tokens=((3, 2), (1, 3)), num_steps=4),
     "bulk": replace(SMALL, options=BULK),
     "bulk_compact": replace(SMALL, layout="compact", options=BULK, split="mixed"),
@@ -78,6 +94,7 @@ CASES = {
     "small_room_bulk": replace(SMALL, layout="compact", options=BULK | {"max_total_recv_tokens": 2}),
     "expert_major": replace(SMALL, layout="expert_major"),
     "fp8_results": replace(SMALL, hidden_dim=128, quant_type="fp8_blockwise"),
+    "fp8_results_long_rows": replace(SMALL, hidden_dim=1152, quant_type="fp8_blockwise", num_steps=1),
     "fp8_results_direct": replace(SMALL, hidden_dim=128, quant_type="fp8_direct_cast"),
     "fp8": replace(SMALL, hidden_dim=128, quant_type="fp8_per_1x128", options=BULK),
     "three_ranks": THREE_RANKS,

@@ -28,6 +28,8 @@ CONDITIONS = {
     "fresh-looks": Conditions(num_sms=4, fresh_looks=True),
     # others wait for a rank that stands still, not as long as they may wait, or longer
     "pausing": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 40.0),)),
+    # of low_latency_few_programs: while it sends rows back
+    "pausing-in-combine": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 650, 40.0),)),
     "stopping": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 100.0),)),
     "stopping-later": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 600, 100.0),)),
 }

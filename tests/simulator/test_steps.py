@@ -19,6 +19,7 @@ QUICK = {
     # without a fault of their own
     *NOTICED_BY.values(),
     ("bulk_compact", "until_late", "stopping"),
+    ("low_latency_few_programs", "steps", "pausing-in-combine"),
 }
 REST = {(*each, name) for each in RUNS for name in ("late", "random")} - QUICK
 

@@ -14,7 +14,6 @@ from triton.runtime.jit import JITFunction
 
 from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
-from ep_a2a.kernels.combine_send_kernels import never_empty
 from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.portable import portable
@@ -28,8 +27,6 @@ from ep_a2a.kernels.primitives import (
     late_lanes,
     next_poll,
     payload_of,
-    post_all,
-    wait_all,
 )
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
@@ -44,7 +41,7 @@ from ep_a2a.kernels.routing_kernels import (
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
-from tests.unit.device import as_int32, shape_of, table_of, untouched
+from tests.unit.device import as_int32, shape_of, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -444,25 +441,6 @@ def test_flagged_words_carry_any_payload_and_any_epoch():
 
 
 @portable
-def without_empty(values, out):
-    lanes = tl.arange(0, 2**16)
-    tl.store(out + lanes, never_empty(tl.load(values + lanes)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_only_the_nan_with_all_bits_set_is_replaced(dtype):
-    kind = torch.int16 if dtype.itemsize == 2 else torch.int32
-    patterns = torch.arange(-(2**15), 2**15).to(kind)
-    patterns[0], patterns[1] = torch.iinfo(kind).min, torch.iinfo(kind).max
-    out = torch.zeros_like(patterns)
-    without_empty.interpret((1,), patterns, out)
-    is_empty = patterns == -1
-    assert torch.equal(out[~is_empty], patterns[~is_empty])
-    assert (out != -1).all()
-    assert out[is_empty].view(dtype).isnan().all()
-
-
-@portable
 def lateness(flags, epoch_word, out, PRESENT: tl.constexpr, ORDERS: tl.constexpr):
     lanes = tl.arange(0, 8)
     tl.store(out + lanes, late_lanes(flags + lanes, tl.load(epoch_word), lanes < PRESENT, ORDERS))
@@ -494,28 +472,6 @@ def test_a_flag_that_nobody_has_written_is_late(epoch, orders):
     flags, out = torch.zeros(8, dtype=torch.int32), untouched(8)
     lateness.interpret((1,), flags, torch.tensor([epoch], dtype=torch.int32), out, PRESENT=3, ORDERS=orders)
     assert out.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
-
-
-@portable
-def post_and_wait(table, out, SHAPE: tl.constexpr, ORDERS: tl.constexpr):
-    rank, epoch, region = tl.program_id(0), -5, Region.COMBINE_FLAGS.value
-    post_all(table, region, epoch, rank, SHAPE.WORLD_SIZE, SHAPE.WORLD_LANES, ORDERS)
-    if rank == SHAPE.WORLD_SIZE - 1:
-        tl.store(out, wait_all(table, region, epoch, rank, SHAPE.WORLD_SIZE, SHAPE.WORLD_LANES, ORDERS, 1))
-
-
-@ORDERS
-@pytest.mark.parametrize("world_size", [1, 3, 8])
-def test_a_post_reaches_every_peer_once(world_size, orders):
-    """Each program is a rank that posts; the last one then finds all of them."""
-    flags = torch.full((world_size, world_size + 1), -6, dtype=torch.int32)
-    table = table_of(world_size, {(Region.COMBINE_FLAGS, peer): flags[peer] for peer in range(world_size)})
-    out = untouched(1)
-    post_and_wait.interpret((world_size,), table, out, SHAPE=shape_of(world_size), ORDERS=orders)
-    assert out.tolist() == [0]
-    assert (flags[:, :world_size] == -5).all()
-    # no word but those of the ranks
-    assert (flags[:, world_size] == -6).all()
 
 
 # --- what interpreting leaves behind ---
