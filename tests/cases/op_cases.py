@@ -32,7 +32,7 @@ from ep_a2a.reference import (
 from ep_a2a.routing import ROUTINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ep_a2a.testing import RankContext
 
@@ -224,17 +224,49 @@ def reference_of(case: Case, step: int, everyone: Sequence[Inputs]) -> list[Disp
     )
 
 
-def same_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+class DifferentRows(AssertionError):
+    """Rows are not the expected ones.
+
+    Args:
+        text: of the error. address: of the first wrong byte. value: that byte.
+    """
+
+    def __init__(self, text: str, address: int, value: int) -> None:
+        super().__init__(text)
+        self.address, self.value = address, value
+
+
+def row_addresses(rows: torch.Tensor) -> torch.Tensor:
+    """The address of each row of a tensor [..., H], int64 [...]."""
+    steps = [torch.arange(size) * stride for size, stride in zip(rows.shape[:-1], rows.stride())]
+    return rows.data_ptr() + rows.element_size() * sum(torch.meshgrid(*steps, indexing="ij"))
+
+
+def same_bits(
+    got: torch.Tensor, expected: torch.Tensor, what: str, addresses: Callable[[], torch.Tensor] | None = None
+) -> None:
+    """Compare tensors whose first dimension is rows. If `got` is a copy, `addresses` returns where each row was."""
+    begin, row_bytes = got.data_ptr(), got.stride(0) * got.element_size() if got.dim() else 0
     got = got.cpu().contiguous()
     expected = expected.contiguous()
     if got.shape != expected.shape or got.dtype != expected.dtype:
         kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (got, expected)]
         raise AssertionError(f"{what}: {kinds[0]} instead of {kinds[1]}")
     if got.numel() and not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
-        different = (got.view(torch.uint8) != expected.view(torch.uint8)).flatten(1).any(1).nonzero().flatten()
+        found, right = (each.view(len(each), -1).view(torch.uint8) for each in (got, expected))
+        different = (found != right).any(1).nonzero().flatten()
         first = int(different[0])
-        rows = f"rows {different[:8].tolist()} of {got.shape[0]} differ"
-        raise AssertionError(f"{what}: {rows}; first: {got[first]} instead of {expected[first]}")
+        byte = int((found != right)[first].nonzero()[0])
+        row = int(addresses()[first]) if addresses else begin + first * row_bytes
+        text = f"rows {different[:8].tolist()} of {got.shape[0]} differ"
+        text += f"; first: {got[first]} instead of {expected[first]}"
+        raise DifferentRows(f"{what}: {text}", row + byte, int(found[first, byte]))
+
+
+def same_valid_rows(reference: DispatchReference, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Compare the received rows of two tensors in the reference's layout."""
+    rows, right = reference.valid_rows(got), reference.valid_rows(expected)
+    same_bits(rows, right, what, lambda: reference.valid_rows(row_addresses(got)))
 
 
 def same_sums(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -243,7 +275,7 @@ def same_sums(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     found = got.cpu().isnan()
     if found.shape == nan.shape and not torch.equal(found, nan):
         raise AssertionError(f"{what}: NaN in {(found != nan).nonzero()[:8].tolist()} and not there, or absent")
-    same_bits(got.cpu().masked_fill(nan, 0), expected.masked_fill(nan, 0), what)
+    same_bits(got.cpu().masked_fill(nan, 0), expected.masked_fill(nan, 0), what, lambda: row_addresses(got))
 
 
 def wire_rows(rows: torch.Tensor, combine_quant: str) -> torch.Tensor:
@@ -259,23 +291,23 @@ def check_dispatched(case: Case, op: EpDispatchCombineOp, got: tuple[Any, ...], 
     tokens, weights, scales, ids, total = got
     if expected.expert_counts is not None:
         check_expert_rows(case, op, got[:3], expected)
-    assert total.tolist() == [expected.total_recv], (total, expected.total_recv)
+    same_bits(total, torch.tensor([expected.total_recv], dtype=total.dtype), "number of received rows")
     same_bits(op.recv_counts, expected.counts_per_source.to(torch.int32), "counts")
-    same_bits(expected.valid_rows(ids), expected.valid_rows(expected.ids), "ids")
+    same_valid_rows(expected, ids, expected.ids, "ids")
     padding = expected.padding_rows(ids).cpu()
     assert bool((padding == case.pad_id).all()), f"padding rows hold {padding.unique()} instead of {case.pad_id}"
     same_bits(op.get_dispatch_src_token_pos(), expected.valid_rows(expected.source_positions), "source positions")
     if expected.expert_counts is not None:
         return
-    same_bits(expected.valid_rows(tokens), expected.valid_rows(expected.tokens), "tokens")
+    same_valid_rows(expected, tokens, expected.tokens, "tokens")
     if expected.weights is None:
         assert weights is None
     else:
-        same_bits(expected.valid_rows(weights), expected.valid_rows(expected.weights), "weights")
+        same_valid_rows(expected, weights, expected.weights, "weights")
     if expected.scales is None:
         assert scales is None
     else:
-        same_bits(expected.valid_rows(scales), expected.valid_rows(expected.scales), "scales")
+        same_valid_rows(expected, scales, expected.scales, "scales")
 
 
 def check_expert_rows(case: Case, op: EpDispatchCombineOp, got: tuple[Any, ...], expected: DispatchReference) -> None:
@@ -417,7 +449,8 @@ class Step:
         if self.counts_experts:
             local = range(config.first_expert, config.first_expert + config.num_local_experts)
             slots = reference.valid_rows(reference.ids).flatten().tolist()
-            assert self.op.local_expert_count.tolist() == [slots.count(expert) for expert in local]
+            counts = torch.tensor([slots.count(expert) for expert in local], dtype=torch.int32)
+            same_bits(self.op.local_expert_count, counts, "tokens of local experts")
 
     def combine(self) -> None:
         rows, weights, expected, sums = self.before_combine()

@@ -17,6 +17,7 @@ from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena
 from tests.cases.op_cases import Case, Step, make_op
 from tests.cases.op_checks import raised
 from tests.simulator.cases import CASES
+from tests.simulator.explain import describe
 from tests.simulator.ranks import Conditions, Simulation
 from tests.simulator.scheduler import Fault, Killed
 
@@ -294,7 +295,7 @@ def problems_of(run: Run) -> list[str]:
     simulation, lives, errors = simulated(run)
     found = [f"rank {rank}: {type(each).__name__}: {each}" for rank, each in enumerate(errors) if each]
     found += Judge(run, simulation.scheduler.struck, lives).problems()
-    return [*found, str(run), simulation.scheduler.describe()] if found else []
+    return [*found, str(run), describe(simulation)] if found else []
 
 
 def main(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from ep_a2a.kernels.portable import _without_overflow_checks
 from tests.simulator.memory import Author, View
 from tests.simulator.puts import Puts
 from tests.simulator.scheduler import Task
+from tests.simulator.trace import FUNCTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,24 +29,44 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.portable import PortableFunction
     from tests.simulator.memory import Pool
     from tests.simulator.scheduler import Scheduler
+    from tests.simulator.trace import Operation
 
 builder = interpreter.interpreter_builder
-KERNELS = str(Path(primitives.__file__).parent)
+KERNELS = Path(primitives.__file__).parent
+HERE = Path(__file__).parent
+TESTS = HERE.parent
 SEM = interpreter._ir.MEM_SEMANTIC
 RELEASES = (SEM.RELEASE, SEM.ACQUIRE_RELEASE)
 ACQUIRES = (SEM.ACQUIRE, SEM.ACQUIRE_RELEASE)
+SEM_NAMES = {sem: sem.name.lower() for sem in (SEM.RELAXED, SEM.ACQUIRE, SEM.RELEASE, SEM.ACQUIRE_RELEASE)}
 SYSTEM = interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
 
 
+@functools.cache
+def source_name(path: str) -> str:
+    """The name of a file that may have kernels; "" for any other. Files of tests have theirs from tests/ on."""
+    name = Path(path)
+    if name.parent == KERNELS and name.name != "portable.py":
+        return name.name
+    if TESTS in name.parents and (name.parent != HERE or name.name.startswith("test_")):
+        return str(name.relative_to(TESTS.parent))
+    return ""
+
+
 def site() -> str:
-    """The place in the kernels' source that is being interpreted, "file:line"."""
+    """The place in the source of a kernel that is being interpreted, "file:line"; a file of tests counts last."""
     frame: Any = sys._getframe(2)
+    in_tests = "?"
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(KERNELS) and not path.endswith("portable.py"):
-            return f"{path[len(KERNELS) + 1 :]}:{frame.f_lineno}"
+        code = frame.f_code
+        if name := source_name(code.co_filename):
+            place = f"{name}:{frame.f_lineno}"
+            FUNCTIONS[place] = code.co_name
+            if not name.startswith("tests"):
+                return place
+            in_tests = place if in_tests == "?" else in_tests
         frame = frame.f_back
-    return "?"
+    return in_tests
 
 
 class Grid:
@@ -73,11 +96,17 @@ class Grid:
 
 
 class RankStream:
-    """What a rank has launched."""
+    """What a rank has launched.
+
+    Attributes:
+        number: of the rank. view, performed: as of Author, what a new launch knows. last: its last launch.
+        num_launches: by name of the kernel.
+    """
 
     def __init__(self, number: int) -> None:
         self.number, self.view, self.performed = number, View(), View()
         self.last: Grid | None = None
+        self.num_launches: collections.Counter[str] = collections.Counter()
 
 
 class Program:
@@ -141,6 +170,7 @@ class Machine:
             self.scheduler.wait(lambda: previous.lets_next_start if depends else previous.has_ended)
         self.pool.absorb()
         grid = rank.last = Grid(rank, num_programs, num_threads, previous)
+        rank.num_launches[kernel.__name__] += 1
         named = inspect.getcallargs(kernel.python, *args, **constants)
         constexprs = interpreter.GridExecutor(kernel.python, kernel.arg_names, (1,)).constexprs
         values = {name: v if name in constexprs else interpreter._implicit_cvt(v) for name, v in named.items()}
@@ -163,15 +193,16 @@ class Machine:
         def enter() -> None:
             builder.grid_dim, builder.grid_idx = (grid.num_programs, 1, 1), (program.index, 0, 0)
 
-        name = f"rank {grid.rank.number} {kernel.__name__.removesuffix('_kernel')}[{program.index}]"
+        call = grid.rank.num_launches[kernel.__name__]
+        name = f"rank {grid.rank.number} {kernel.__name__.removesuffix('_kernel')}[{program.index}] of call {call}"
         task = Task(name, grid.rank.number, work, enter)
         task.context.program = program
         self.scheduler.start(task)
 
     # --- what stands in for the interpreter's operations ---
 
-    def _is_weak_here(self, kind: str) -> bool:
-        place = f"{site()} {kind}"
+    def _is_weak(self, where: str, kind: str) -> bool:
+        place = f"{where} {kind}"
         self.sites_seen.add(place)
         return place in self.weakened
 
@@ -184,14 +215,16 @@ class Machine:
         kind = ptrs.get_element_ty()
         dtype = interpreter._get_np_dtype(kind)
         result = np.zeros(ptrs.data.shape, dtype) if other is None else other.data.astype(dtype).copy()
-        is_strong = bool(is_volatile) and not self._is_weak_here("volatile")
+        where = site()
+        is_strong = bool(is_volatile) and not self._is_weak(where, "volatile")
         chosen = mask.data
+        addresses = ptrs.data[chosen]
         if is_volatile:
-            self._yield_in_loop(ptrs.data[chosen])
-        self.note("volatile load" if is_strong else "load", ptrs.data[chosen])
-        raw = self.pool.load(self.program.author, ptrs.data[chosen], dtype.itemsize, site(), is_strong=is_strong)
+            self._yield_in_loop(addresses)
+        operation = self.note("volatile load" if is_strong else "load", addresses, dtype.itemsize, where)
+        raw = self.pool.load(self.program.author, operation, is_strong=is_strong)
         if is_volatile:
-            self.program.looked(self.pool.places(ptrs.data[chosen], dtype.itemsize), raw)
+            self.program.looked(operation.bytes, raw)
         result[chosen] = np.ascontiguousarray(raw).view(dtype)[:, 0]
         return interpreter.TensorHandle(result, kind)
 
@@ -204,13 +237,15 @@ class Machine:
         """create_masked_store."""
         self.scheduler.point()
         chosen = np.broadcast_to(mask.data, ptrs.data.shape)
-        if not self.pool.has(ptrs.data[chosen]):
+        addresses = ptrs.data[chosen]
+        if not self.pool.has(addresses):
             return self.plain["create_masked_store"](builder, ptrs, value, mask, *cache)
         values = np.broadcast_to(value.data, ptrs.data.shape)[chosen]
         self.program.num_operations += 1
-        passes_caches = bool(cache) and str(cache[0]).lower().endswith("wt") and not self._is_weak_here("wt")
-        self.note("store", ptrs.data[chosen])
-        self.pool.store(self.program.author, ptrs.data[chosen], values, site(), passes_caches=passes_caches)
+        where = site()
+        passes_caches = bool(cache) and str(cache[0]).lower().endswith("wt") and not self._is_weak(where, "wt")
+        operation = self.note("store past caches" if passes_caches else "store", addresses, values.itemsize, where)
+        self.pool.store(self.program.author, operation, values, passes_caches=passes_caches)
         return None
 
     def store(self, ptr: Any, value: Any, *cache: Any) -> Any:
@@ -239,28 +274,35 @@ class Machine:
         chosen = ptr.data[here]
         if not self.pool.has(chosen):
             return self.plain[name](builder, *args, sem, scope)
-        if sem != SEM.RELAXED and self._is_weak_here("sem"):
+        where = site()
+        if sem != SEM.RELAXED and self._is_weak(where, "sem"):
             sem = SEM.RELAXED
         order = {"acquires": sem in ACQUIRES, "releases": sem in RELEASES}
         self.program.num_operations += 1
         # an atomic may see what has not landed
         self.program.looks = None
         author, size = self.program.author, ptr.get_element_ty().primitive_bitwidth // 8
-        self.note(f"{name.removeprefix('create_')} {str(sem).rpartition('.')[2]}", chosen)
-        if scope == SYSTEM and not self._is_weak_here("scope"):
-            return self.pool.system_atomic(
-                author, chosen, size, lambda: self.plain[name](builder, *args, sem, scope), site(), **order
-            )
+        is_system = scope == SYSTEM and not self._is_weak(where, "scope")
+        kind = f"{name.removeprefix('create_')} {SEM_NAMES[sem]} {'sys' if is_system else 'gpu'}"
+        operation = self.note(kind, chosen, size, where)
+        if is_system:
 
-        self._num_gpu_atomics += 1
+            def in_place() -> Any:
+                return self.plain[name](builder, *args, sem, scope)
 
-        def elsewhere(addresses: np.ndarray) -> Any:
-            moved = ptr.data.copy()
-            moved[here] = addresses
-            target = interpreter.TensorHandle(moved, ptr.dtype)
-            return self.plain[name](builder, *[target if each is ptr else each for each in args], sem, scope)
+            result = self.pool.system_atomic(author, operation, in_place, **order)
+        else:
+            self._num_gpu_atomics += 1
 
-        return self.pool.gpu_atomic(author, chosen, size, elsewhere, site(), **order)
+            def elsewhere(addresses: np.ndarray) -> Any:
+                moved = ptr.data.copy()
+                moved[here] = addresses
+                target = interpreter.TensorHandle(moved, ptr.dtype)
+                return self.plain[name](builder, *[target if each is ptr else each for each in args], sem, scope)
+
+            result = self.pool.gpu_atomic(author, operation, elsewhere, **order)
+        operation.read = np.ascontiguousarray(result.data[here]).view(np.uint8).reshape(-1, size)
+        return result
 
     def _reduce(self, tile: Any, axis: Any, combine: Any, **options: Any) -> Any:
         """reduce. Over as many lanes as there are threads it is a barrier for the loads before it."""
@@ -290,14 +332,17 @@ class Machine:
 
         self.scheduler.poll(sees_change)
 
-    def note(self, name: str, addresses: np.ndarray) -> None:
-        """Add an access to the trace."""
-        self.scheduler.note(name, int(addresses.flat[0]) - self.pool.address, addresses.size, site())
+    def note(self, name: str, addresses: np.ndarray, size: int, where: str) -> Operation:
+        """Add an access of elements of that size to the trace."""
+        author, task = self.program.author, self.scheduler.current
+        assert task is not None
+        places = addresses.astype(np.int64) - self.pool.address
+        return self.pool.trace.add(author.rank, task.name, name, where, places, size, author.number, author.phase)
 
     def barrier(self) -> None:
         """create_barrier."""
         self.scheduler.point()
-        if not self._is_weak_here("barrier"):
+        if not self._is_weak(site(), "barrier"):
             self.program.author.barrier()
 
     # --- what stands in for functions of primitives ---
@@ -313,7 +358,7 @@ class Machine:
     def after_previous_launch(self) -> None:
         """A program waits for the end of the launch before its own."""
         grid = self.program.grid
-        if grid.previous is None or self._is_weak_here("wait"):
+        if grid.previous is None or self._is_weak(site(), "wait"):
             return
         previous = grid.previous
         self.scheduler.wait(lambda: previous.has_ended)

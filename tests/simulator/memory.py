@@ -25,10 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tests.simulator.reads import Reads
+from tests.simulator.trace import Trace
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
+
+    from tests.simulator.trace import Operation
 
 GROWTH = 1 << 16
 VIEW_GROWTH = 64
@@ -40,8 +43,7 @@ class Pending:
 
     Attributes:
         places: byte offsets in the pool. values: the bytes.
-        rank, program, phase: of the store.
-        site: "file:line" of the kernel's source.
+        rank, program, phase: of the store. operation: of the trace.
         passes_caches: whether it lands by itself.
         seen_by_rank: the rank whose programs see it already, since it is an atomic of gpu scope; else None.
         behind: None, or what lands before it. released: what whoever acquires it knows; None for stores.
@@ -53,7 +55,7 @@ class Pending:
     rank: int
     program: int
     phase: int
-    site: str
+    operation: Operation
     passes_caches: bool = False
     seen_by_rank: int | None = None
     behind: Pending | None = None
@@ -157,7 +159,15 @@ class Atomic(NamedTuple):
 
 
 class MixedScopes(AssertionError):
-    """Atomics of two ranks meet that are not atomic for each other."""
+    """Atomics of two ranks meet that are not atomic for each other.
+
+    Args:
+        text: of the error. program: of the first one. place: where they meet.
+    """
+
+    def __init__(self, text: str, program: int, place: int) -> None:
+        super().__init__(text)
+        self.program, self.place = program, place
 
 
 class Pool:
@@ -172,7 +182,7 @@ class Pool:
         num_changes: grows whenever a landed byte changes.
         pending: stores that have not landed, oldest first.
         fresh_looks: the first volatile load behind a pause sees all that has landed.
-        names: of places, by the byte offset at which each begins.
+        trace: the last operations.
     """
 
     def __init__(self, num_bytes: int, draws: random.Random, staleness: float = 1.0) -> None:
@@ -184,7 +194,7 @@ class Pool:
         self.num_changes = 0
         self.pending: list[Pending] = []
         self._free = 0
-        self.names: dict[int, str] = {}
+        self.trace = Trace()
         self._last = np.zeros(num_bytes, np.int32)
         self._settled, self._mirror = np.zeros_like(self.landed), np.zeros_like(self.landed)
         self._reset_records()
@@ -206,11 +216,6 @@ class Pool:
             raise MemoryError(f"a pool of more than {len(self.landed)} bytes")
         return self.landed[start : start + num_bytes]
 
-    def name_of(self, place: int) -> str:
-        """A name of a place: that of what begins there or before, and the bytes from there."""
-        start = max((each for each in self.names if each <= place), default=0)
-        return f"{self.names.get(start, 'pool')}+{place - start}"
-
     def has(self, addresses: np.ndarray) -> bool:
         """Whether an access is to this memory."""
         return bool(addresses.size) and self.address <= int(addresses.flat[0]) < self.address + len(self.landed)
@@ -223,23 +228,19 @@ class Pool:
             self.num_changes += 1
             self._settled[changed] = self._mirror[changed] = self.landed[changed]
             self._last[changed] = 0
+            self.trace.add_host_write(changed, self.landed[changed])
             self.reads.forget(changed)
 
     # --- what programs do ---
 
-    def places(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Byte offsets [elements, size] of elements at addresses."""
-        return (addresses.astype(np.int64) - self.address)[:, None] + np.arange(size)
-
-    def load(
-        self, author: Author, addresses: np.ndarray, size: int, site: str, *, is_strong: bool, is_checked: bool = True
-    ) -> np.ndarray:
+    def load(self, author: Author, operation: Operation, *, is_strong: bool, is_checked: bool = True) -> np.ndarray:
         """Bytes [elements, size] of a load. With is_checked no later store may overtake it."""
-        places = self.places(addresses, size)
+        places = operation.bytes
         if is_checked:
-            self.reads.add(author, places, site, is_volatile=is_strong)
+            self.reads.add(author, places, operation.site, is_volatile=is_strong)
         values = self._at_some_time(author, places) if is_strong else self._maybe_old(author, places)
         self._add_pending(author, places, values)
+        operation.read = values
         return values
 
     def _at_some_time(self, author: Author, places: np.ndarray) -> np.ndarray:
@@ -300,29 +301,24 @@ class Pool:
         hit = flat[order][found] == places
         values[hit] = new[order][found[hit]]
 
-    def store(
-        self, author: Author, addresses: np.ndarray, values: np.ndarray, site: str, *, passes_caches: bool
-    ) -> None:
+    def store(self, author: Author, operation: Operation, values: np.ndarray, *, passes_caches: bool) -> None:
         """A store of elements: pending from now on. Of equal addresses the last one counts."""
-        size = values.dtype.itemsize
-        raw = np.ascontiguousarray(values).view(np.uint8).reshape(len(addresses), size)
-        places = self.places(addresses, size)
-        self.reads.check_store(author, places, site)
-        self.pending.append(Pending(places, raw, author.rank, author.number, author.phase, site, passes_caches))
+        places = operation.bytes
+        raw = operation.stored = np.ascontiguousarray(values).view(np.uint8).reshape(places.shape)
+        self.reads.check_store(author, places, operation.site)
+        self.pending.append(Pending(places, raw, author.rank, author.number, author.phase, operation, passes_caches))
 
     def system_atomic(
         self,
         author: Author,
-        addresses: np.ndarray,
-        size: int,
+        operation: Operation,
         work: Callable[[], Any],
-        site: str,
         *,
         acquires: bool,
         releases: bool,
     ) -> Any:
         """An atomic of system scope: `work` performs it on the landed bytes, and its result is returned."""
-        places = self.places(addresses, size)
+        places = operation.bytes
         for store in list(self.pending):
             # a thread's accesses to one place keep their order
             is_own = store.program == author.number or store.seen_by_rank == author.rank
@@ -333,7 +329,9 @@ class Pool:
                 self.land(store, here)
         result = work()
         changed = (self.landed[places] != self._mirror[places]).any(1)
-        self.reads.check_store(author, places[changed], site)
+        if changed.any():
+            operation.stored, operation.landed_at = self.landed[places], operation.number
+        self.reads.check_store(author, places[changed], operation.site)
         self._write(places[changed], self.landed[places[changed]], author.rank, author.number, author.phase)
         author.seen.update(zip(places[:, 0].tolist(), self._moment[self._last[places[:, 0]]].tolist()))
         self._synchronize(author, places[:, 0].tolist(), acquires=acquires, releases=releases, system=True)
@@ -342,24 +340,24 @@ class Pool:
     def gpu_atomic(
         self,
         author: Author,
-        addresses: np.ndarray,
-        size: int,
+        operation: Operation,
         work: Callable[[np.ndarray], Any],
-        site: str,
         *,
         acquires: bool,
         releases: bool,
     ) -> Any:
         """An atomic of gpu scope: `work` performs it at other addresses, which hold what the rank's programs see."""
-        places, copies = np.unique(self.places(addresses, size), axis=0), np.unique(addresses, return_inverse=True)[1]
+        firsts, copies = np.unique(operation.places, return_inverse=True)
+        places = firsts[:, None] + np.arange(operation.size)
         # what other ranks have written may stay unseen
         values = self._maybe_old(author, places, is_ours=True)
         self._add_pending(author, places, values)
         before = values.copy()
-        result = work(values.ctypes.data + copies.astype(np.uint64) * np.uint64(size))
+        result = work(values.ctypes.data + copies.astype(np.uint64) * np.uint64(operation.size))
         changed = (values != before).any(1)
         if changed.any():
             self.num_changes += 1
+            operation.stored = values[copies]
             self.pending.append(
                 Pending(
                     places[changed],
@@ -367,7 +365,7 @@ class Pool:
                     author.rank,
                     author.number,
                     author.phase,
-                    site,
+                    operation,
                     seen_by_rank=author.rank,
                 )
             )
@@ -400,9 +398,9 @@ class Pool:
             return
         program = np.array([last.program])
         if last.phase >= max(int(author.view.of(program)[0]), int(author.performed.of(program)[0])):
-            raise MixedScopes(
-                f"atomics of ranks {last.rank} and {author.rank} at {self.name_of(place)}, one of gpu scope"
-            )
+            where = self.trace.name_of(place)
+            text = f"atomics of ranks {last.rank} and {author.rank} at {where}, one of gpu scope"
+            raise MixedScopes(text, last.program, place)
 
     def land(self, store: Pending, elements: np.ndarray | None = None) -> None:
         """Let a pending store land, or some of its elements."""
@@ -419,6 +417,7 @@ class Pool:
             store.places, store.values = places[rest], values[rest]
         else:
             self.pending.remove(store)
+        store.operation.landed_at = self.trace.num_operations
         self._land_elements(store, places[~rest], values[~rest])
 
     def _land_elements(self, store: Pending, places: np.ndarray, values: np.ndarray) -> None:

@@ -62,14 +62,16 @@ class Puts:
         addresses = np.arange(begin, end, size)
         target_counter = np.array([host_shm._place_of(_number(counter), peer)])
         targets = addresses + (host_shm._place_of(_number(target), peer) - begin)
-        self._machine.note("put", np.append(targets, target_counter))
         # a counter that only grows comes with a word that is put onto itself, and that nobody uses
         is_read = begin != _number(target)
-        values = self._pool.load(author, addresses, size, site, is_strong=False, is_checked=is_read)
+        load = self._machine.note("put reads", addresses, size, site)
+        values = self._pool.load(author, load, is_strong=False, is_checked=is_read)
         # the program may write to the source again at once
         author.turn += 1
-        places = self._pool.places(targets, size)
+        put = self._machine.note("put", targets, size, site)
+        put.stored, places = values, put.bytes
         self._pool.reads.check_store(author, places, site)
+        raised = self._machine.note("put counts", target_counter, 8, site)
 
         number = self._machine.new_author()
         released = author.view.copy()
@@ -78,19 +80,20 @@ class Puts:
         fenced.join(self._fenced.get(author.number, View()))
         previous = self._last.get(author.number)
         data = Pending(
-            places, values, author.rank, number, 0, site, passes_caches=True, behind=previous, released=fenced
+            places, values, author.rank, number, 0, put, passes_caches=True, behind=previous, released=fenced
         )
         made = self._made.setdefault(author.number, View())
         made.learn(number, 1)
-        place = self._pool.places(target_counter, 8)
+        place = raised.bytes
         known = made.copy()
 
         def count() -> np.ndarray:
             value = self._pool.landed[place].view(np.int64) + 1
             self._counted[int(place[0, 0]), int(value.item())] = known
-            return value.view(np.uint8)
+            raised.stored = value.view(np.uint8)
+            return raised.stored
 
-        signal = Pending(place, np.empty((1, 8), np.uint8), author.rank, number, 0, site, passes_caches=True)
+        signal = Pending(place, np.empty((1, 8), np.uint8), author.rank, number, 0, raised, passes_caches=True)
         signal.released, signal.value_now = released, count
         signal.behind = data
         self._last[author.number] = signal

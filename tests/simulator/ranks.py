@@ -222,7 +222,7 @@ class Simulation:
                 for each in block.fields:
                     if math.prod(each.shape):
                         place = tensor.data_ptr() - self.pool.address + each.offset_bytes
-                        self.pool.names[place] = f"{each.region.name} of rank {config.rank}"
+                        self.pool.trace.names[place] = f"{each.region.name} of rank {config.rank}"
 
         with contextlib.ExitStack() as stack:
             for owner, name, new in (

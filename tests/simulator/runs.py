@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tests.cases.staged_cases import arenas_from, over_torch_distributed
 from tests.simulator.cases import BODIES, CASES, LATE_RANK
+from tests.simulator.explain import describe
 from tests.simulator.nodes import arena_of
 from tests.simulator.ranks import Conditions, Outcome, Simulation
 from tests.simulator.scheduler import Fault
@@ -70,9 +72,9 @@ def run_on_ranks(
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises
         failed = {"": error}
     if failed:
-        errors = [f"{whose}{type(each).__name__}: {each}" for whose, each in failed.items()]
+        errors = [f"{whose}{words_of(each)}" for whose, each in failed.items()]
         first = next(iter(failed.values()))
-        raise SimulationFailed("\n".join([*errors, note, simulation.scheduler.describe()])) from first
+        raise SimulationFailed("\n".join([*errors, note, describe(simulation)])) from first
     return found
 
 
@@ -92,6 +94,14 @@ def run_staged(body: Callable[..., Any], case: Case, *args: Any) -> Outcome:
     case = over_torch_distributed(case)
     with arenas_from(lambda *_: arena_of(own.context, case)):
         return run_on_ranks(with_nodes, case.world_size, case, *args)
+
+
+def words_of(error: BaseException) -> str:
+    """An error in words: where a check has no text, its place and source."""
+    if str(error) or error.__traceback__ is None:
+        return f"{type(error).__name__}: {error}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def command_of(case: str, body: str, conditions: Conditions) -> str:

@@ -17,25 +17,6 @@ if TYPE_CHECKING:
 SHORTEST_STEP_SECS = 1e-6
 LIMIT_SECS = 1000.0
 """More than the bounds of all waits, by the simulated clock."""
-TRACE_LENGTH = 4000
-SHOWN_OPERATIONS = 12
-"""Last operations of each rank that a failure shows."""
-
-
-class Operation(NamedTuple):
-    """An access to memory, for the trace of a failure.
-
-    Attributes:
-        rank, task: whose it is. name: of the operation. place: byte offset of its first element in the pool.
-        num_elements: of the access. site: "file:line" of the kernel's source.
-    """
-
-    rank: int
-    task: str
-    name: str
-    place: int
-    num_elements: int
-    site: str
 
 
 class Fault(NamedTuple):
@@ -50,6 +31,18 @@ class Fault(NamedTuple):
     rank: int
     operation: int
     secs: float | None = None
+
+
+class Failure(NamedTuple):
+    """A task that has raised an error.
+
+    Attributes:
+        task: its name. error: what it raised. number: of the last operation of the run before its end.
+    """
+
+    task: str
+    error: BaseException
+    number: int
 
 
 class Stuck(AssertionError):
@@ -124,6 +117,7 @@ class Scheduler:
         num_operations: by rank.
         faults: what happens to ranks. struck: when it has happened, by rank.
         dead: ranks that have died. stopped: ranks that stand still, and until when.
+        failures: in the order of their ends.
 
     Args:
         draws: random choices. pool: memory whose stores land when nobody can go on.
@@ -145,7 +139,7 @@ class Scheduler:
         self.struck: dict[int, float] = {}
         self.dead: set[int] = set()
         self.stopped: dict[int, float] = {}
-        self.trace: collections.deque[Operation] = collections.deque(maxlen=TRACE_LENGTH)
+        self.failures: list[Failure] = []
         self._hub = greenlet.getcurrent()
         self._step_secs = SHORTEST_STEP_SECS
         self._changes = 0
@@ -157,11 +151,6 @@ class Scheduler:
         return task
 
     # --- called by tasks ---
-
-    def note(self, operation: str, place: int, num_elements: int, site: str) -> None:
-        """Add an operation of the current task to the trace."""
-        assert self.current is not None
-        self.trace.append(Operation(self.current.rank, self.current.name, operation, place, num_elements, site))
 
     def point(self) -> None:
         """An operation of the current task: its rank may die or stop here, or another task go on."""
@@ -280,8 +269,10 @@ class Scheduler:
         if task.has_ended:
             if task in self.tasks:
                 self.tasks.remove(task)
-            if task.error is not None and not task.is_host and not isinstance(task.error, Killed):
-                raise task.error
+            if task.error is not None and not isinstance(task.error, Killed):
+                self.failures.append(Failure(task.name, task.error, self.pool.trace.num_operations))
+                if not task.is_host:
+                    raise task.error
 
     def _land_one(self) -> bool:
         """Let one store land that lands by itself. Returns whether there was one."""
@@ -289,10 +280,7 @@ class Scheduler:
         if not pending:
             return False
         place = {"oldest": 0, "newest": len(pending) - 1}.get(self.landing)
-        store = pending[self.draws.randrange(len(pending)) if place is None else place]
-        place = int(store.places.flat[0])
-        self.trace.append(Operation(store.rank, "memory", "lands", place, len(store.places), store.site))
-        self.pool.land(store)
+        self.pool.land(pending[self.draws.randrange(len(pending)) if place is None else place])
         return True
 
     def _pass_time(self) -> None:
@@ -312,17 +300,3 @@ class Scheduler:
         self.now = min([*sleeps, step]) if polls else min(sleeps)
         self._step_secs *= 2
         self._wake_pollers(everybody=True)
-
-    def describe(self) -> str:
-        """The last operations of each rank, and where its tasks are."""
-        lines = []
-        for rank in sorted(self.num_operations):
-            lines.append(f"rank {rank}, {self.num_operations[rank]} operations:")
-            last = [each for each in self.trace if each.rank == rank][-SHOWN_OPERATIONS:]
-            lines += [
-                f"  {each.task}: {each.name} {self.pool.name_of(each.place)} x{each.num_elements} at {each.site}"
-                for each in last
-            ]
-            own = [task for task in self.tasks if task.rank == rank and not task.is_daemon]
-            lines += [f"  {task.name} {'polls' if task.has_polled else 'waits'}" for task in own]
-        return "\n".join(lines)

@@ -17,6 +17,7 @@ from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run
 from tests.cases.op_checks import raised
 from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
 from tests.cases.staged_cases import over_torch_distributed
+from tests.simulator.explain import describe
 from tests.simulator.faults import simulation_of
 from tests.simulator.nodes import arena_of
 from tests.simulator.ranks import Conditions
@@ -34,8 +35,9 @@ TWO = Case(world_size=2, hidden_dim=32)
 
 
 def results_of(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    outcome = simulation_of(world_size, Conditions(num_sms=4)).run(body, *args)
-    assert outcome.errors == [None] * world_size, outcome.machine.scheduler.describe()
+    simulation = simulation_of(world_size, Conditions(num_sms=4))
+    outcome = simulation.run(body, *args)
+    assert outcome.errors == [None] * world_size, f"{outcome.errors}\n{describe(simulation)}"
     return outcome.results
 
 

@@ -212,23 +212,25 @@ def replace_kernel(memory, BARRIER: tl.constexpr):
     tl.store(data, found + 1)
 
 
+def overwrite_without_order(context: Context, release: str = "relaxed", acquire: str = "acquire") -> None:
+    """Rank 0 loads a message, and rank 1 overwrites it behind a flag."""
+    address = context.machine.pool.address
+    if context.rank == 0:
+        context.launch(read_kernel, 1, address, SEM=release)
+    else:
+        context.launch(await_kernel, 1, address, SEM=acquire, STORES_AT=0)
+    context.synchronize()
+
+
 @pytest.mark.parametrize(
     ("release", "acquire"), [("release", "acquire"), ("relaxed", "acquire"), ("release", "relaxed")]
 )
 def test_a_store_may_overtake_a_load_unless_it_is_ordered(release, acquire):
-    def overwrite(context: Context) -> None:
-        address = context.machine.pool.address
-        if context.rank == 0:
-            context.launch(read_kernel, 1, address, SEM=release)
-        else:
-            context.launch(await_kernel, 1, address, SEM=acquire, STORES_AT=0)
-        context.synchronize()
-
     if (release, acquire) == ("release", "acquire"):
-        simulate(2, overwrite, conditions=LATE)
+        simulate(2, overwrite_without_order, release, acquire, conditions=LATE)
     else:
         with pytest.raises(Overtaken):
-            simulate(2, overwrite, conditions=LATE)
+            simulate(2, overwrite_without_order, release, acquire, conditions=LATE)
 
 
 @pytest.mark.parametrize(("num_before", "num_waiting"), [(1, 1), (0, 1), (1, 0)])

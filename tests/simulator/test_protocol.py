@@ -10,8 +10,7 @@ import pytest
 from ep_a2a.memory.arena import Arena
 from tests.cases.op_cases import Case, make_op, run_case, run_step
 from tests.simulator.cases import CASES, run_chain
-from tests.simulator.ranks import simulate
-from tests.simulator.runs import CONDITIONS
+from tests.simulator.runs import CONDITIONS, run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,8 +45,7 @@ def right(case: Case, body: Callable[..., Any], name: str) -> None:
     conditions = CONDITIONS[name]
     if body is run_chain:
         conditions = replace(conditions, dependent=True)
-    outcome = simulate(case.world_size, body, case, conditions=conditions)
-    assert outcome.errors == [None] * case.world_size, outcome.machine.scheduler.describe()
+    run_on_ranks(body, case.world_size, case, conditions=conditions)
 
 
 # of these test_steps.py has the like

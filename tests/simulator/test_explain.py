@@ -1,0 +1,80 @@
+"""What a failure tells: the load that missed a store, the store, and why no order held."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.simulator.runs import CONDITIONS, SimulationFailed, run, run_on_ranks, words_of
+from tests.simulator.sites import ordering_sites
+from tests.simulator.test_memory import overwrite_without_order
+
+SITES = {site.key: site for site in ordering_sites()}
+
+
+def text_of(case: str, key: str) -> str:
+    """What steps of a case print where a site has lost its order."""
+    weakened = frozenset([SITES[key].place])
+    with pytest.raises(SimulationFailed) as failed:
+        run(case, "steps", replace(CONDITIONS["late"], weakened=weakened))
+    return str(failed.value)
+
+
+def test_a_store_that_no_release_covers_is_named():
+    text = text_of("low_latency_marks", "ll_dispatch_kernels.push_position barrier 0")
+    store = (
+        r"\d+: rank 1 ll_dispatch\[\d\] of call 1: store past caches LOW_LATENCY_ROWS of rank 0 word (\d+) .*, stored"
+    )
+    for line in (
+        "repeat: python -m tests.simulator low_latency_marks steps .*'ll_dispatch_kernels.push_position barrier 0'",
+        r"The first wrong element is TOKENS of rank 0 word \d+.",
+        r"Its value comes from \d+: rank 0 ll_dispatch.*: store TOKENS of rank 0 .*.py:\d+ receive_row",
+        r"The load \d+: rank 0 ll_dispatch.*: volatile load LOW_LATENCY_ROWS of rank 0 word \d+ .* take_row",
+        rf"missed the store {store} -?\d+, at ll_dispatch_kernels.py:\d+ push$",
+        r"The store had not landed: it did at operation \d+.",
+        r"Behind the store, its program had .* release sys .* push_position; no barrier lies between.",
+        r"Before the load, its program had .* acquire sys .* take_row_block; a barrier lies between.",
+    ):
+        assert re.search(line, text, re.MULTILINE), f"{line} not in\n{text}"
+    # the trace ends with the load that missed the store
+    load = re.search(r"The load (\d+):", text)
+    assert load
+    assert f"rank 0, its last operations up to operation {load[1]}:" in text
+    numbers = [int(each) for each in re.findall(r"^  (\d+): rank", text, re.MULTILINE)]
+    assert max(numbers) == int(load[1])
+
+
+def test_a_plain_load_of_an_old_value_is_named():
+    text = text_of("low_latency", "receive_kernels.counts_from volatile 0")
+    for line in (
+        r"The first wrong element is TOTAL_RECV of rank 0 word 0.",
+        r"The load \d+: .*: load COUNTS of rank 0 word 0 .*, read 0, at receive_kernels.py:\d+ counts_from",
+        r"missed the store .* at receive_kernels.py:\d+ post_counts",
+        r"The store had landed at operation \d+, and nothing orders it before the load.",
+    ):
+        assert re.search(line, text), f"{line} not in\n{text}"
+
+
+def test_an_overtaken_load_in_a_kernel_of_a_test_is_named():
+    with pytest.raises(SimulationFailed) as failed:
+        run_on_ranks(overwrite_without_order, 2)
+    text = str(failed.value)
+    for line in (
+        r"^Overtaken: the load at tests/simulator/test_memory.py:\d+ .* store at tests/.*test_memory.py:\d+$",
+        r"  \d+: rank 0 read\[0\] of call 1: load pool word 0 .* at tests/simulator/test_memory.py:\d+ read_kernel",
+        r"Behind it, its program had no release, only \d+: rank 0 read\[0\] of call 1: atomic_rmw relaxed sys",
+        r"  \d+: rank 1 await\[0\] of call 1: store pool word 0 .* await_kernel",
+    ):
+        assert re.search(line, text, re.MULTILINE), f"{line} not in\n{text}"
+
+
+def test_a_check_without_a_text_is_named_by_its_source():
+    def check(found: int) -> None:
+        assert found == 1
+
+    with pytest.raises(AssertionError) as failed:
+        check(2)
+    failed.value.args = ()
+    assert re.search(r"AssertionError at .*test_explain.py:\d+, in check: assert found == 1", words_of(failed.value))
