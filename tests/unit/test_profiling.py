@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -18,7 +15,6 @@ from ep_a2a.cli.app import make_app
 from ep_a2a.commands.trace import last_step, plot_timeline, remove_earlier
 from ep_a2a.errors import TopKError
 from ep_a2a.kernels.layout import Span
-from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.telemetry.device_clock import clock_offset
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
@@ -27,19 +23,18 @@ from tests.offline_compile import compile_kernel, resources
 from tests.unit.test_kernels_compile import NUM_SMS, config_of, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 CLOCK = "%globaltimer"
 KINDS = {
-    "bulk_dispatch": "rank_major",
-    "low_latency_dispatch": "rank_major",
-    "combine": "rank_major",
-    "expand": "expert_major",
-    "number_expert_rows": "expert_major",
-    "reduce_experts": "expert_major",
+    "bulk_dispatch": ("rank_major", 1),
+    "low_latency_dispatch": ("rank_major", 3),
+    "combine": ("rank_major", 3),
+    "expand": ("expert_major", 0),
+    "number_expert_rows": ("expert_major", 0),
+    "reduce_experts": ("expert_major", 0),
 }
-"""Kernels that can note times, each with a layout that launches it."""
+"""Kernels that can note times, each with a layout that launches it, and how many waits of it look at the clock."""
 SPAN = TraceSpan("wait", "rows", "dispatch", 1, 0, 2_000, 5_000)
 
 
@@ -119,81 +114,18 @@ def variants_of(spans: bool, layout: str) -> dict[str, Any]:
     return {kind_of(variant): (variant, args) for variant, args in engine.compiled_kernels()}
 
 
-def without_notes(source: str) -> str:
-    """Device code with nothing in place of its notes; what is left stays in its lines and columns."""
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
-        call = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        if isinstance(call, ast.Name) and call.id in ("begin_span", "end_span"):
-            assert isinstance(node, ast.Expr)
-            assert node.end_lineno is not None
-            lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + "pass\n"] + ["\n"] * (
-                node.end_lineno - node.lineno
-            )
-    return "".join(lines)
-
-
-def code_of(asm: dict[str, Any]) -> str:
-    """PTX before what names the source's folder, which may be another checkout's in the disk cache."""
-    code, mark, _ = asm["ptx"].partition("\t.file\t")
-    assert mark
-    assert code.count(".entry") == 1
-    return str(code)
-
-
-@pytest.fixture
-def never_noted() -> Iterator[None]:
-    """Kernels as if notes had never been written into their source."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ep_a2a.kernels.")]
-    functions = [each for module in modules for each in vars(module).values() if isinstance(each, PortableFunction)]
-    # by identity: their hashes change with their sources
-    sources = {id(each): (each, each.src) for each in functions}
-    try:
-        for each, source in sources.values():
-            # also callers of what has changed: hashes are kept, and compiled kernels are found by them
-            each._unsafe_update_src(without_notes(source))
-            assert not re.search(r"(?<!def )\b(begin|end)_span\(", each.src), each.__name__
-        yield
-    finally:
-        for each, source in sources.values():
-            each._unsafe_update_src(source)
-
-
-@pytest.fixture(scope="module")
-def off() -> dict[str, dict[str, Any]]:
-    """Stages of the kernels that note nothing, by kind, with their notes in the source."""
-    return {kind: compile_kernel(*variants_of(False, layout)[kind]) for kind, layout in KINDS.items()}
-
-
 @pytest.mark.full
-def test_what_is_not_noted_costs_nothing(off: dict[str, dict[str, Any]], never_noted: None):
-    """PTX is that of a source without notes: parameters, instructions, their lines in the source."""
-    for kind, layout in KINDS.items():
-        variant, args = variants_of(False, layout)[kind]
-        assert code_of(off[kind]) == code_of(compile_kernel(variant, args)), kind
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "layout", "num_clocks"),
-    [
-        ("expand", "expert_major", 0),
-        ("number_expert_rows", "expert_major", 0),
-        ("reduce_experts", "expert_major", 0),
-        ("combine", "rank_major", None),
-        ("bulk_dispatch", "rank_major", None),
-        ("low_latency_dispatch", "rank_major", None),
-    ],
-)
-def test_kernels_that_note_times_are_other_ones(kind: str, layout: str, num_clocks: int | None, tmp_path: Path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_note_times_are_other_ones(kind: str, tmp_path: Path):
     """Without notes a kernel has no more clocks than its waits need; with them it needs about the same registers."""
+    layout, num_clocks = KINDS[kind]
     ptx, used = {}, {}
     for spans in (False, True):
         variant, args = variants_of(spans, layout)[kind]
         assert variant.named_constants["SPANS"] == spans
         asm = compile_kernel(variant, args)
         ptx[spans], used[spans] = asm["ptx"], resources(asm["cubin"], tmp_path)
-    assert num_clocks is None or ptx[False].count(CLOCK) == num_clocks
-    assert ptx[True].count(CLOCK) >= ptx[False].count(CLOCK) + 2
+    assert ptx[False].count(CLOCK) == num_clocks
+    assert ptx[True].count(CLOCK) >= num_clocks + 2
     assert used[True]["LOCAL"] == 0
     assert used[True]["REG"] <= used[False]["REG"] + 8
