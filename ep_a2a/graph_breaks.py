@@ -9,7 +9,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-REASON = "ep_a2a exchanges tokens with other ranks, which no graph can hold"
+REASON = (
+    "ep_a2a exchanges tokens with other ranks, which no graph can hold: the call runs between two graphs. "
+    "Drop fullgraph=True from torch.compile, which forbids that"
+)
 
 Call = TypeVar("Call", bound="Callable[..., object]")
 
