@@ -143,7 +143,7 @@ class Rendezvous:
         """Returns the message in a rank's answer."""
         sender = f"rank {rank}"
         if not isinstance(answer.get("label"), str) or "message" not in answer:
-            raise _unreadable(sender, label, "an object without label and message")
+            raise unreadable(sender, label, "an object without label and message")
         if answer["label"] != label:
             raise ConfigMismatchError(
                 f"all ranks to reach the same step; rank {self.rank} is at {label!r}",
@@ -152,7 +152,7 @@ class Rendezvous:
             )
         message = answer["message"]
         if not is_like(message, own):
-            raise _unreadable(sender, label, f"a message that begins {str(message)[:SHOWN_CHARACTERS]!r}")
+            raise unreadable(sender, label, f"a message that begins {str(message)[:SHOWN_CHARACTERS]!r}")
         return message
 
     def barrier(self, label: str) -> None:
@@ -216,7 +216,7 @@ class Rendezvous:
         try:
             verdict = Verdict.from_json(parsed(store.compare_set(decision, "", json.dumps(judged))))
         except (ValueError, TypeError):
-            raise _unreadable("the first rank to decide", label, "no decision") from None
+            raise unreadable("the first rank to decide", label, "no decision") from None
         if verdict != Verdict():
             raise self._timeout(verdict, label)
         self.peers.withdraw()
@@ -262,7 +262,12 @@ class Rendezvous:
         )
 
 
-def _unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:
+def unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:
+    """Returns the error of a message that no rank of this package has sent.
+
+    Args:
+        sender: who should have sent it. label: the meeting's. got: what came.
+    """
     return ConfigMismatchError(
         f"a message of this package from {sender} at {label!r}",
         got,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a.errors import ConfigError, ConfigMismatchError, UntrustedFolderError, without_section
+from ep_a2a.errors import ConfigError, UntrustedFolderError, without_section
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.host_shm import create_private, in_private_folder, new_name, open_private
-from ep_a2a.memory.rendezvous import Rendezvous, is_like
+from ep_a2a.memory.rendezvous import Rendezvous, is_like, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,11 +119,13 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
     own["facts"]["errors"] = list(facts.errors)
     try:
         meeting = Rendezvous(group)
-        answers = meeting.exchange("facts of each rank", own)
-        _require(all(is_like(answer[part], own[part]) for answer in answers for part in own), "facts")
+        answers = meeting.exchange(label := "facts of each rank", own)
+        if not all(is_like(answer[part], own[part]) for answer in answers for part in own):
+            raise unreadable("every rank", label, "a message without facts")
         offers = [_Offer(**answer["offer"]) for answer in answers]
-        failures = meeting.exchange("files that could be opened", [_try_to_open(other) for other in offers])
-        _require(all(_are_texts(each, len(offers)) for each in failures), "reasons")
+        failures = meeting.exchange(label := "files that could be opened", [_try_to_open(other) for other in offers])
+        if not all(_are_texts(each, len(offers)) for each in failures):
+            raise unreadable("every rank", label, "a message without reasons")
     finally:
         # all ranks have tried, or the group is broken
         _remove(offer)
@@ -131,15 +133,6 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
         RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"] or ())}) for answer in answers
     )
     return TopologyReport(found, tuple(map(tuple, failures)))
-
-
-def _require(is_readable: bool, what: str) -> None:
-    if not is_readable:
-        raise ConfigMismatchError(
-            f"{what} of this package from every rank",
-            "a message without them",
-            "Look who else writes to the store of the process group.",
-        )
 
 
 def _are_texts(found: Any, number: int) -> bool:
