@@ -214,7 +214,7 @@ def test_layers_across_nodes_are_not_counted():
             internode_transport=transport,
         )
         with pytest.raises(UnsupportedError, match="EP_A2A_COUNTERS on one node"):
-            LayerCounters(2).exchange_of(op, SimpleNamespace())
+            LayerCounters(2).exchange_of(op, SimpleNamespace(), 1)
 
 
 def test_reading_without_counters_says_how_to_have_them():
@@ -226,7 +226,7 @@ def test_reading_without_counters_says_how_to_have_them():
 def test_layers_are_read_by_their_names_in_the_order_in_which_they_were_built():
     layers, op = LayerCounters(2), SimpleNamespace(config=config_of())
     configs = [SimpleNamespace() for _ in range(3)]
-    layers._layers = [(moe, op, StepCounters(CPU, 2)) for moe in configs]
+    layers._layers = {number: (moe, op, StepCounters(CPU, 2)) for number, moe in enumerate(configs, 1)}
     modules = {
         "attention": object(),
         "second": SimpleNamespace(moe_config=configs[1]),

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LayerCounters:
     """The counters of all layers of one manager.
 
-    A layer is known by its FusedMoEConfig, of which vLLM makes one per layer. A layer that is built again, with other
-    weights, keeps its counters: graphs hold their addresses.
+    A layer is known by its number (VllmAll2AllManager.layer_number). A layer that is built again, with other weights,
+    keeps its counters: graphs hold their addresses.
 
     Args:
         num_kept_steps: number of steps, the last ones, whose values are kept for each layer; at least 1.
@@ -26,7 +26,7 @@ class LayerCounters:
 
     def __init__(self, num_kept_steps: int) -> None:
         self.num_kept_steps = num_kept_steps
-        self._layers: list[tuple[Any, EpDispatchCombineOp, StepCounters]] = []
+        self._layers: dict[int, tuple[Any, EpDispatchCombineOp, StepCounters]] = {}
 
     @classmethod
     def wanted(cls) -> LayerCounters | None:
@@ -34,11 +34,11 @@ class LayerCounters:
         num_kept_steps = env.COUNTERS.get()
         return cls(num_kept_steps) if num_kept_steps else None
 
-    def exchange_of(self, op: EpDispatchCombineOp, moe: Any) -> InstrumentedOp:
+    def exchange_of(self, op: EpDispatchCombineOp, moe: Any, number: int) -> InstrumentedOp:
         """Returns a wrapper of the op that counts the dispatches and combines of a layer.
 
         Args:
-            op: the layer's. moe: its FusedMoEConfig.
+            op: the layer's. moe: its FusedMoEConfig. number: the layer's.
 
         Raises:
             UnsupportedError: the op spans several nodes.
@@ -51,15 +51,13 @@ class LayerCounters:
             raise UnsupportedError(
                 f"{env.COUNTERS.name} on one node", "a group of several nodes", f"Unset {env.COUNTERS.name}."
             )
-        known = [counters for other, _, counters in self._layers if other is moe]
-        counters = known[0] if known else StepCounters(op.device, self.num_kept_steps)
-        if not known:
-            self._layers.append((moe, op, counters))
-        return InstrumentedOp(op, counters)
+        if number not in self._layers:
+            self._layers[number] = moe, op, StepCounters(op.device, self.num_kept_steps)
+        return InstrumentedOp(op, self._layers[number][2])
 
     def clear(self) -> None:
         """Sets all counters to zero; must be called between two steps."""
-        for *_, counters in self._layers:
+        for *_, counters in self._layers.values():
             counters.clear()
 
     def read(self, modules: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -71,5 +69,5 @@ class LayerCounters:
         names = {id(module.moe_config): name for name, module in modules.items() if hasattr(module, "moe_config")}
         return [
             {"layer": names.get(id(moe), f"layer {place}"), **counters.read(op.config)}
-            for place, (moe, op, counters) in enumerate(self._layers)
+            for place, (moe, op, counters) in enumerate(self._layers.values())
         ]

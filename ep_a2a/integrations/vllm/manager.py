@@ -140,7 +140,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
         Args:
             op: the layer's. moe: its FusedMoEConfig.
         """
-        return op if self.counters is None else self.counters.exchange_of(op, moe)
+        return op if self.counters is None else self.counters.exchange_of(op, moe, self.layer_number(moe))
 
     def check(self) -> None:
         """Raises the first error that kernels of finished steps have recorded.
