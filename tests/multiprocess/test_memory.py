@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -34,11 +35,12 @@ from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
+from tests.cases.op_checks import raised
 from tests.late import come_last
 from tests.shared_files import files_of, shared_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ep_a2a.memory.symmetric import SymmetricMemory
     from ep_a2a.testing import RankContext
@@ -70,39 +72,32 @@ def allocate(context: RankContext, num_bytes: int = NUM_BYTES) -> SymmetricMemor
 # --- one region per rank, seen by all ---
 
 
-def write_to_every_peer(context: RankContext) -> dict[str, Any]:
-    rendezvous = Rendezvous(context.group)
+def write_to_every_peer(context: RankContext) -> None:
+    rendezvous, world = Rendezvous(context.group), range(context.world_size)
     memory = allocate_symmetric(rendezvous, context.device, NUM_BYTES)
-    seen: dict[str, Any] = {
-        "zeroed": not memory.local.any(),
-        "shape": (memory.local.dtype, tuple(memory.local.shape), memory.num_bytes, len(memory.peer_addresses)),
-        "own": memory.peer_addresses[context.rank] == memory.local.data_ptr(),
-        "aligned": all(address % 4096 == 0 for address in memory.peer_addresses),
-        "kind": memory.kind,
-    }
+    assert (memory.local.dtype, memory.local.shape) == (torch.uint8, (NUM_BYTES,))
+    assert (memory.num_bytes, len(memory.peer_addresses), memory.kind) == (NUM_BYTES, len(world), "host shared memory")
+    assert memory.peer_addresses[context.rank] == memory.local.data_ptr()
+    assert not any(address % 4096 for address in memory.peer_addresses)
+    assert not memory.local.any()
     rendezvous.barrier("looked at")
     for peer, address in enumerate(memory.peer_addresses):
         region = memory_at(address, NUM_BYTES)
         region[context.rank] = 10 * context.rank + peer
         region[NUM_BYTES - 1 - context.rank] = 100 + context.rank
     rendezvous.barrier("written")
-    world = range(context.world_size)
-    seen["first"] = memory.local[: context.world_size].tolist() == [10 * source + context.rank for source in world]
-    seen["last"] = memory.local[-context.world_size :].tolist() == [100 + source for source in reversed(world)]
-    seen["rest"] = not memory.local[context.world_size : -context.world_size].any()
+    assert memory.local[: len(world)].tolist() == [10 * source + context.rank for source in world]
+    assert memory.local[-len(world) :].tolist() == [100 + source for source in reversed(world)]
+    assert not memory.local[len(world) : -len(world)].any()
     rendezvous.barrier("read")
     memory.close()
     memory.close()
-    seen["closed"] = memory.closed
-    return seen
+    assert memory.closed
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_reaches_every_region(ranks, world_size):
-    for seen in ranks(write_to_every_peer, world_size):
-        assert seen.pop("shape") == (torch.uint8, (NUM_BYTES,), NUM_BYTES, world_size)
-        assert seen.pop("kind") == "host shared memory"
-        assert seen == dict.fromkeys(seen, True)
+    ranks(write_to_every_peer, world_size)
 
 
 def use_as_context_manager(context: RankContext) -> tuple[bool, bool, int]:
@@ -298,45 +293,41 @@ def test_a_rank_killed_while_allocating_is_named_and_leaves_nothing(step, label)
 # --- arenas ---
 
 
-def life_of_an_arena(context: RankContext, case: Case) -> dict[str, Any]:
+def life_of_an_arena(context: RankContext, case: Case) -> None:
     arena = Arena(context.group, context.device)
-    seen: dict[str, Any] = {"empty": arena.num_bytes}
+    assert arena.num_bytes == 0
     memory = arena.acquire("key", 0, SIZES)
-    seen["same"] = arena.acquire("key", 0, SIZES) is memory
-    seen["bytes"] = arena.num_bytes
+    assert arena.acquire("key", 0, SIZES) is memory
+    num_bytes = arena.num_bytes
+    assert num_bytes == 512 + 1024 + 64 + 128
     other = arena.acquire("other", 0, SIZES)
-    seen["shared"] = other.symmetric["dispatch"] is memory.symmetric["dispatch"]
-    seen["own"] = other.symmetric["own"] is not memory.symmetric["own"]
-    seen["bytes of two"] = arena.num_bytes
+    assert other.symmetric["dispatch"] is memory.symmetric["dispatch"]
+    assert other.symmetric["own"] is not memory.symmetric["own"]
+    assert arena.num_bytes == num_bytes + 512 + 64
     apart = arena.acquire("key", 1, SIZES)
-    seen["apart"] = apart.symmetric["dispatch"] is not memory.symmetric["dispatch"]
-    seen["unshared"] = [arena.unshared_index(), arena.unshared_index()]
+    assert apart.symmetric["dispatch"] is not memory.symmetric["dispatch"]
+    first, second = arena.unshared_index(), arena.unshared_index()
+    assert first != second
+    assert max(first, second) < 0
     op = make_op(context, case, arena)
     arena.close()
     arena.close()
-    seen["closed"] = (arena.closed, arena.num_bytes, memory.symmetric["own"].closed, apart.symmetric["own"].closed)
-    seen["acquire"] = error_of(lambda: arena.acquire("key", 0, SIZES))
-    seen["make"] = error_of(lambda: make_op(context, case, arena))
+    assert (arena.closed, arena.num_bytes) == (True, 0)
+    assert memory.symmetric["own"].closed
+    assert apart.symmetric["own"].closed
     inputs = make_inputs(case, 0, context.rank)
-    seen["dispatch"] = error_of(lambda: op.dispatch(inputs.tokens, None, None, inputs.ids))
-    seen["check"], seen["reset"] = error_of(op.check), error_of(op.reset)
-    return seen
+    for call in (
+        lambda: arena.acquire("key", 0, SIZES),
+        lambda: make_op(context, case, arena),
+        lambda: op.dispatch(inputs.tokens, None, None, inputs.ids),
+        op.check,
+        op.reset,
+    ):
+        raised(ClosedError, call)
 
 
 def test_arena_hands_out_shares_and_gives_back(ranks):
-    for seen in ranks(life_of_an_arena, 2, Case(world_size=2)):
-        assert seen["empty"] == 0
-        assert seen["same"]
-        assert seen["shared"]
-        assert seen["own"]
-        assert seen["apart"]
-        assert seen["bytes"] == 512 + 1024 + 64 + 128
-        assert seen["bytes of two"] == seen["bytes"] + 512 + 64
-        assert len(set(seen["unshared"])) == 2
-        assert all(index < 0 for index in seen["unshared"])
-        assert seen["closed"] == (True, 0, True, True)
-        for call in ("acquire", "make", "dispatch", "check", "reset"):
-            assert seen[call][0] is ClosedError, call
+    ranks(life_of_an_arena, 2, Case(world_size=2))
 
 
 def drop_ops(context: RankContext, case: Case) -> list[tuple[int, int, int]]:
@@ -429,26 +420,21 @@ def test_arenas_one_after_another(ranks):
 # --- the rendezvous ---
 
 
-def meet(context: RankContext) -> dict[str, Any]:
+def meet(context: RankContext) -> None:
     rendezvous = Rendezvous(context.group, timeout_secs=20)
-    seen: dict[str, Any] = {"exchange": [rendezvous.exchange("numbers", context.rank + n) for n in range(20)]}
-    seen["labels"] = error_of(lambda: rendezvous.barrier("left" if context.rank else "right"))
+    for n in range(20):
+        assert rendezvous.exchange("numbers", context.rank + n) == [n, n + 1, n + 2]
+    other = "rank 0 at 'right'" if context.rank else "rank 1 at 'left'"
+    raised(ConfigMismatchError, lambda: rendezvous.barrier("left" if context.rank else "right"), other)
     rendezvous.barrier("all are here")
     rendezvous.timeout_secs = SHORT_TIMEOUT_SECS
-    seen["missing"] = error_of(lambda: rendezvous.barrier("late")) if context.rank != 1 else None
-    return seen
+    if context.rank != 1:
+        missed = f"all ranks at 'late' within {SHORT_TIMEOUT_SECS:g} s; got no sign of rank 1"
+        raised(RankTimeoutError, lambda: rendezvous.barrier("late"), missed)
 
 
 def test_rendezvous(ranks):
-    for rank, seen in enumerate(ranks(meet, 3)):
-        assert seen["exchange"] == [[n, n + 1, n + 2] for n in range(20)]
-        kind, message = seen["labels"]
-        assert kind is ConfigMismatchError
-        assert ("rank 0 at 'right'" if rank else "rank 1 at 'left'") in message
-        if rank != 1:
-            kind, message = seen["missing"]
-            assert kind is RankTimeoutError
-            assert f"all ranks at 'late' within {SHORT_TIMEOUT_SECS:g} s; got no sign of rank 1" in message
+    ranks(meet, 3)
 
 
 # --- MORI's shmem functions ---
@@ -456,54 +442,49 @@ def test_rendezvous(ranks):
 GROUP_NAME = "ep_a2a_test_world"
 
 
-def life_of_a_world(context: RankContext) -> dict[str, Any]:
+@contextlib.contextmanager
+def registered_group(context: RankContext) -> Iterator[None]:
+    """The group has a name within; a world that is left is finalized."""
     torch._C._distributed_c10d._register_process_group(GROUP_NAME, context.group)
-    seen: dict[str, Any] = {"before": error_of(shmem.default_arena)}
     try:
-        seen["unknown"] = error_of(lambda: shmem.shmem_torch_process_group_init("no such group", context.device))
-        seen["init"] = shmem.shmem_torch_process_group_init(GROUP_NAME, context.device)
-        seen["again"] = error_of(lambda: shmem.shmem_torch_process_group_init(GROUP_NAME, context.device))
-        arena = shmem.default_arena()
-        seen["who"] = (shmem.shmem_mype(), shmem.shmem_npes(), arena.device == context.device)
-        tensor, other = shmem.shmem_malloc(4096), shmem.shmem_malloc(64)
-        seen["zeroed"] = (tensor.dtype, tuple(tensor.shape), bool(tensor.any()))
-        shmem.shmem_barrier_all()
-        for peer in range(context.world_size):
-            memory_at(shmem.shmem_ptr_p2p(tensor, peer), 4096)[context.rank] = 1 + context.rank
-        shmem.shmem_barrier_all()
-        seen["written"] = tensor[: context.world_size].tolist()
-        seen["own address"] = shmem.shmem_ptr_p2p(other, context.rank) == other.data_ptr()
-        shmem.shmem_free(tensor)
-        shmem.shmem_barrier_all()
-        seen["finalize"] = (shmem.shmem_finalize(), shmem.shmem_finalize())
-        seen["closed"] = arena.closed
-        seen["after"] = [error_of(call) for call in (shmem.shmem_mype, shmem.shmem_npes, shmem.shmem_barrier_all)]
-        seen["second life"] = shmem.shmem_torch_process_group_init(GROUP_NAME, context.device)
-        shmem.shmem_malloc(16)
-        return seen
+        yield
     finally:
         shmem.shmem_finalize()
         torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
 
 
+def life_of_a_world(context: RankContext) -> None:
+    def init(name: str = GROUP_NAME) -> int:
+        return shmem.shmem_torch_process_group_init(name, context.device)
+
+    with registered_group(context):
+        raised(NotInitializedError, shmem.default_arena, "shmem_torch_process_group_init")
+        error = raised(UnknownNameError, lambda: init("no such group"), "'no such group'", "group.group_name")
+        assert "torch._C" not in str(error)
+        assert init() == 0
+        raised(StateError, init, "shmem_finalize")
+        arena = shmem.default_arena()
+        assert (shmem.shmem_mype(), shmem.shmem_npes(), arena.device) == (context.rank, 3, context.device)
+        tensor, other = shmem.shmem_malloc(4096), shmem.shmem_malloc(64)
+        assert (tensor.dtype, tensor.shape, bool(tensor.any())) == (torch.uint8, (4096,), False)
+        shmem.shmem_barrier_all()
+        for peer in range(context.world_size):
+            memory_at(shmem.shmem_ptr_p2p(tensor, peer), 4096)[context.rank] = 1 + context.rank
+        shmem.shmem_barrier_all()
+        assert tensor[:3].tolist() == [1, 2, 3]
+        assert shmem.shmem_ptr_p2p(other, context.rank) == other.data_ptr()
+        shmem.shmem_free(tensor)
+        shmem.shmem_barrier_all()
+        assert (shmem.shmem_finalize(), shmem.shmem_finalize()) == (0, 0)
+        assert arena.closed
+        for call in (shmem.shmem_mype, shmem.shmem_npes, shmem.shmem_barrier_all):
+            raised(NotInitializedError, call)
+        assert init() == 0
+        shmem.shmem_malloc(16)
+
+
 def test_the_shmem_functions_of_mori(ranks):
-    for rank, seen in enumerate(ranks(life_of_a_world, 3)):
-        assert seen["before"][0] is NotInitializedError
-        assert "shmem_torch_process_group_init" in seen["before"][1]
-        assert seen["unknown"][0] is UnknownNameError
-        assert "'no such group'" in seen["unknown"][1]
-        assert "group.group_name" in seen["unknown"][1]
-        assert "torch._C" not in seen["unknown"][1]
-        assert seen["init"] == seen["second life"] == 0
-        assert seen["again"][0] is StateError
-        assert "shmem_finalize" in seen["again"][1]
-        assert seen["who"] == (rank, 3, True)
-        assert seen["zeroed"] == (torch.uint8, (4096,), False)
-        assert seen["written"] == [1, 2, 3]
-        assert seen["own address"]
-        assert seen["finalize"] == (0, 0)
-        assert seen["closed"]
-        assert [kind for kind, _ in seen["after"]] == [NotInitializedError] * 3
+    ranks(life_of_a_world, 3)
 
 
 def world_of_a_subgroup(context: RankContext) -> Any:
@@ -527,29 +508,18 @@ def test_a_world_without_global_rank_zero(ranks):
     assert ranks(world_of_a_subgroup, 3) == [None, (0, 2, 6), (1, 2, 5)]
 
 
-def misuse_of_a_world(context: RankContext) -> list[Any]:
-    torch._C._distributed_c10d._register_process_group(GROUP_NAME, context.group)
-    try:
+def misuse_of_a_world(context: RankContext) -> None:
+    with registered_group(context):
         shmem.shmem_torch_process_group_init(GROUP_NAME, context.device)
         tensor = shmem.shmem_malloc(16)
-        calls = [
+        for call in (
             lambda: shmem.shmem_ptr_p2p(tensor, -1),
             lambda: shmem.shmem_ptr_p2p(tensor, context.world_size),
             lambda: shmem.shmem_ptr_p2p(torch.zeros(16), 0),
             lambda: shmem.shmem_free(torch.zeros(16)),
-        ]
-        kinds: list[Any] = []
-        for call in calls:
-            try:
-                kinds.append(call())
-            except Exception as error:  # noqa: BLE001 - which one is the question
-                kinds.append(type(error))
-        return kinds
-    finally:
-        shmem.shmem_finalize()
-        torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
+        ):
+            raised(EpA2AError, call)
 
 
 def test_misuse_of_shmem_functions_is_named(ranks):
-    for kinds in ranks(misuse_of_a_world, 2):
-        assert all(isinstance(kind, type) and issubclass(kind, EpA2AError) for kind in kinds)
+    ranks(misuse_of_a_world, 2)
