@@ -170,6 +170,11 @@ PUTS = {"internode_transport": "nvshmem"}
 """Options of rings whose ranks reach other nodes by puts only."""
 
 
+def by_stores(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
+    """A body with rings whose ranks store to all others' memory."""
+    return body(context, case, *more)
+
+
 def by_puts(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
     """A body with rings by puts: over NVSHMEM on GPUs, by copies of bytes on CPU."""
     case = replace(case, options=case.options | PUTS)

@@ -1,9 +1,9 @@
-"""InterNodeV1 and its kin on virtual nodes of GPUs: the bodies of tests/simulator/test_rings.py over NVLink."""
+"""Rings on virtual nodes of GPUs, by stores and by puts of NVSHMEM: the bodies of tests/simulator/test_rings.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,50 +14,61 @@ from tests.cases.ring_cases import (
     OF_FOUR_RANKS,
     REPLAYED,
     RING_KERNELS,
+    SHAPES,
     SHAPES_AND_FLAT,
+    by_puts,
+    by_stores,
     lines_that_cross,
     on_two_nodes,
     other_numbers_of_programs,
     rings,
 )
-from tests.markers import needs_gpus
+from tests.markers import needs_gpus, needs_own_gpus
 from tests.multigpu.cases import on_two_gpus
 
-
-@needs_gpus(2)
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_two_gpus(SHAPES_AND_FLAT).items()])
-def test_two_nodes_of_one(ranks: Any, case: Case) -> None:
-    ranks(run_case, 2, case, device="cuda")
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-@needs_gpus(4)
-@pytest.mark.parametrize("name", OF_FOUR_RANKS)
-def test_two_nodes_of_two(ranks: Any, name: str) -> None:
-    ranks(run_case, 4, on_two_nodes(CASES[name]), device="cuda")
+def each_transport(cases_by_stores: dict[str, Any], cases_by_puts: dict[str, Any]) -> list[Any]:
+    """Parameters (transport, case); NVSHMEM needs a GPU for each rank."""
+    return [
+        pytest.param(by_stores, case, id=f"stores-{name}", marks=needs_gpus(case.world_size))
+        for name, case in cases_by_stores.items()
+    ] + [
+        pytest.param(by_puts, case, id=f"puts-{name}", marks=needs_own_gpus(case.world_size, "NVSHMEM"))
+        for name, case in cases_by_puts.items()
+    ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=needs_gpus(case.world_size)) for name, case in SHAPES_AND_FLAT.items()]
-)
-def test_shapes(ranks: Any, case: Case) -> None:
-    ranks(run_case, case.world_size, case, device="cuda")
+OF_FOUR = {name: on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS}
+REPLAYS = {kernel: replace(REPLAYED, kernel=kernel) for kernel in RING_KERNELS}
 
 
-@needs_gpus(2)
+@pytest.mark.parametrize(("transport", "case"), each_transport(on_two_gpus(SHAPES_AND_FLAT), on_two_gpus(SHAPES)))
+def test_two_nodes_of_one(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
+    ranks(transport, 2, run_case, case, device="cuda")
+
+
+@pytest.mark.parametrize(("transport", "case"), each_transport(OF_FOUR, OF_FOUR))
+def test_two_nodes_of_two(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
+    ranks(transport, 4, run_case, case, device="cuda")
+
+
+@pytest.mark.parametrize(("transport", "case"), each_transport(SHAPES_AND_FLAT, SHAPES))
+def test_shapes(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
+    ranks(transport, case.world_size, run_case, case, device="cuda")
+
+
 @pytest.mark.usefixtures("compiled_whole")
-@pytest.mark.parametrize("kernel", RING_KERNELS)
-def test_replayed_steps(ranks: Any, kernel: str) -> None:
-    body, _ = BODIES["graph-rank-major"]
-    ranks(body, REPLAYED.world_size, replace(REPLAYED, kernel=kernel), device="cuda")
+@pytest.mark.parametrize(("transport", "case"), each_transport(REPLAYS, REPLAYS))
+def test_replayed_steps(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
+    ranks(transport, case.world_size, BODIES["graph-rank-major"][0], case, device="cuda")
 
 
 @needs_gpus(2)
 def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
-    case = replace(
-        REPLAYED,
-        tokens=((8, 8),),
-        options=rings(1, 1, 4) | {"block_num": 2},
-    )
+    case = replace(REPLAYED, tokens=((8, 8),), options=rings(1, 1, 4) | {"block_num": 2})
     ranks(other_numbers_of_programs, 2, case, device="cuda")
 
 
