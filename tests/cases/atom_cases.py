@@ -21,7 +21,15 @@ from ep_a2a.compat.mori import install, uninstall
 from ep_a2a.errors import ClosedError, UnsupportedError
 from ep_a2a.integrations.atom import activate
 from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
-from tests.cases.mori_programs import EXPERTS_PER_RANK, HIDDEN_DIM, MAX_TOKENS, TOPK, expected_sums, own_tokens
+from tests.cases.mori_programs import (
+    EXPERTS_PER_RANK,
+    HIDDEN_DIM,
+    MAX_TOKENS,
+    TOPK,
+    check_combined,
+    expected_sums,
+    own_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,10 +90,7 @@ def round_trip(context: RankContext, op: Any, seed: int = 0) -> None:
     """AITER's calls of an op, with experts that return what they get."""
     tokens, weights, ids = own_tokens(context, seed)
     received, _, _, _, _ = op.dispatch(tokens, weights, None, ids)
-    combined = op.combine(received, None, ids)
-    if isinstance(combined, tuple):
-        combined = combined[0]
-    assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+    check_combined(context, tokens, ids, op.combine(received, None, ids))
 
 
 def our_manager_by_the_setter(context: RankContext, backend: str) -> None:

@@ -88,6 +88,17 @@ def expected_sums(tokens: torch.Tensor, ids: torch.Tensor, world_size: int) -> t
     return (tokens.float() * num_ranks).bfloat16()
 
 
+def check_combined(
+    context: RankContext, tokens: torch.Tensor, ids: torch.Tensor, got: Any, weights: torch.Tensor | None = None
+) -> None:
+    """Results of identity experts and, where weights were combined, their sums."""
+    combined, sums = got if isinstance(got, tuple) else (got, None)
+    assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+    if weights is not None:
+        num_ranks = num_distinct_ranks(ids, EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
+        torch.testing.assert_close(sums[: len(ids)], weights * num_ranks)
+
+
 def check_received(context: RankContext, op: Any, got: Any, seed: int = 0) -> int:
     """Rows, weights and ids are those of the tokens that the positions name; each token has come once. How many."""
     rows, weights, _, ids, total = got
@@ -130,18 +141,10 @@ def complete_program(context: RankContext) -> None:
             rows = op.get_registered_combine_input_buffer(config.data_type)
             rows[:num_received].copy_(received[:num_received])
             # the registered buffer is read, whatever else is passed
-            combined, sums = op.combine(
-                torch.full_like(received, torch.nan),
-                received_weights,
-                ids,
-                block_num=80,
-                warp_per_block=8,
-                call_reset=False,
-            )
-            assert combined.shape == (op.max_num_tokens_to_send_per_rank(), HIDDEN_DIM)
-            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
-            num_ranks = num_distinct_ranks(ids, EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
-            torch.testing.assert_close(sums[: len(ids)], weights * num_ranks)
+            ignored = torch.full_like(received, torch.nan)
+            back = op.combine(ignored, received_weights, ids, block_num=80, warp_per_block=8, call_reset=False)
+            assert back[0].shape == (op.max_num_tokens_to_send_per_rank(), HIDDEN_DIM)
+            check_combined(context, tokens, ids, back, weights)
         op.reset()
         assert op.max_num_tokens_to_send() == op.max_num_tokens_to_recv() == context.world_size * MAX_TOKENS
         assert op.get_launch_config(is_dispatch=False)[0] > 0
@@ -165,7 +168,7 @@ def halves(context: RankContext, kernel_type: str) -> None:
         rows.fill_(torch.nan)
         assert op.combine_recv() is None
         assert sums is None
-        assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+        check_combined(context, tokens, ids, combined)
 
 
 def fewer_rows_than_received_buffer(context: RankContext) -> None:
@@ -177,10 +180,8 @@ def fewer_rows_than_received_buffer(context: RankContext) -> None:
             # ATOM's way to call it: the sixth argument is meant for another parameter, and harmless
             received, received_weights, _, _, total = op.dispatch(tokens, weights, None, ids, 64, 4)
             most = max(int(total), 1)
-            combined, sums = op.combine(received[:most].clone(), received_weights[:most].clone(), ids, 64, 4)
-            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
-            num_ranks = num_distinct_ranks(ids, EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
-            torch.testing.assert_close(sums[: len(ids)], weights * num_ranks)
+            back = op.combine(received[:most].clone(), received_weights[:most].clone(), ids, 64, 4)
+            check_combined(context, tokens, ids, back, weights)
 
 
 def rows_are_missing(context: RankContext) -> None:
@@ -208,90 +209,57 @@ def rows_are_missing(context: RankContext) -> None:
                     op.combine(received[:cut], received_weights[:cut], received_ids[:cut])
                 with pytest.raises(InputError, match="rows fewer"):
                     op.combine(received[:1], weights[:1], ids)
-            combined, _ = op.combine(received[: cut + shorter_by], None, ids)
-            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+            check_combined(context, tokens, ids, op.combine(received[: cut + shorter_by], None, ids))
 
 
 def the_documents_program(context: RankContext) -> None:
-    """The complete example of MORI's document on its calls, as printed but for sizes, devices and the world."""
+    """The complete example of MORI's document: its calls and arguments, with other sizes, devices and world."""
     with mori_world(context) as mori:
-        rank, world_size, device = context.rank, context.world_size, context.device
-        config = mori.ops.EpDispatchCombineConfig(
-            data_type=torch.bfloat16,
-            rank=rank,
-            world_size=world_size,
-            hidden_dim=HIDDEN_DIM,
-            scale_dim=0,
-            scale_type_size=1,
-            max_token_type_size=4,
-            max_num_inp_token_per_rank=MAX_TOKENS,
-            num_experts_per_rank=EXPERTS_PER_RANK,
-            num_experts_per_token=TOPK,
-            warp_num_per_block=8,
-            block_num=80,
-            use_external_inp_buf=False,
-            kernel_type=mori.ops.EpDispatchCombineKernelType.IntraNode,
-        )
+        kernel_type = mori.ops.EpDispatchCombineKernelType.IntraNode
+        config = make_config(mori, context, use_external_inp_buf=False, kernel_type=kernel_type)
         op = mori.ops.EpDispatchCombineOp(config)
         num_tokens = MAX_TOKENS - 1
-        torch.manual_seed(rank)
-        input_tokens = torch.randn(num_tokens, config.hidden_dim, dtype=torch.bfloat16, device=device)
-        weights = torch.rand(num_tokens, config.num_experts_per_token, dtype=torch.float32, device=device)
-        indices = torch.randint(
-            0,
-            config.num_experts_per_rank * config.world_size,
-            (num_tokens, config.num_experts_per_token),
-            dtype=torch.int32,
-            device=device,
-        )
+        torch.manual_seed(context.rank)
+        input_tokens = torch.randn(num_tokens, config.hidden_dim, dtype=torch.bfloat16, device=context.device)
+        weights = torch.rand(num_tokens, config.num_experts_per_token, device=context.device)
+        num_experts, shape = config.num_experts_per_rank * config.world_size, weights.shape
+        indices = torch.randint(0, num_experts, shape, dtype=torch.int32, device=context.device)
         for _ in range(2):
             dispatch_output, dispatch_weights, dispatch_scales, dispatch_indices, num_recv_tokens = op.dispatch(
                 input_tokens, weights, None, indices, block_num=80, warp_per_block=8
             )
-            combine_output, combine_weights = op.combine(
+            back = op.combine(
                 dispatch_output, dispatch_weights, dispatch_indices, block_num=80, warp_per_block=8, call_reset=False
             )
             assert dispatch_scales is None
             assert 0 < int(num_recv_tokens) <= len(dispatch_output)
-            expected = expected_sums(input_tokens.cpu(), indices.cpu(), world_size)
-            assert torch.equal(combine_output[:num_tokens].cpu(), expected)
-            num_ranks = num_distinct_ranks(indices, EXPERTS_PER_RANK * world_size, world_size)[:, None]
-            torch.testing.assert_close(combine_weights[:num_tokens], weights * num_ranks)
+            check_combined(context, input_tokens, indices, back, weights)
         del op
 
 
 def the_guides_program(context: RankContext) -> None:
     """The calls that AITER's guide prints, for an op of fp8 tokens with scales, as printed but for sizes."""
     with mori_world(context) as mori:
-        hidden_dim, max_tokens, topk = 256, MAX_TOKENS, TOPK
-        num_experts, world_size = EXPERTS_PER_RANK * context.world_size, context.world_size
+        hidden_dim = 256
         tokens, topk_weights, topk_ids = own_tokens(context)
         tokens_qt = tokens.repeat(1, hidden_dim // HIDDEN_DIM).to(torch.float8_e4m3fn)
-        num_local_tokens = len(tokens)
-        scale = torch.rand(num_local_tokens, hidden_dim // 128, device=context.device)
-        mori_config = mori.ops.EpDispatchCombineConfig(
+        scale = torch.rand(len(tokens), hidden_dim // 128, device=context.device)
+        mori_config = make_config(
+            mori,
+            context,
             data_type=tokens_qt.dtype,
-            rank=context.rank,
-            world_size=world_size,
             hidden_dim=hidden_dim,
             scale_dim=scale.shape[-1],
             scale_type_size=scale.dtype.itemsize,
             max_token_type_size=torch.bfloat16.itemsize,
-            max_num_inp_token_per_rank=max_tokens,
-            num_experts_per_rank=num_experts // world_size,
-            num_experts_per_token=topk,
         )
         mori_op = mori.ops.EpDispatchCombineOp(mori_config)
         for _ in range(2):
             (out, weights, scales, ids, recv_num) = mori_op.dispatch(tokens_qt, topk_weights, scale, topk_ids)
             assert len(weights) == len(scales) == len(ids) == len(out)
             assert int(recv_num) <= len(out)
-            moe_output = out.to(torch.bfloat16)
-            combine_output = mori_op.combine(moe_output, topk_weights, topk_ids)
-            if isinstance(combine_output, tuple):
-                combine_output = combine_output[0]
-            result = combine_output[:num_local_tokens]
-            assert torch.equal(result.cpu(), expected_sums(tokens_qt.cpu(), topk_ids.cpu(), world_size))
+            combine_output = mori_op.combine(out.to(torch.bfloat16), topk_weights, topk_ids)
+            check_combined(context, tokens_qt, topk_ids, combine_output)
 
 
 def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> None:
@@ -306,8 +274,7 @@ def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> N
         for seed in range(2):
             tokens, weights, ids = own_tokens(context, seed)
             received, _, _, _, _ = op.dispatch(tokens, weights, None, ids)
-            combined, _ = op.combine(received, None, ids)
-            assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+            check_combined(context, tokens, ids, op.combine(received, None, ids))
         assert len(op.get_dispatch_src_token_pos()) <= len(received)
 
 
@@ -338,8 +305,7 @@ def what_is_refused(context: RankContext) -> None:
                 op.dispatch(tokens, weights, None, ids)
         op.reset()
         received, _, _, _, _ = op.dispatch(tokens, weights, None, ids)
-        combined, _ = op.combine(received, None, ids)
-        assert torch.equal(combined[: len(ids)].cpu(), expected_sums(tokens.cpu(), ids.cpu(), context.world_size))
+        check_combined(context, tokens, ids, op.combine(received, None, ids))
 
 
 def addresses(context: RankContext) -> list[int]:
