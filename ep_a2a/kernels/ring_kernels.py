@@ -225,14 +225,17 @@ def idle(table, moved, polls, deadline, waiting, epoch, rank, S: tl.constexpr, R
 
     Args:
         waiting: [NODE_LANES], above 0 for the nodes that something is still to be sent to or to come from. When
-            time is up a rank is accused that has sent no counts in this step, else the first of those.
+            time is up a rank is accused that has sent no counts in this step, else the first of those on other nodes.
     """
     poison = tl.full((), 0, tl.int32)
     polls = tl.where(moved > 0, 0, next_poll(polls))
     if moved == 0:
         pause(0)
         if polls % POLLS_PER_CLOCK == 0:
-            first = reduce_min(tl.where(waiting > 0, tl.arange(0, R.NODE_LANES), R.NODE_LANES), 0)
+            nodes = tl.arange(0, R.NODE_LANES)
+            # this rank has no room for its own chunk where another node's is missing
+            others = (waiting > 0) & (nodes != rank // R.GPUS)
+            first = reduce_min(tl.where(others, nodes, R.NODE_LANES), 0)
             otherwise = first * R.GPUS + rank % R.GPUS
             accused = absent_rank(table, epoch, otherwise, rank, S.WORLD_SIZE, S.WORLD_LANES)
             poison, deadline = overdue(table, polls, deadline, accused, rank, S.WORLD_SIZE, 1)

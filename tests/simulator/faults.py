@@ -47,6 +47,7 @@ PATHS = {
     "expert_major": replace(CASES["expert_major"], **THREE),
     "rings": replace(CASES["rings"], num_steps=1),
     "rings_of_a_step": replace(CASES["rings_of_a_step"], num_steps=1),
+    "rings_by_puts": replace(CASES["rings_by_puts"], num_steps=1),
     "rings_of_three_nodes": replace(CASES["rings"], **THREE, num_nodes=3),
 }
 
@@ -77,6 +78,7 @@ class Life:
         phase: the last one that it has come to. first_operations: by phase, the number of its first operation.
         error: the first one of a wait. told_at: when it came.
         went_on: whether the op was reset and right again after an error.
+        in_reset: the error of this reset, during which another rank may die.
         closed_at: when op and arena were closed. close_secs: how long that took.
     """
 
@@ -85,6 +87,7 @@ class Life:
     error: RankTimeoutError | None = None
     told_at: float = 0.0
     went_on: bool = False
+    in_reset: RankTimeoutError | None = None
     closed_at: float = 0.0
     close_secs: float = 0.0
 
@@ -160,9 +163,12 @@ def go_on(context: Context, case: Case, made: list[Any], life: Life) -> None:
     if life.error.late_ranks:
         # whoever had all that it needed has no error, and comes to this reset, too
         _, op = made
-        op.reset()
-        calls_of(context, case, op, case.num_steps)
-        life.went_on = True
+        try:
+            op.reset()
+            calls_of(context, case, op, case.num_steps)
+            life.went_on = True
+        except RankTimeoutError as error:
+            life.in_reset = error
 
 
 def simulation_of(world_size: int, conditions: Conditions) -> Simulation:
@@ -184,12 +190,12 @@ def simulated(run: Run) -> tuple[Simulation, list[Life], list[BaseException | No
 
 
 @functools.cache
-def whole_life(path: str, rank: int) -> tuple[int, dict[str, int]]:
-    """Number of operations of a rank where nothing happens, and that of the first one of each phase."""
+def whole_lives(path: str) -> list[tuple[int, dict[str, int]]]:
+    """By rank where nothing happens: its number of operations, and that of the first one of each phase."""
     simulation, lives, errors = simulated(Run(path, Conditions(num_sms=4)))
     assert errors == [None] * len(lives), errors
     assert all(life.error is None for life in lives), [life.error for life in lives]
-    return simulation.scheduler.num_operations[rank], lives[rank].first_operations
+    return [(simulation.scheduler.num_operations[rank], life.first_operations) for rank, life in enumerate(lives)]
 
 
 def draw(seed: int) -> Run:
@@ -200,7 +206,7 @@ def draw(seed: int) -> Run:
     num_faults = draws.choice((1, 1, 1, 2, min(3, world_size - 1)))
     faults = []
     for rank in draws.sample(range(world_size), num_faults):
-        num_operations, first = whole_life(path, rank)
+        num_operations, first = whole_lives(path)[rank]
         begin = draws.choice((JOINED, JOINED, first["steps"], first["steps"], first["steps"], first["reset"]))
         secs = draws.choice((None, None, None, SHORT_STOP_SECS, LONG_STOP_SECS)) if num_faults < 3 else None
         faults.append(Fault(rank, draws.randint(begin, num_operations), secs))
@@ -283,8 +289,9 @@ class Judge:
                 yield f"rank {rank} heard of no death"
             if life.error and self._only_short_stops():
                 yield f"rank {rank} did not wait for a short stop: {life.error}"
-            if not life.closed_at or (life.named and life.named[1] and not life.went_on):
-                yield f"rank {rank} did not come to the end"
+            another_died = life.in_reset and life.in_reset.missing_ranks and self.died >= {*life.in_reset.missing_ranks}
+            if not life.closed_at or (life.named and life.named[1] and not life.went_on and not another_died):
+                yield f"rank {rank} did not come to the end: {life.in_reset}"
 
     def _only_short_stops(self) -> bool:
         return len(self.struck) == 1 and all(fault.secs == SHORT_STOP_SECS for fault in self.run.conditions.faults)

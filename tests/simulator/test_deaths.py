@@ -19,8 +19,8 @@ from tests.simulator.faults import (
 from tests.simulator.ranks import Conditions
 from tests.simulator.scheduler import Fault
 
-NUM_SEEDS, NUM_QUICK_SEEDS = 72, 2
-VICTIM = 1
+NUM_SEEDS, NUM_QUICK_SEEDS = 80, 2
+VICTIM, FAR_VICTIM = 1, 2
 MEETING_SECS = 300.0
 SLACK_SECS = 1.0
 
@@ -39,7 +39,7 @@ def test_survivors_name_exactly_those_that_are_gone(seed):
 
 @pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_death_before_the_first_step_is_named_at_once_wherever_it_comes(each):
-    _, first = faults.whole_life("bulk", VICTIM)
+    _, first = faults.whole_lives("bulk")[VICTIM]
     for operation in range(JOINED, first["steps"], each):
         _, lives, errors = simulated(with_fault("bulk", operation))
         assert errors == [None] * 3
@@ -57,7 +57,7 @@ def test_a_death_before_others_know_of_the_rank_is_named_when_the_meeting_ends(o
 
 
 def test_a_rank_that_stands_still_in_a_step_reads_what_the_others_read():
-    num_operations, first = faults.whole_life("bulk", VICTIM)
+    num_operations, first = faults.whole_lives("bulk")[VICTIM]
     run = with_fault("bulk", (first["steps"] + num_operations) // 2, LONG_STOP_SECS)
     simulation, lives, errors = simulated(run)
     assert errors == [None] * 3
@@ -66,6 +66,13 @@ def test_a_rank_that_stands_still_in_a_step_reads_what_the_others_read():
     # at the bound, plus the time in which others may give up, too
     last = simulation.scheduler.struck[VICTIM] + BOUND_SECS + PATIENCE_SECS + POLLING_SECS
     assert lives[0].told_at < last < simulation.scheduler.struck[VICTIM] + LONG_STOP_SECS
+
+
+def test_a_rank_of_another_node_that_holds_up_a_chunk_is_named():
+    """Rings of one chunk: then the others have no room for chunks of their own node either."""
+    _, first = faults.whole_lives("rings_by_puts")[FAR_VICTIM]
+    in_combine = Fault(FAR_VICTIM, first["reset"] - 170, LONG_STOP_SECS)
+    assert problems_of(Run("rings_by_puts", Conditions(num_sms=4, faults=(in_combine,)))) == []
 
 
 @pytest.mark.parametrize(("operation", "missing"), [(1, ()), (JOINED, ()), (40, (VICTIM,))])
@@ -82,7 +89,7 @@ def test_a_store_that_ends_with_its_process_is_an_error_of_all(operation, missin
 
 @pytest.mark.parametrize("phase", ["reset", "close"])
 def test_a_death_in_the_last_meetings(phase):
-    num_operations, first = faults.whole_life("bulk", VICTIM)
+    num_operations, first = faults.whole_lives("bulk")[VICTIM]
     # the first operations of reset are its meeting, a step follows
     for operation in range(first[phase], min(first[phase] + 100, num_operations), 20):
         assert problems_of(with_fault("bulk", operation)) == [], operation
