@@ -89,10 +89,12 @@ CASES = {
     "low_latency_strides": replace(SMALL, max_num_tokens=(4, 3), tokens=((3, 2), (1, 3)), num_steps=4),
     "bulk": replace(SMALL, options=BULK),
     "bulk_compact": replace(SMALL, layout="compact", options=BULK, split="mixed"),
-    "bulk_look_back": replace(SMALL, max_tokens=1100, tokens=((9, 6),), num_steps=2, options=BULK),
+    "bulk_look_back": replace(
+        SMALL, max_tokens=1100, tokens=((9, 6),), num_steps=2, scale_dim=3, num_biases=2, options=BULK
+    ),
     "small_room": replace(SMALL, layout="compact", routing="all_to_one", options={"max_total_recv_tokens": 2}),
     "small_room_bulk": replace(SMALL, layout="compact", options=BULK | {"max_total_recv_tokens": 2}),
-    "expert_major": replace(SMALL, layout="expert_major"),
+    "expert_major": replace(SMALL, layout="expert_major", options={"expert_alignment": 4}),
     "fp8_results": replace(SMALL, hidden_dim=128, quant_type="fp8_blockwise"),
     "fp8_results_long_rows": replace(SMALL, hidden_dim=1152, quant_type="fp8_blockwise", num_steps=1),
     "fp8_results_direct": replace(SMALL, hidden_dim=128, quant_type="fp8_direct_cast"),
@@ -125,7 +127,7 @@ def run_chain(context: Context, case: Case) -> None:
             step = Step.dispatch(case, op, number, context.device)
             rows, _, expected, _ = step.before_combine()
             out = torch.zeros_like(expected)
-            op.combine(rows, None, step.ids, out=out)
+            op.combine(rows, None, step.ids, out=out, **step.biases())
             checks.append((out, expected))
         context.synchronize()
         op.check()

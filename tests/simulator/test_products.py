@@ -19,7 +19,9 @@ RUNS = (
     ("expert_major", "late_weights"),
     ("fp8_results", "steps"),
     ("fp8", "steps"),
+    ("small_room", "behind_failure"),
     ("rings", "steps"),
+    ("rings_by_puts", "steps"),
     ("staged", "staged"),
 )
 SMALL_PRODUCTS = """
@@ -45,6 +47,7 @@ source_node * R.NUM_CHUNKS + chunk
 channel + count * R.CHANNELS
 row numbers, of which a rank has fewer than 2**31:
 source * step.step_tokens + index
+slot = expert * block_rows + index
 tl.cast(source * step_tokens + index, tl.int64)
 elements of a tile, or of a row:
 tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
