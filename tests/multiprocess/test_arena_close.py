@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
 from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.late import last_of_those_who_wait
-from tests.messages import messages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 SIZES = BlockSizes(512, {"dispatch": 1024}, 64, {"result": 128}, record_words=8)
 LATE_RANK = 1
-PATIENCE_SECS = 8.0
-"""Longer than one rank of a busy machine is behind another that left a barrier with it."""
 LONG_PATIENCE_SECS, AT_ONCE_SECS = 60.0, 30.0
 """A close of long patience that takes less waits for nobody in vain."""
 
@@ -88,32 +84,6 @@ def finalize_a_world_of_allocations(context: RankContext) -> Span:
 
 def test_all_wait_where_only_the_program_has_allocated(ranks):
     assert_all_wait_for_the_late_rank(ranks(finalize_a_world_of_allocations, 3))
-
-
-def one_never_closes(context: RankContext) -> tuple[float, list[str], bool]:
-    arena = Arena(context.group, context.device)
-    block = arena.acquire("key", 0, SIZES).symmetric["own"]
-    # those who close must find each other there
-    arena.rendezvous.barrier("before the close")
-    with messages_of(arena_module.logger, logging.INFO) as texts:
-        seconds = 0.0 if context.rank == LATE_RANK else seconds_of(arena.close, PATIENCE_SECS)
-    again = Arena(context.group, context.device)
-    again.rendezvous.barrier("a later arena is not disturbed")
-    closed = block.closed
-    arena.close(alone=True)
-    return seconds, texts, closed
-
-
-def test_a_rank_that_does_not_close_is_named_and_not_waited_for_long(ranks):
-    for rank, (seconds, texts, closed) in enumerate(ranks(one_never_closes, 3)):
-        if rank == LATE_RANK:
-            assert not closed
-            continue
-        # the store's clock is not this one: it may end a wait a millisecond early
-        assert 0.9 * PATIENCE_SECS <= seconds < LONG_PATIENCE_SECS
-        assert len(texts) == 1
-        assert texts[0].startswith(f"rank {rank} closes alone: no sign of rank {LATE_RANK}: rank {LATE_RANK} is late")
-        assert closed
 
 
 def close_in_the_middle(context: RankContext, case: Case, how: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,16 @@ import torch
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.arena import Arena
+from ep_a2a.memory import arena as arena_module
+from ep_a2a.memory.agreement import PATIENCE_SECS
+from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
 from tests.cases import fault_cases
 from tests.cases.fault_cases import VICTIM, close_secs, echo_of, settle, steps_until_error, told_by
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
 from tests.cases.op_checks import raised
 from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
 from tests.cases.staged_cases import over_torch_distributed
+from tests.messages import messages_of
 from tests.simulator.explain import describe
 from tests.simulator.faults import simulation_of
 from tests.simulator.nodes import arena_of
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 TIMEOUT_SECS = 4.0
 MOST_SECS, LATE_SECS = 45.0, 60.0
 """MOST_SECS: a wait ends at its third look at the clock, which comes every 32 polls of up to 0.4 s each here."""
+SIZES = BlockSizes(512, {"dispatch": 1024}, 64, {"result": 128}, record_words=8)
 TWO = Case(world_size=2, hidden_dim=32)
 
 
@@ -160,6 +165,30 @@ def test_an_exception_between_dispatch_and_combine():
         if rank != VICTIM:
             assert (seen["call"], seen["missing"], seen["late"]) == ("combine 0", [], [VICTIM])
             assert seen["secs"] < MOST_SECS
+
+
+def one_never_closes(context: Context) -> tuple[float, bool]:
+    """Seconds of a close, and whether the memory has gone."""
+    arena = Arena(context.group, context.device)
+    block = arena.acquire("key", 0, SIZES).symmetric["own"]
+    start = clock.now()
+    if context.rank != VICTIM:
+        arena.close()
+    secs = clock.now() - start
+    again = Arena(context.group, context.device)
+    again.rendezvous.barrier("a later arena is not disturbed")
+    return secs, block.closed
+
+
+def test_a_rank_that_does_not_close_is_named_and_not_waited_for_long():
+    with messages_of(arena_module.logger, logging.INFO) as texts:
+        results = results_of(3, one_never_closes)
+    for rank, (secs, closed) in enumerate(results):
+        assert closed == (rank != VICTIM)
+        assert rank == VICTIM or CLOSE_PATIENCE_SECS <= secs < CLOSE_PATIENCE_SECS + PATIENCE_SECS
+    named = f"closes alone: no sign of rank {VICTIM}: rank {VICTIM} is late"
+    closings = sorted(text.partition(" (")[0] for text in texts if "closes alone" in text)
+    assert closings == [f"rank {rank} {named}" for rank in (0, 2)]
 
 
 def skips_a_step(context: Context, case: Case) -> dict[str, Any]:

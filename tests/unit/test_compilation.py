@@ -21,14 +21,15 @@ from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.portable import portable
 from tests.cases.configs import deepseek_v3
 from tests.offline_compile import compile_offline
+from tests.waiting import await_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
 SHORT_SECS, ANNOUNCE_AFTER_SECS = 0.05, 0.3
-LOOK_SECS, PATIENCE_SECS = 0.01, 30.0
-"""Real ones."""
+LOOK_SECS = 0.01
+"""By the real clock."""
 SAID = threading.Event()
 """Set once the watcher of the newest `compiled` has said what it has to say."""
 
@@ -88,8 +89,7 @@ class FakeKernel:
     def take_time(self) -> None:
         TIME.pass_by(self.secs)
         if self.until_said:
-            looks = range(int(PATIENCE_SECS / LOOK_SECS))
-            assert any(SAID.wait(LOOK_SECS) or TIME.pass_by(ANNOUNCE_AFTER_SECS) for _ in looks), "nothing was said"
+            await_until(lambda: SAID.is_set() or TIME.pass_by(ANNOUNCE_AFTER_SECS), "the watcher speaks")
 
 
 class Terminal(io.StringIO):
