@@ -38,25 +38,23 @@ def narrow_products() -> Iterator[set[str]]:
     def multiply(self: Any, left: Any, right: Any) -> Any:
         result = plain["create_mul"](self, left, right)
         if result.data.dtype == np.int32:
-            result.attr["product"] = site()
+            result.attr["products"] = {site()}
         return result
 
     def add_to_pointer(self: Any, pointer: Any, offset: Any) -> Any:
-        if "product" in offset.attr:
-            found.add(offset.attr["product"])
+        found.update(offset.attr.get("products", ()))
         return plain["create_addptr"](self, pointer, offset)
 
     def make_pointer(self: Any, number: Any, kind: Any) -> Any:
-        if "product" in number.attr:
-            found.add(number.attr["product"])
+        found.update(number.attr.get("products", ()))
         return plain["create_int_to_ptr"](self, number, kind)
 
     def passes_on(name: str) -> Callable[..., Any]:
         def operation(self: Any, *args: Any) -> Any:
             result = plain[name](self, *args)
-            for each in args:
-                if "product" in getattr(each, "attr", ()):
-                    result.attr["product"] = each.attr["product"]
+            products = set().union(*(getattr(each, "attr", {}).get("products", ()) for each in args))
+            if products:
+                result.attr["products"] = products
             return result
 
         return operation

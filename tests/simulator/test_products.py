@@ -48,13 +48,14 @@ channel + count * R.CHANNELS
 row numbers, of which a rank has fewer than 2**31:
 source * step.step_tokens + index
 slot = expert * block_rows + index
+first = rank * (own_slots
 tl.cast(source * step_tokens + index, tl.int64)
 elements of a tile, or of a row:
 tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 groups[:, None] * GROUP + elements[None, :]
 groups[:, None] * ROW.GROUP + elements[None, :]
 tokens * S.TOPK + k
-(unit % num_blocks) * BLOCK
+% num_blocks) *
 block * E.BLOCK_WORDS
 nothing:
 vector * 0 + value
