@@ -21,6 +21,7 @@ from ep_a2a.compat.mori import install, uninstall
 from ep_a2a.errors import ClosedError, UnsupportedError
 from ep_a2a.integrations.atom import activate
 from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
+from tests.cases.manager_cases import kwargs_of
 from tests.cases.mori_programs import (
     EXPERTS_PER_RANK,
     HIDDEN_DIM,
@@ -30,6 +31,7 @@ from tests.cases.mori_programs import (
     expected_sums,
     own_tokens,
 )
+from tests.cases.op_cases import Case
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,19 +73,11 @@ def shape(context: RankContext, backend: str = "") -> Iterator[Any]:
 
 def aiter_kwargs(context: RankContext, **changes: Any) -> dict[str, Any]:
     """As AITER's guide makes them; gpu_per_node=1 as in its test."""
-    return {
-        "rank": context.rank,
-        "num_ep_ranks": context.world_size,
-        "input_dtype": torch.bfloat16,
-        "quant_dtype": torch.bfloat16,
-        "token_hidden_size": HIDDEN_DIM,
-        "scale_dim": 1,
-        "scale_type_size": 4,
-        "max_num_tokens_per_dp_rank": MAX_TOKENS,
-        "num_local_experts": EXPERTS_PER_RANK,
-        "num_experts_per_token": TOPK,
-        "gpu_per_node": 1,
-    } | changes
+    num_experts = EXPERTS_PER_RANK * context.world_size
+    case = Case(context.world_size, HIDDEN_DIM, TOPK, num_experts, MAX_TOKENS)
+    kwargs = kwargs_of(case, context.rank, scale_dim=1, scale_type_size=4, gpu_per_node=1) | changes
+    del kwargs["layout"]
+    return kwargs
 
 
 def round_trip(context: RankContext, op: Any, seed: int = 0) -> None:

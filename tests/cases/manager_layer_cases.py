@@ -21,8 +21,9 @@ from ep_a2a.errors import (
     UnsupportedError,
 )
 from ep_a2a.memory.guards import recording_on_cpu
+from tests.cases import manager_cases
 from tests.cases.manager_cases import create
-from tests.cases.op_cases import same_bits
+from tests.cases.op_cases import Case, same_bits
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -62,18 +63,9 @@ def layer_result(world_size: int, rank: int, number: int, dtype: torch.dtype = t
 
 
 def kwargs_of(context: RankContext, **changes: Any) -> dict[str, Any]:
-    return {
-        "rank": context.rank,
-        "num_ep_ranks": context.world_size,
-        "input_dtype": torch.bfloat16,
-        "quant_dtype": None,
-        "token_hidden_size": HIDDEN_DIM,
-        "max_num_tokens_per_dp_rank": MAX_TOKENS,
-        "num_local_experts": len(owned_experts(context.world_size, context.rank)),
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_token": TOPK,
-        **changes,
-    }
+    own = {"num_local_experts": len(owned_experts(context.world_size, context.rank)), "num_experts": NUM_EXPERTS}
+    case = Case(context.world_size, HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS)
+    return manager_cases.kwargs_of(case, context.rank, **{"quant_dtype": None, **own, **changes})
 
 
 def run_layer(context: RankContext, place: Any, backend: str, number: int, *, one_node: bool = True) -> None:

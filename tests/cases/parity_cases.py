@@ -14,6 +14,8 @@ import torch
 from ep_a2a.managers.capabilities import problems
 from ep_a2a.managers.registry import available_backends, create_manager, manager_type
 from ep_a2a.routing import destination_mask
+from tests.cases.manager_cases import kwargs_of
+from tests.cases.op_cases import Case
 
 if TYPE_CHECKING:
     from ep_a2a.managers.base import All2AllManagerBase
@@ -84,17 +86,9 @@ def layer(batch: Batch, num_experts: int) -> torch.Tensor:
 
 
 def handle_kwargs(context: RankContext, layout: str, hidden_dim: int) -> dict[str, Any]:
-    return {
-        "rank": context.rank,
-        "num_ep_ranks": context.world_size,
-        "input_dtype": torch.bfloat16,
-        "quant_dtype": torch.bfloat16,
-        "token_hidden_size": hidden_dim,
-        "max_num_tokens_per_dp_rank": MAX_TOKENS,
-        "num_local_experts": EXPERTS_PER_RANK,
-        "num_experts_per_token": TOPK,
-        "layout": layout,
-    }
+    num_experts = EXPERTS_PER_RANK * context.world_size
+    case = Case(context.world_size, hidden_dim, TOPK, num_experts, MAX_TOKENS, layout=layout)
+    return kwargs_of(case, context.rank)
 
 
 def run_backend(context: RankContext, name: str, layout: str, hidden_dim: int) -> None:

@@ -16,12 +16,14 @@ from ep_a2a import shmem
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, ConfigMismatchError, InputError, NotInitializedError, UnknownNameError
 from ep_a2a.managers.native import NativeAll2AllManager
-from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineOp
+from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.routing import num_distinct_ranks
+from tests.cases.op_cases import Case
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ep_a2a.ops import EpDispatchCombineConfig
     from ep_a2a.testing import RankContext
 
 HIDDEN, TOPK, TOKENS = 128, 2, 5
@@ -139,18 +141,7 @@ def test_without_a_process_group_it_says_what_is_missing() -> None:
 
 
 def config_of(context: RankContext) -> EpDispatchCombineConfig:
-    return EpDispatchCombineConfig(
-        data_type=torch.bfloat16,
-        rank=context.rank,
-        world_size=context.world_size,
-        hidden_dim=HIDDEN,
-        scale_dim=0,
-        scale_type_size=0,
-        max_token_type_size=4,
-        max_num_inp_token_per_rank=8,
-        num_experts_per_rank=2,
-        num_experts_per_token=TOPK,
-    )
+    return Case(context.world_size, HIDDEN, TOPK, 2 * context.world_size, max_tokens=8).config(context.rank)
 
 
 def from_a_config(context: RankContext) -> bool:

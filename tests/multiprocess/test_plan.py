@@ -13,6 +13,8 @@ from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.integrations.vllm.token_format import TokenFormat, handle_kwargs
 from ep_a2a.managers.registry import create_manager
+from tests.cases import manager_cases
+from tests.cases.op_cases import Case
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -47,18 +49,9 @@ MODEL = {
 
 
 def kwargs_of(rank: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "num_ep_ranks": WORLD_SIZE,
-        "input_dtype": torch.bfloat16,
-        "quant_dtype": torch.bfloat16,
-        "token_hidden_size": HIDDEN_DIM,
-        "max_num_tokens_per_dp_rank": MAX_TOKENS,
-        "num_experts": NUM_EXPERTS,
-        "num_local_experts": num_owned_experts(NUM_EXPERTS, WORLD_SIZE, rank),
-        "num_experts_per_token": TOPK,
-        **changes,
-    }
+    case = Case(WORLD_SIZE, HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS)
+    own = {"num_experts": NUM_EXPERTS, "num_local_experts": num_owned_experts(NUM_EXPERTS, WORLD_SIZE, rank)}
+    return manager_cases.kwargs_of(case, rank, **own, **changes)
 
 
 def allocated(context: RankContext) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,9 @@ import torch
 import ep_a2a
 from ep_a2a.compat.deep_ep import Buffer
 from ep_a2a.graph_breaks import outside_graphs
-from tests.cases.mori_programs import mori_world
+from tests.cases.manager_cases import kwargs_of
+from tests.cases.mori_programs import make_config, mori_world
+from tests.cases.op_cases import Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,20 +105,8 @@ def of_a_manager(context: RankContext, backend: str) -> None:
         manager.device = torch.device("cpu")
         handle = None
         if backend == "ep_a2a":
-            handle = manager.get_handle(
-                {
-                    "rank": context.rank,
-                    "num_ep_ranks": context.world_size,
-                    "input_dtype": torch.float32,
-                    "quant_dtype": torch.float32,
-                    "token_hidden_size": 16,
-                    "scale_dim": 0,
-                    "scale_type_size": 0,
-                    "max_num_tokens_per_dp_rank": 4,
-                    "num_local_experts": 2,
-                    "num_experts_per_token": 2,
-                }
-            )
+            case = Case(context.world_size, hidden_dim=16, num_experts=4, max_tokens=4, dtype=torch.float32)
+            handle = manager.get_handle(kwargs_of(case, context.rank))
         compare(through_a_manager(manager), context.rank, "eager")
         del handle
 
@@ -129,18 +119,8 @@ def of_deep_ep(context: RankContext) -> None:
 
 def of_mori(context: RankContext) -> None:
     with mori_world(context) as mori:
-        config = mori.ops.EpDispatchCombineConfig(
-            data_type=torch.float32,
-            rank=context.rank,
-            world_size=context.world_size,
-            hidden_dim=16,
-            scale_dim=0,
-            scale_type_size=0,
-            max_token_type_size=4,
-            max_num_inp_token_per_rank=4,
-            num_experts_per_rank=2,
-            num_experts_per_token=2,
-        )
+        sizes = {"hidden_dim": 16, "max_num_inp_token_per_rank": 4, "num_experts_per_rank": 2}
+        config = make_config(mori, context, data_type=torch.float32, **sizes)
         compare(through_mori(mori.ops.EpDispatchCombineOp(config)), context.rank, "eager", 2)
 
 
