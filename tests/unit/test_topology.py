@@ -24,52 +24,28 @@ def cluster(hosts, containers=None):
     return TopologyReport(facts, failures)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8, 72])
-def test_one_node(world_size):
-    topology = classify(cluster("a" * world_size))
-    assert topology.world_size == world_size
-    assert topology.node_of_rank == (0,) * world_size
-    assert (topology.num_nodes, topology.ranks_per_node, topology.gpu_per_node) == (1, (world_size,), world_size)
-    assert not topology.internode
-    assert topology.contiguous
-    assert not topology.uneven
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "contiguous", "uneven", "said"),
+    [
+        ("a", [0], True, False, "1 node(s)"),
+        ("a" * 72, [0] * 72, True, False, "1 node(s)"),
+        ("a" * 8 + "b" * 8, [0] * 8 + [1] * 8, True, False, "2 node(s)"),
+        ("a" * 8 + "b" * 4, [0] * 8 + [1] * 4, True, True, "8 and 4 ranks"),
+        ("abcdef", [0, 1, 2, 3, 4, 5], True, False, "6 node(s)"),
+        ("abababab", [0, 1] * 4, False, False, "interleaved"),
+        # nodes are numbered by their lowest rank
+        ("bbaacc", [0, 0, 1, 1, 2, 2], True, False, "3 node(s)"),
+    ],
+)
+def test_nodes_are_hosts(hosts, nodes, contiguous, uneven, said):
+    topology = classify(cluster(hosts))
+    sizes = tuple(nodes.count(node) for node in range(max(nodes) + 1))
+    assert topology.node_of_rank == tuple(nodes)
+    assert (topology.world_size, topology.num_nodes, topology.ranks_per_node) == (len(hosts), len(sizes), sizes)
+    assert (topology.gpu_per_node, topology.internode) == (max(sizes), len(sizes) > 1)
+    assert (topology.contiguous, topology.uneven) == (contiguous, uneven)
     assert topology.shared_memory_problem is None
-    assert topology.reason.startswith("1 node(s)")
-
-
-def test_two_nodes_of_eight():
-    topology = classify(cluster("a" * 8 + "b" * 8))
-    assert topology.node_of_rank == (0,) * 8 + (1,) * 8
-    assert topology.internode
-    assert topology.contiguous
-    assert not topology.uneven
-
-
-def test_uneven_nodes():
-    topology = classify(cluster("a" * 8 + "b" * 4))
-    assert topology.ranks_per_node == (8, 4)
-    assert topology.gpu_per_node == 8
-    assert topology.uneven
-    assert "8 and 4 ranks" in topology.reason
-
-
-def test_one_rank_per_node():
-    topology = classify(cluster("abcdef"))
-    assert topology.node_of_rank == (0, 1, 2, 3, 4, 5)
-    assert topology.gpu_per_node == 1
-    assert topology.internode
-
-
-def test_interleaved_nodes():
-    topology = classify(cluster("abababab"))
-    assert topology.node_of_rank == (0, 1) * 4
-    assert not topology.contiguous
-    assert not topology.uneven
-    assert "interleaved" in topology.reason
-
-
-def test_nodes_are_numbered_by_their_lowest_rank():
-    assert classify(cluster("bbaacc")).node_of_rank == (0, 0, 1, 1, 2, 2)
+    assert said in topology.reason
 
 
 def test_containers_of_one_host_do_not_pass_for_two_nodes():
