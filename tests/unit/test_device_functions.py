@@ -215,7 +215,11 @@ def experts_of(routing: str, num_tokens: int, topk: int, num_experts: int, world
 
 # Ranks that fill a part of a word, a word, and several, for fields of any width; experts that split evenly or do not.
 WORLDS = [(1, 1), (3, 13), (4, 8), (8, 60), (9, 40), (17, 100), (72, 100)]
-FIELDS = [(*world, bits) for world in WORLDS for bits in (8, 16, 32)]
+FIELDS = [
+    pytest.param(*world, bits, marks=[pytest.mark.full] if world[0] == 72 and bits > 8 else [])
+    for world in WORLDS
+    for bits in (8, 16, 32)
+]
 
 
 @portable
@@ -283,7 +287,7 @@ def check_fields(ids: torch.Tensor, num_tokens: int, num_experts: int, world_siz
 
 
 @pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
-@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (5, "repeated"), (1, "uniform")])
+@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (5, "repeated")])
 def test_fields_of_tokens_are_the_mask(topk, routing, world_size, num_experts, bits):
     ids = experts_of(routing, 7, topk, num_experts, world_size)
     check_fields(ids, 7, num_experts, world_size, bits)
@@ -308,11 +312,10 @@ def counted(ids: torch.Tensor, first: int, last: int, tokens: int, **form: Any) 
 
 
 @pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
-@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (2, "repeated")])
-def test_counts_are_sums_of_the_mask(topk, routing, world_size, num_experts, bits):
+def test_counts_are_sums_of_the_mask(world_size, num_experts, bits):
     """Of ranges smaller and larger than what is looked at at once, whole multiples of it, and none."""
-    num_tokens = 37
-    ids = experts_of(routing, num_tokens, topk, num_experts, world_size)
+    num_tokens, topk = 37, 3
+    ids = experts_of("out_of_range", num_tokens, topk, num_experts, world_size)
     mask = destination_mask(ids, num_experts, world_size)
     form = form_of(topk, num_experts, world_size, bits)
     nothing = [0] * (form["SHAPE"].WORLD_LANES - world_size)
@@ -406,7 +409,7 @@ def finish(table, out, STAGE: tl.constexpr):
     finish_stage(table, STAGE, program, num_programs, 1)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 3, 300])
+@pytest.mark.parametrize("num_programs", [1, 3, 40])
 @pytest.mark.parametrize("done", [0, 7, 2**31 - 1, 2**32 - 1])
 def test_a_counter_moves_on_once_for_a_launch(num_programs, done):
     """Every program of a launch reads one epoch, however many have finished before it."""

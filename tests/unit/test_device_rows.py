@@ -172,7 +172,7 @@ def found_rows(
         (7, 2, 40, 8, 32),
         (9, 5, 40, 9, 8),
         (5, 3, 100, 17, 16),
-        (1, 3, 100, 72, 8),
+        pytest.param(1, 3, 100, 72, 8, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("routing", first_is_quick((name, name) for name in ("repeated", "uniform", "out_of_range")))
