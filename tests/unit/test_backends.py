@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
@@ -17,7 +18,6 @@ from ep_a2a.cli.app import make_app
 from ep_a2a.commands.bench import deepep
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.compat import deep_ep, mori
-from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem, problems
@@ -40,6 +40,7 @@ from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.ignored_options import KERNEL_FIELDS
 from ep_a2a.routing import count_ids
+from tests.cases.configs import deepseek_v3
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
 BEGIN, END = "<!-- made by `ep-a2a backends --markdown` -->", "<!-- end of what is made -->"
@@ -55,20 +56,9 @@ OPS = (
 )
 
 
-def config(**changes: Any) -> EpDispatchCombineConfig:
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16,
-        "rank": 0,
-        "world_size": 4,
-        "hidden_dim": 2048,
-        "scale_dim": 0,
-        "scale_type_size": 0,
-        "max_token_type_size": 4,
-        "max_num_inp_token_per_rank": 16,
-        "num_experts_per_rank": 8,
-        "num_experts_per_token": 8,
-    }
-    return EpDispatchCombineConfig(**{**values, **changes})
+config = functools.partial(
+    deepseek_v3, world_size=4, hidden_dim=2048, max_num_inp_token_per_rank=16, num_experts_per_rank=8
+)
 
 
 # --- names ---

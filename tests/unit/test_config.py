@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ep_a2a.config import (
     parse_enum,
 )
 from ep_a2a.errors import ConfigError, UnknownNameError
+from tests.cases.configs import deepseek_v3
 
 FP8 = torch.float8_e4m3fn
 KERNEL_TYPE = EpDispatchCombineKernelType
@@ -46,20 +48,14 @@ def _no_timeout_in_the_environment(monkeypatch):
     monkeypatch.delenv("EP_A2A_TIMEOUT_SECS", raising=False)
 
 
-def config_of(**changes: Any) -> EpDispatchCombineConfig:
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16,
-        "rank": 1,
-        "world_size": 8,
-        "hidden_dim": 512,
-        "scale_dim": 0,
-        "scale_type_size": 0,
-        "max_token_type_size": 4,
-        "max_num_inp_token_per_rank": 128,
-        "num_experts_per_rank": 4,
-        "num_experts_per_token": 2,
-    }
-    return EpDispatchCombineConfig(**{**values, **changes})
+config_of = functools.partial(
+    deepseek_v3,
+    rank=1,
+    hidden_dim=512,
+    max_num_inp_token_per_rank=128,
+    num_experts_per_rank=4,
+    num_experts_per_token=2,
+)
 
 
 def test_a_config_is_a_value():

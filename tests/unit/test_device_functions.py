@@ -21,12 +21,9 @@ from ep_a2a.kernels.primitives import (
     MANY_POLLS,
     POLLS_PER_CLOCK,
     begin_stage,
-    epoch_of,
     finish_stage,
-    flagged,
     late_lanes,
     next_poll,
-    payload_of,
 )
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
@@ -423,27 +420,6 @@ def test_a_counter_moves_on_once_for_a_launch(num_programs, done):
 
 
 @portable
-def flag_words(payloads, epochs, words_out, payloads_out, epochs_out):
-    lanes = tl.arange(0, 128)
-    words = flagged(tl.load(payloads + lanes), tl.load(epochs + lanes))
-    tl.store(words_out + lanes, words)
-    tl.store(payloads_out + lanes, payload_of(words))
-    tl.store(epochs_out + lanes, epoch_of(words))
-
-
-def test_flagged_words_carry_any_payload_and_any_epoch():
-    values = [0, 1, 2, -1, INT_MIN, INT_MAX, 0x7FC00000, as_int32(0xFFC00000), as_int32(2**32 - 2)]
-    pairs = torch.tensor([(a, b) for a in values for b in values] + [(0, 0)] * 47, dtype=torch.int32)
-    payloads, epochs = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
-    words = torch.zeros(128, dtype=torch.int64)
-    payloads_out, epochs_out = untouched(2, 128)
-    flag_words.interpret((1,), payloads, epochs, words, payloads_out, epochs_out)
-    assert torch.equal(payloads_out, payloads)
-    assert torch.equal(epochs_out, epochs)
-    assert len(set(words.tolist())) == len(set(map(tuple, pairs.tolist())))
-
-
-@portable
 def lateness(flags, epoch_word, out, PRESENT: tl.constexpr, ORDERS: tl.constexpr):
     lanes = tl.arange(0, 8)
     tl.store(out + lanes, late_lanes(flags + lanes, tl.load(epoch_word), lanes < PRESENT, ORDERS))
@@ -467,14 +443,6 @@ def test_flags_are_compared_by_wrapping_difference(epoch, orders):
     lateness.interpret((1,), flags, word, out, PRESENT=6, ORDERS=orders)
     assert out.tolist() == [1, 0, 0, 1, 0, 1, 0, 0]
     assert torch.equal(flags, given)
-
-
-@ORDERS
-@pytest.mark.parametrize("epoch", [1, 2**30])
-def test_a_flag_that_nobody_has_written_is_late(epoch, orders):
-    flags, out = torch.zeros(8, dtype=torch.int32), untouched(8)
-    lateness.interpret((1,), flags, torch.tensor([epoch], dtype=torch.int32), out, PRESENT=3, ORDERS=orders)
-    assert out.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 # --- what interpreting leaves behind ---

@@ -11,6 +11,7 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, num_owned_experts
 from ep_a2a.kernels.layout import OpLayout, Region, padded
+from tests.cases.configs import deepseek_v3
 
 WORLD_SIZES = (1, 2, 3, 8, 72)
 BLOCKS = ("control", "dispatch", "combine", "local", "result", "expert")
@@ -35,19 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def config_of(world_size: int, **changes: Any) -> EpDispatchCombineConfig:
-    values: dict[str, Any] = {
-        "data_type": torch.bfloat16,
-        "rank": 0,
-        "world_size": world_size,
-        "hidden_dim": 256,
-        "scale_dim": 0,
-        "scale_type_size": 0,
-        "max_token_type_size": 4,
-        "max_num_inp_token_per_rank": 17,
-        "num_experts_per_rank": 3,
-        "num_experts_per_token": 5,
-    }
-    return EpDispatchCombineConfig(**{**values, **changes})
+    sizes = {"hidden_dim": 256, "max_num_inp_token_per_rank": 17, "num_experts_per_rank": 3, "num_experts_per_token": 5}
+    return deepseek_v3(world_size=world_size, **sizes | changes)
 
 
 def every_config() -> list[Any]:
