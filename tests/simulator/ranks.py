@@ -24,7 +24,7 @@ from ep_a2a.ops import intra_node, op_kernels, rings
 from ep_a2a.ops.memory import BoundMemory
 from tests.simulator.interpreter import Machine, RankStream
 from tests.simulator.memory import Pool, View
-from tests.simulator.scheduler import Fault, Scheduler, Task
+from tests.simulator.scheduler import LIMIT_SECS, Fault, Scheduler, Task
 from tests.simulator.store import Store
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Conditions:
         hosts: number of each rank's host; empty where all have one.
         host_switches: probability that a host is interrupted where it reaches other hosts.
         store_holder: rank whose process holds the store; None for a process that outlives all.
+        limit_secs: of the simulated clock, for the whole run.
     """
 
     seed: int = 0
@@ -69,6 +70,7 @@ class Conditions:
     hosts: tuple[int, ...] = ()
     host_switches: float = 0.0
     store_holder: int | None = None
+    limit_secs: float = LIMIT_SECS
 
 
 class Group:
@@ -187,7 +189,7 @@ class Simulation:
             hosts.append(self.scheduler.start(Task(f"rank {stream.number} host", stream.number, work, is_host=True)))
         with self._product_patched(), self.machine.installed():
             try:
-                self.scheduler.run()
+                self.scheduler.run(self.conditions.limit_secs)
             finally:
                 self.scheduler.end_all()
         return Outcome(self.machine, [host.result for host in hosts], [host.error for host in hosts])

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tests.cases.op_cases import Case
     from tests.simulator.ranks import Context
 
+TIMEOUT_SECS, MOST_SECS = 10.0, 100.0
+"""Of the ops of named runs, and of a whole run, by the simulated clock: a wait in vain takes many polls."""
+PAUSE_SECS, STOP_SECS = 0.7 * TIMEOUT_SECS, 5 * TIMEOUT_SECS
+"""How long ranks stand still: less than others wait, and more, with the polls between two looks at the clock."""
 CONDITIONS = {
     # what was stored last lands first, and as late as it may; loads return the oldest value that they may
     "late": Conditions(landing="newest", num_sms=4),
@@ -29,11 +33,11 @@ CONDITIONS = {
     # the flag is new, what it announces is old
     "fresh-looks": Conditions(num_sms=4, fresh_looks=True),
     # others wait for a rank that stands still, not as long as they may wait, or longer
-    "pausing": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 40.0),)),
+    "pausing": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, PAUSE_SECS),)),
     # of low_latency_few_programs: while it sends rows back
-    "pausing-in-combine": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 650, 40.0),)),
-    "stopping": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, 100.0),)),
-    "stopping-later": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 600, 100.0),)),
+    "pausing-in-combine": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 650, PAUSE_SECS),)),
+    "stopping": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, STOP_SECS),)),
+    "stopping-later": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 600, STOP_SECS),)),
 }
 
 
@@ -51,9 +55,10 @@ def run(case: str, body: str, conditions: Conditions) -> Outcome:
     Raises:
         SimulationFailed: a rank or a kernel has failed.
     """
-    given = replace(conditions, dependent=body == "chain", asynchronous=body == "behind_failure")
+    given = replace(conditions, dependent=body == "chain", asynchronous=body == "behind_failure", limit_secs=MOST_SECS)
+    timed = replace(CASES[case], options={"timeout_secs": TIMEOUT_SECS} | CASES[case].options)
     repeat = f"repeat: {command_of(case, body, conditions)}"
-    return run_on_ranks(BODIES[body], CASES[case].world_size, CASES[case], conditions=given, note=repeat)
+    return run_on_ranks(BODIES[body], timed.world_size, timed, conditions=given, note=repeat)
 
 
 def run_on_ranks(
