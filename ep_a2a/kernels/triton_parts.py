@@ -49,6 +49,8 @@ part(InterpretedFunction, "rewrite")
 interpreter_builder = part(interpreter, "interpreter_builder")
 part(part(interpreter_builder, "options"), "sanitize_overflow")
 get_np_dtype = part(interpreter, "_get_np_dtype")
+interpreter_semantic = part(interpreter, "interpreter_semantic")
+part(interpreter_semantic, "binary_op_type_checking_impl")
 GridExecutor = part(interpreter, "GridExecutor")
 # `portable` overrides these two. Without them Triton would copy shared memory back over other ranks' writes.
 part(GridExecutor, "_init_args_hst")
