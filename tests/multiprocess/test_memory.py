@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from tests.late import come_last
 from tests.shared_files import files_of, shared_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ep_a2a.memory.symmetric import SymmetricMemory
     from ep_a2a.testing import RankContext
@@ -55,14 +56,6 @@ SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_share
 def memory_at(address: int, num_bytes: int) -> torch.Tensor:
     """The bytes at an address of this process, as kernels reach them."""
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
-
-
-def error_of(work: Callable[[], Any]) -> tuple[type[EpA2AError], str] | None:
-    try:
-        work()
-    except EpA2AError as error:
-        return type(error), str(error)
-    return None
 
 
 def allocate(context: RankContext, num_bytes: int = NUM_BYTES) -> SymmetricMemory:
@@ -100,84 +93,82 @@ def test_every_rank_reaches_every_region(ranks, world_size):
     ranks(write_to_every_peer, world_size)
 
 
-def use_as_context_manager(context: RankContext) -> tuple[bool, bool, int]:
+def use_as_context_manager(context: RankContext) -> None:
     with allocate(context) as memory:
-        inside = memory.closed
+        assert not memory.closed
         kept = memory.local[:4]
+    assert memory.closed
     # memory lives as long as a tensor of it: a forgotten one must not crash the process
     kept.fill_(7)
-    return inside, memory.closed, int(kept.sum())
+    assert int(kept.sum()) == 28
 
 
 def test_context_manager(ranks):
-    assert ranks(use_as_context_manager, 2) == [(False, True, 28)] * 2
+    ranks(use_as_context_manager, 2)
 
 
-def allocate_twice(context: RankContext) -> bool:
+def allocate_twice(context: RankContext) -> None:
     with allocate(context) as first, allocate(context) as second:
-        return not set(first.peer_addresses) & set(second.peer_addresses)
+        assert not set(first.peer_addresses) & set(second.peer_addresses)
 
 
 def test_regions_are_separate(ranks):
-    assert ranks(allocate_twice, 2) == [True, True]
+    ranks(allocate_twice, 2)
 
 
 # --- what is refused ---
 
 
-def ask_for_unequal_sizes(context: RankContext) -> Any:
-    error = error_of(lambda: allocate(context, NUM_BYTES + (context.rank == 1)))
+def ask_for_unequal_sizes(context: RankContext) -> None:
+    sizes = [[NUM_BYTES + (rank == 1), "cpu"] for rank in range(context.world_size)]
+    raised(ConfigMismatchError, lambda: allocate(context, sizes[context.rank][0]), f"got by rank {sizes}")
     allocate(context).close()
-    return error
 
 
 def test_unequal_sizes_are_an_error_on_every_rank(ranks):
-    for kind, message in ranks(ask_for_unequal_sizes, 3):
-        assert kind is ConfigMismatchError
-        sizes = [[NUM_BYTES + (rank == 1), "cpu"] for rank in range(3)]
-        assert f"got by rank {sizes}" in message
+    ranks(ask_for_unequal_sizes, 3)
 
 
-def ask_for_too_much(context: RankContext, greedy: tuple[int, ...]) -> Any:
+def refused_and_nothing_left(context: RankContext, kind: type[EpA2AError], num_bytes: int, *words: str) -> str:
+    """The text of the error, after which memory can be had."""
+    error = raised(kind, lambda: allocate(context, num_bytes), *words)
+    Rendezvous(context.group).barrier("refused")
+    assert files_of(os.getpid()) == []
+    allocate(context).close()
+    return str(error)
+
+
+def ask_for_too_much(context: RankContext, greedy: tuple[int, ...]) -> None:
     space = os.statvfs(host_shm.SHM_DIRECTORY)
     # more than the file system holds, not than is free: the kernel then refuses before it touches memory
     too_much = space.f_blocks * space.f_frsize + GIB
-    error = error_of(lambda: allocate(context, too_much if context.rank in greedy else NUM_BYTES))
-    Rendezvous(context.group).barrier("refused")
-    left = files_of(os.getpid())
-    allocate(context).close()
-    return error, left
+    num_bytes = too_much if context.rank in greedy else NUM_BYTES
+    if len(greedy) < context.world_size:
+        refused_and_nothing_left(context, ConfigMismatchError, num_bytes)
+    else:
+        text = refused_and_nothing_left(context, HostMemoryError, num_bytes, "--shm-size")
+        assert "No space left" in text or os.strerror(errno.EFBIG) in text
 
 
-def test_a_full_shared_memory_is_an_error_on_every_rank(ranks):
-    for (kind, message), left in ranks(ask_for_too_much, 3, (0, 1, 2)):
-        assert kind is HostMemoryError
-        assert "No space left" in message or os.strerror(errno.EFBIG) in message
-        assert "--shm-size" in message
-        assert left == []
+@pytest.mark.parametrize("greedy", [(0, 1, 2), (1,)])
+def test_a_full_shared_memory_is_an_error_on_every_rank(ranks, greedy):
+    ranks(ask_for_too_much, 3, greedy)
 
 
-def test_one_rank_that_asks_for_too_much_is_a_mismatch(ranks):
-    for (kind, _), left in ranks(ask_for_too_much, 3, (1,)):
-        assert kind is ConfigMismatchError
-        assert left == []
-
-
-def fail_on_one_rank(context: RankContext, step: str) -> Any:
+def fail_on_one_rank(context: RankContext, step: str, what: str, remedy: str) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    original = getattr(host_shm, step)
-    if context.rank == 1:
-        setattr(host_shm, step, fail)
-    try:
-        error = error_of(lambda: allocate(context))
-    finally:
-        setattr(host_shm, step, original)
+    kind: type[EpA2AError] = HostMemoryError
+    words = "No space left", remedy
+    if context.rank != 1:
+        told = f"expected {what} to succeed on every rank; got rank 1 failed with HostMemoryError"
+        kind, words = ConfigMismatchError, ("No space left", told)
+    with mock.patch.object(host_shm, step, fail) if context.rank == 1 else contextlib.nullcontext():
+        raised(kind, lambda: allocate(context), *words)
     Rendezvous(context.group).barrier("failed")
-    left = files_of(os.getpid())
+    assert files_of(os.getpid()) == []
     allocate(context).close()
-    return error, left
 
 
 @pytest.mark.parametrize(
@@ -185,15 +176,7 @@ def fail_on_one_rank(context: RankContext, step: str) -> Any:
     [("_create", "creating shared memory", "--shm-size"), ("_map", "mapping shared memory", "--ipc=host")],
 )
 def test_what_fails_on_one_rank_is_an_error_on_all(ranks, step, what, remedy):
-    results = ranks(fail_on_one_rank, 3, step)
-    for rank, ((kind, message), left) in enumerate(results):
-        assert kind is (HostMemoryError if rank == 1 else ConfigMismatchError)
-        assert "No space left" in message
-        assert left == []
-        if rank == 1:
-            assert remedy in message
-        else:
-            assert f"expected {what} to succeed on every rank; got rank 1 failed with HostMemoryError" in message
+    ranks(fail_on_one_rank, 3, step, what, remedy)
 
 
 # --- names in /dev/shm ---

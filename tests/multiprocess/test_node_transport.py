@@ -19,6 +19,7 @@ from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.memory.transport_choice import choose_transport
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.exchange_cases import exchange_and_check
+from tests.cases.op_checks import raised
 from tests.late import come_last
 from tests.waiting import await_until
 
@@ -120,52 +121,41 @@ def test_tensors_that_do_not_fit(ranks):
 # --- peers that do not come ---
 
 
-def wait_in_vain(context: RankContext, absent: int) -> tuple[tuple[int, ...], str, float] | None:
-    transport, everyone = transport_of(context, 3, 2), Rendezvous(context.group)
-    exchange_and_check(transport, context.rank, 0, 256, CPU)
+def wait_in_vain(context: RankContext, absent: int) -> None:
+    transport, everyone, rank = transport_of(context, 3, 2), Rendezvous(context.group), context.rank
+    exchange_and_check(transport, rank, 0, 256, CPU)
     everyone.barrier("before the exchange that one does not come to")
-    if context.rank == absent:
-        # it must not leave before the others have looked
-        everyone.barrier("all have looked")
-        return None
-    transport.timeout_secs = SHORT_TIMEOUT_SECS
-    start = time.monotonic()
-    if context.rank % 2 != absent % 2:
-        exchange_and_check(transport, context.rank, 1, 256, CPU)
-        transport.close()
-        secs = time.monotonic() - start
-        everyone.barrier("all have looked")
-        return (), "", secs
-    with pytest.raises(RankTimeoutError) as caught:
-        exchange_and_check(transport, context.rank, 1, 256, CPU)
-    secs = time.monotonic() - start
-    with pytest.raises(StateError, match="broken by a failed exchange"):
-        exchange_and_check(transport, context.rank, 1, 256, CPU)
-    start = time.monotonic()
-    transport.close()
-    del transport
-    assert time.monotonic() - start < GLOO_PATIENCE_SECS + SLACK_SECS
+    if rank != absent:
+        transport.timeout_secs = SHORT_TIMEOUT_SECS
+        start = time.monotonic()
+        if rank % 2 != absent % 2:
+            exchange_and_check(transport, rank, 1, 256, CPU)
+            transport.close()
+            assert time.monotonic() - start < SHORT_TIMEOUT_SECS
+        else:
+            error = raised(
+                RankTimeoutError,
+                lambda: exchange_and_check(transport, rank, 1, 256, CPU),
+                f"rank {rank} waited in vain for rank {absent}:",
+                f"ranks {absent % 2}, {absent % 2 + 2}, {absent % 2 + 4}, one of each node,",
+            )
+            assert isinstance(error, RankTimeoutError)
+            assert error.missing_ranks == (absent,)
+            assert SHORT_TIMEOUT_SECS <= time.monotonic() - start < SHORT_TIMEOUT_SECS + SLACK_SECS
+            broken = "broken by a failed exchange"
+            raised(StateError, lambda: exchange_and_check(transport, rank, 1, 256, CPU), broken)
+            start = time.monotonic()
+            transport.close()
+            assert time.monotonic() - start < GLOO_PATIENCE_SECS + SLACK_SECS
+    # the absent one must not leave before the others have looked
     everyone.barrier("all have looked")
-    return caught.value.missing_ranks, str(caught.value), secs
 
 
 @pytest.mark.parametrize("absent", [0, 3])
 def test_a_peer_that_does_not_come_is_named_within_the_bound(absent):
     """By its rank in the whole group; other transports go on."""
     with RankPool(6) as pool:
-        answers = pool.run(wait_in_vain, absent)
-    for rank, answer in enumerate(answers):
-        if answer is None:
-            assert rank == absent
-            continue
-        missing, text, secs = answer
-        if rank % 2 == absent % 2:
-            assert missing == (absent,)
-            assert f"rank {rank} waited in vain for rank {absent}:" in text
-            assert f"ranks {absent % 2}, {absent % 2 + 2}, {absent % 2 + 4}, one of each node," in text
-            assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + SLACK_SECS
-        else:
-            assert secs < SHORT_TIMEOUT_SECS
+        pool.run(wait_in_vain, absent)
 
 
 def process_id(_context: RankContext) -> int:
