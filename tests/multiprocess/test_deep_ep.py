@@ -48,25 +48,11 @@ def test_four_ranks(ranks: Any) -> None:
     ranks(cases.low_latency, 4, replace(LOW_LATENCY, **four, max_tokens=3, hidden_dim=128), False, False)
 
 
-def test_any_order(ranks: Any) -> None:
-    ranks(cases.any_order, 2, NORMAL)
+@pytest.mark.parametrize("body", ["any_order", "growing_batches", "what_a_communication_stream_reads", "refusals"])
+def test_normal_calls(ranks: Any, body: str) -> None:
+    ranks(getattr(cases, body), 2, NORMAL)
 
 
-def test_growing_batches(ranks: Any) -> None:
-    ranks(cases.growing_batches, 2, NORMAL)
-
-
-def test_hooks(ranks: Any) -> None:
-    ranks(cases.hooks, 2, replace(LOW_LATENCY, hidden_dim=128))
-
-
-def test_overwritten_rows(ranks: Any) -> None:
-    ranks(cases.overwritten_rows, 2, replace(LOW_LATENCY, hidden_dim=128))
-
-
-def test_what_a_communication_stream_reads(ranks: Any) -> None:
-    ranks(cases.what_a_communication_stream_reads, 2, NORMAL)
-
-
-def test_refusals(ranks: Any) -> None:
-    ranks(cases.refusals, 2, NORMAL)
+@pytest.mark.parametrize("body", ["hooks", "overwritten_rows"])
+def test_low_latency_calls(ranks: Any, body: str) -> None:
+    ranks(getattr(cases, body), 2, replace(LOW_LATENCY, hidden_dim=128))

@@ -16,21 +16,14 @@ def test_halves(ranks, kernel_type):
     ranks(mori_programs.halves, 2, kernel_type)
 
 
-def test_fewer_rows_than_received_buffer(ranks):
-    ranks(mori_programs.fewer_rows_than_received_buffer, 2)
-
-
-def test_rows_are_missing(ranks):
-    ranks(mori_programs.rows_are_missing, 2)
+@pytest.mark.parametrize("body", ["fewer_rows_than_received_buffer", "rows_are_missing", "what_is_refused"])
+def test_calls(ranks, body):
+    ranks(getattr(mori_programs, body), 2)
 
 
 @pytest.mark.parametrize("body", ["the_documents_program", "the_guides_program"])
 def test_programs_as_documents_print_them(ranks, body):
     ranks(getattr(mori_programs, body), 3)
-
-
-def test_what_is_refused(ranks):
-    ranks(mori_programs.what_is_refused, 2)
 
 
 def test_addresses(ranks):
