@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases.op_cases import Case
-from tests.cases.op_special import BODIES, missing_rank
+from tests.cases.op_special import BODIES
 from tests.simulator.test_op_special import QUICK_IN_PROCESSES, REAL_PROCESSES, once_quick
 
 QUICK_IN_SIMULATOR = (
@@ -27,13 +26,3 @@ IN_BOTH = [*QUICK_IN_PROCESSES, *(pytest.param(name, marks=pytest.mark.full) for
 def test_special(ranks: Any, name: str) -> None:
     body, case = BODIES[name]
     ranks(body, case.world_size, case)
-
-
-# tests/simulator/test_faults.py has late ranks for `make test`
-@pytest.mark.full
-@pytest.mark.parametrize("flagged_max_tokens", [0, 128])
-@pytest.mark.parametrize("layout", ["compact", "rank_major"])
-def test_rank_that_misses_dispatch(ranks: Any, layout: str, flagged_max_tokens: int) -> None:
-    options = {"flagged_max_tokens": flagged_max_tokens}
-    case = Case(world_size=3, num_experts=6, layout=layout, with_weights=False, combine_weights=False, options=options)
-    ranks(missing_rank, case.world_size, case, "dispatch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +63,13 @@ def test_on_two_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "flagged_max_tokens"),
+    ("phase", "layout", "flagged_max_tokens"),
     [
-        ("compact", 128),
-        pytest.param("compact", 0, marks=pytest.mark.full),
-        pytest.param("rank_major", 0, marks=pytest.mark.full),
-        pytest.param("rank_major", 128, marks=pytest.mark.full),
+        pytest.param(*each, marks=[] if each == ("combine", "compact", 128) else [pytest.mark.full])
+        for each in itertools.product(("dispatch", "combine"), ("compact", "rank_major"), (0, 128))
     ],
 )
-def test_rank_that_misses_combine(layout: str, flagged_max_tokens: int) -> None:
+def test_rank_that_misses_a_call(phase: str, layout: str, flagged_max_tokens: int) -> None:
     options = {"flagged_max_tokens": flagged_max_tokens}
     case = Case(world_size=3, num_experts=6, layout=layout, with_weights=False, combine_weights=False, options=options)
-    run_on_ranks(missing_rank, case.world_size, with_few_tokens(case), "combine")
+    run_on_ranks(missing_rank, case.world_size, with_few_tokens(case), phase)

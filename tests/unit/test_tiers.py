@@ -37,7 +37,6 @@ PAUSES = {
     # pass on the pauses of the package or of its kernels, which they count or tell of
     "cases/outside_fault_cases.py": 1,
     "late.py": 1,
-    "multiprocess/test_host_deaths.py": 1,
     # the simulated clock; on GPUs the first is the host's, since the device's measures it
     "cases/counter_bodies.py": 1,
     "cases/op_special.py": 1,
