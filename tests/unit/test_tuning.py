@@ -253,7 +253,7 @@ LAUNCHES = st.builds(
 )
 
 
-@settings(max_examples=60, derandomize=True, database=None)
+@settings(max_examples=25, derandomize=True, database=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 1200), st.sampled_from([4096, 7168, 2048]), LAUNCHES), max_size=6),
     most=st.integers(1, 600) | st.integers(MAX_COUNTED_ALONE - 1, MAX_COUNTED_ALONE + 60),
