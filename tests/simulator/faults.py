@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena
+from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
 from tests.cases.op_cases import Case, Step, make_op
 from tests.cases.op_checks import raised
 from tests.simulator.cases import CASES
 from tests.simulator.explain import describe
+from tests.simulator.nodes import arena_of
 from tests.simulator.ranks import Conditions, Simulation
 from tests.simulator.scheduler import Fault, Killed
 
@@ -48,6 +49,7 @@ PATHS = {
     "rings": replace(CASES["rings"], num_steps=1),
     "rings_of_a_step": replace(CASES["rings_of_a_step"], num_steps=1),
     "rings_by_puts": replace(CASES["rings_by_puts"], num_steps=1),
+    "staged": replace(CASES["staged"], num_steps=1),
     "rings_of_three_nodes": replace(CASES["rings"], **THREE, num_nodes=3),
 }
 
@@ -124,7 +126,7 @@ def live(context: Context, case: Case, lives: list[Life]) -> None:
 
     def phases() -> Iterator[str]:
         yield "build"
-        arena = Arena(context.group, context.device)
+        arena = arena_of(context, case)
         made.append(arena)
         op = make_op(context, case, arena)
         made.append(op)

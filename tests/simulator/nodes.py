@@ -47,7 +47,8 @@ class HostExchange(NodeTransport):
         keys = [(rank, self._connections, exchange.number) for rank in self.grid.partners]
         deadline = scheduler.now + timeout_secs
         while late := [key[0] for key in keys if key not in self._sent]:
-            if scheduler.now > deadline:
+            # a process that ends closes its connections
+            if scheduler.now > deadline or scheduler.dead.intersection(late):
                 raise RankTimeoutError(
                     f"partners within {timeout_secs:g} s", f"none of {late}", missing_ranks=tuple(late)
                 )

@@ -19,7 +19,7 @@ from tests.simulator.faults import (
 from tests.simulator.ranks import Conditions
 from tests.simulator.scheduler import Fault
 
-NUM_SEEDS, NUM_QUICK_SEEDS = 80, 2
+NUM_SEEDS, NUM_QUICK_SEEDS = 88, 2
 VICTIM, FAR_VICTIM = 1, 2
 MEETING_SECS = 300.0
 SLACK_SECS = 1.0
