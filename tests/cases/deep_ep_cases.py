@@ -462,6 +462,12 @@ def what_a_communication_stream_reads(context: RankContext, case: Case) -> None:
     buffer.destroy()
 
 
+def refused(wrong: list[tuple[type[Exception], str, Callable[[], Any]]]) -> None:
+    for kind, text, call in wrong:
+        with pytest.raises(kind, match=text):
+            call()
+
+
 def refusals(context: RankContext, case: Case) -> None:
     """What is refused on the host, before anything is launched."""
     buffer = make_buffer(context)
@@ -496,13 +502,11 @@ def refusals(context: RankContext, case: Case) -> None:
         (ShapeError, "recv_stats", lambda: send(ids[0])),
         (DtypeError, "weights", lambda: send(topk_weights=weights.double())),
     ]
-    for kind, text, call in wrong:
-        with pytest.raises(kind, match=text):
-            call()
+    refused(wrong)
     exchange = Exchange(buffer, step)
     rows = torch.zeros(step.received.total_recv, case.hidden_dim, dtype=torch.bfloat16, device=context.device)
     handle = exchange.handle
-    for kind, text, call in (
+    wrong = [
         (ShapeError, "rows received", lambda: buffer.combine(rows[1:], handle)),
         (ShapeError, "bias of shape", lambda: buffer.combine(rows, handle, bias=x[1:])),
         (DtypeError, "bias of dtype", lambda: buffer.combine(rows, handle, bias=x.float())),
@@ -510,9 +514,8 @@ def refusals(context: RankContext, case: Case) -> None:
         (UnsupportedError, "columns", lambda: buffer.combine(rows, handle, topk_weights=rows)),
         (ShapeError, "tokens of the handle", lambda: buffer.dispatch(x[1:], handle)),
         (InputError, "with a handle", lambda: buffer.dispatch(x, handle, topk_idx=ids)),
-    ):
-        with pytest.raises(kind, match=text):
-            call()
+    ]
+    refused(wrong)
     exchange.combine(buffer)
     handle = send(use_fp8=False)[2]
     rows = buffer.get_next_low_latency_combine_buffer(handle)

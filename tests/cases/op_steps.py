@@ -100,6 +100,14 @@ def error_of_fp8(context: RankContext, case: Case) -> None:
             torch.testing.assert_close(got, exact, rtol=7e-2, atol=0.0)
 
 
+CAST_BEFORE = Case(
+    world_size=2,
+    tokens=((16, 0), (0, 9)),
+    num_experts=5,
+    quant_type="fp8_per_1x128",
+    hidden_dim=256,
+    num_steps=4,
+)
 EIGHT = {"world_size": 2, "num_experts": 6}
 STEP_BODIES: dict[str, tuple[Callable[..., None], Case]] = {
     "cast-by-some-ranks": (
@@ -111,30 +119,12 @@ STEP_BODIES: dict[str, tuple[Callable[..., None], Case]] = {
         Case(tokens=((16, 9),), quant_type="fp8_per_token", options={"flagged_max_tokens": 0}, unusual=True, **EIGHT),
     ),
     **{
-        f"cast-before-{layout}": (
-            cast_before,
-            Case(
-                world_size=2,
-                tokens=((16, 0), (0, 9)),
-                num_experts=5,
-                quant_type="fp8_per_1x128",
-                hidden_dim=256,
-                layout=layout,
-                num_steps=4,
-            ),
-        )
+        f"cast-before-{layout}": (cast_before, replace(CAST_BEFORE, layout=layout))
         for layout in ("compact", "rank_major", "expert_major")
     },
     "cast-before-direct": (
         cast_before,
-        Case(
-            world_size=2,
-            tokens=((16, 0), (0, 9)),
-            num_experts=5,
-            quant_type="fp8_per_token",
-            num_steps=4,
-            options={"flagged_max_tokens": 0},
-        ),
+        replace(CAST_BEFORE, quant_type="fp8_per_token", hidden_dim=64, options={"flagged_max_tokens": 0}),
     ),
     "error-of-fp8-blockwise": (error_of_fp8, Case(quant_type="fp8_blockwise", hidden_dim=1152, topk=4, **EIGHT)),
     "error-of-fp8-direct-cast": (
