@@ -22,7 +22,8 @@ CASE = Case(hidden_dim=32, num_experts=8, tokens=((4, 3, 5, 2),), max_tokens=5)
 
 @pytest.mark.parametrize(
     ("victims", "store_dies", "lost"),
-    [((1, 3), False, []), ((1, 2), False, [2]), ((2,), True, []), ((0, 3), True, [0])],
+    # tests/integration/test_examples.py has other victims
+    [((1, 2), False, [2]), ((0, 3), True, [0])],
 )
 def test_survivors_go_on(victims: tuple[int, ...], store_dies: bool, lost: list[int], tmp_path: Path) -> None:
     with RankPool(4, timeout_secs=120, grace_secs=90) as pool, pytest.raises(RankFailure) as caught:
