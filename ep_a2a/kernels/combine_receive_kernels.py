@@ -121,30 +121,48 @@ def read_block(places, slots, own_line, first, rank, S: tl.constexpr, B: tl.cons
 
 
 @portable
+def values_of(words, DTYPE: tl.constexpr):
+    """Return (float32 values of words; of their upper halves, where a word holds two elements)."""
+    if words.dtype.primitive_bitwidth == DTYPE.primitive_bitwidth:
+        lower = widened(words, DTYPE)
+        upper = lower
+    else:
+        lower = widened((words & 0xFFFF).to(tl.int16), DTYPE)
+        upper = widened((words >> 16).to(tl.int16), DTYPE)
+    return lower, upper
+
+
+@portable
 def judge_block(seen, slots, first, rank, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
-    """Return (lowest rank with an element that has not arrived, or W; sum of the others in rank order, float32).
+    """Return (lowest rank with a word that has not arrived, or W; sum of the others in rank order, float32).
 
     Args:
-        seen: from read_block.
+        seen: from read_block, zeros where there is no row.
+
+    Returns:
+        The sum has a line of B.GROUP words' elements for each of B.GROUPS_LANES.
     """
-    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
-    total = tl.full((B.GROUPS_LANES, B.GROUP), 0.0, tl.float32)
+    sums = tl.full((B.GROUPS_LANES, B.GROUP), 0.0, tl.float32)
+    upper_sums = sums
     missing = tl.full((B.GROUPS_LANES, B.GROUP), S.WORLD_SIZE, tl.int32)
     per_peer: tl.constexpr = 2 if B.SCALED else 1
     for peer in tl.static_range(S.WORLD_SIZE):
-        present = (offsets < B.WIDTH) & (full_like(offsets, slots[peer]) >= 0)
-        bits = seen[peer * per_peer]
-        values = widened(bits, B.DTYPE)
-        late = bits == (EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY)
+        words = seen[peer * per_peer]
+        values, upper_values = values_of(words, B.DTYPE)
+        late = words == (EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY)
         if OWN_IN_PLACE:
-            late = late & (full_like(offsets, rank) != peer)
+            late = late & (full_like(words, rank) != peer)
         if B.SCALED:
             scale_bits = reduce_sum(seen[peer * per_peer + 1], 1)
-            late = late | ((scale_bits == EMPTY)[:, None] & present)
+            inside = block_offsets(first, B.GROUPS_LANES, B.GROUP) < B.WIDTH
+            late = late | ((scale_bits == EMPTY)[:, None] & inside)
             values = values * scale_bits.to(tl.float32, bitcast=True)[:, None]
-        missing = tl.where(late & (missing == S.WORLD_SIZE), peer, missing)
-        total += tl.where(present, values, 0.0)
-    return reduce_min(reduce_min(missing, 1), 0), total
+        missing = tl.minimum(missing, tl.where(late, peer, S.WORLD_SIZE))
+        sums += values
+        upper_sums += upper_values
+    if B.ELEMENT.primitive_bitwidth != B.DTYPE.primitive_bitwidth:
+        sums = tl.reshape(tl.join(sums, upper_sums), (B.GROUPS_LANES, 2 * B.GROUP))
+    return reduce_min(reduce_min(missing, 1), 0), sums
 
 
 @portable
@@ -197,10 +215,12 @@ def clear_results(result, num_tokens, share, B: tl.constexpr, DTYPE: tl.constexp
     """Store zeros in place of what add_results stores: a failed step shows neither parts of sums nor older ones."""
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    per_word: tl.constexpr = B.ELEMENT.primitive_bitwidth // B.DTYPE.primitive_bitwidth
+    hidden: tl.constexpr = B.WIDTH * per_word
     for unit in range(share.program, num_tokens * num_blocks, share.num_programs):
-        offsets = block_offsets((unit % num_blocks) * block, B.GROUPS_LANES, B.GROUP)
-        target = result + tl.cast(unit // num_blocks, tl.int64) * B.WIDTH + offsets
-        tl.store(target, round_to(offsets * 0.0, DTYPE), mask=offsets < B.WIDTH)
+        offsets = block_offsets((unit % num_blocks) * block * per_word, B.GROUPS_LANES, B.GROUP * per_word)
+        target = result + tl.cast(unit // num_blocks, tl.int64) * hidden + offsets
+        tl.store(target, round_to(offsets * 0.0, DTYPE), mask=offsets < hidden)
 
 
 @portable
@@ -297,7 +317,9 @@ def add_results(
 @portable
 def store_sum(given, total, token, first, B: tl.constexpr, DTYPE: tl.constexpr):
     """Store a block of a token's sums, with the biases that are not None, rounded to DTYPE."""
-    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
-    target = tl.multiple_of(given.result + tl.cast(token, tl.int64) * B.WIDTH, 16)
-    total = plus_biases(total, given.bias_0, given.bias_1, token, offsets, B.WIDTH)
-    tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < B.WIDTH)
+    per_word: tl.constexpr = B.ELEMENT.primitive_bitwidth // B.DTYPE.primitive_bitwidth
+    hidden: tl.constexpr = B.WIDTH * per_word
+    offsets = block_offsets(first * per_word, B.GROUPS_LANES, B.GROUP * per_word)
+    target = tl.multiple_of(given.result + tl.cast(token, tl.int64) * hidden, 16)
+    total = plus_biases(total, given.bias_0, given.bias_1, token, offsets, hidden)
+    tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < hidden)

@@ -7,14 +7,13 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import e4m3_bits, quantize_tile
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, full_like, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, reduce_max, reduce_sum
 
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
 COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
 COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
 LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
 
-LARGEST_INT16 = tl.constexpr((1 << 15) - 1)
 LARGEST_INT32 = tl.constexpr((1 << 31) - 1)
 
 
@@ -59,13 +58,9 @@ class Share(NamedTuple):
 
 
 @portable
-def never_empty(elements):
-    """Return integer elements with EMPTY, which is a NaN of every float format, replaced by another NaN."""
-    if elements.dtype == tl.int16:
-        other = tl.full(elements.shape, LARGEST_INT16, tl.int16)
-    else:
-        other = tl.full(elements.shape, LARGEST_INT32, tl.int32)
-    return tl.where(elements == EMPTY, other, elements)
+def never_empty(words):
+    """Return words with EMPTY, of which every element is a NaN, replaced by other NaNs."""
+    return tl.where(words == EMPTY, LARGEST_INT32, words)
 
 
 @portable
@@ -75,28 +70,43 @@ def block_offsets(first, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @portable
-def unit_of(unit, step, NUM_BLOCKS: tl.constexpr, S: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+def unit_of(unit, step, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
     """Return a sender's unit of work, as an Aim.
 
-    Rows are sent back in the order in which they lie. One row for each source in turn, beginning after this rank,
-    spreads the load over the links. OWN_IN_PLACE leaves out this rank's own rows.
+    Rows are sent back in the order in which they lie. B.ROWS rows for each source in turn, beginning after this rank,
+    spread the load over the links. OWN_IN_PLACE leaves out this rank's own rows.
     """
     destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if OWN_IN_PLACE else S.WORLD_SIZE)
-    turn = unit // NUM_BLOCKS
+    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
+    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    turn = unit // num_blocks
     destination = (step.rank + 1 + turn % destinations) % S.WORLD_SIZE
-    index = turn // destinations
+    index = turn // destinations * B.ROWS
     row = destination * step.step_tokens + index
     if S.COMPACT:
         row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < destination, step.counts, 0), 0) + index
-    return Aim(destination, index, row)
+    return Aim(destination, index, row, (unit % num_blocks) * block)
 
 
 @portable
-def load_block(rows_in, row, first, B: tl.constexpr):
-    """Load one block of a row to send back; read nothing of row -1."""
-    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
+def tile_of(first, num_rows, B: tl.constexpr):
+    """Return elements `first` and on of B.ROWS rows that follow each other: tiles [.., B.GROUP].
+
+    Returns:
+        (elements before each one since the first row began, which of them belong to the first num_rows rows)
+    """
+    lanes = tl.arange(0, B.ROWS * B.GROUPS_LANES)
+    rows = (lanes // B.GROUPS_LANES)[:, None]
+    elements = first + (lanes % B.GROUPS_LANES)[:, None] * B.GROUP + tl.arange(0, B.GROUP)[None, :]
+    return rows * B.WIDTH + elements, (rows < num_rows) & (elements < B.WIDTH)
+
+
+@portable
+def load_block(rows_in, row, num_rows, first, B: tl.constexpr):
+    """Load a block of `num_rows` rows to send back, B.ROWS at most, from `row` on."""
+    offsets, inside = tile_of(first, num_rows, B)
     source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * B.WIDTH, 16)
-    return tl.load(source + offsets, mask=(offsets < B.WIDTH) & (full_like(offsets, row) >= 0), other=0)
+    return tl.load(source + offsets, mask=inside, other=0)
 
 
 class ReturnPlaces(NamedTuple):
@@ -108,11 +118,16 @@ class ReturnPlaces(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """A sender's unit of work: a row's destination, its index among the rows from there, and its number here."""
+    """A sender's unit of work: a block of rows that follow each other.
+
+    destination: rank that they go back to. index: of the first among the rows from there. row: its number here.
+    first: element of each row at which the block begins.
+    """
 
     destination: tl.tensor
     index: tl.tensor
     row: tl.tensor
+    first: tl.tensor
 
 
 @portable
@@ -126,18 +141,19 @@ def return_places(table, destination, WORLD_SIZE: tl.constexpr, ELEMENT: tl.cons
 
 
 @portable
-def push_block(values, places, slot, first, B: tl.constexpr):
-    """Send one block of a row to the rank that its token came from, cast to fp8 if asked."""
-    offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
-    inside = offsets < B.WIDTH
+def push_block(values, places, slot, num_rows, first, B: tl.constexpr):
+    """Send a block of `num_rows` rows to the rank that their tokens came from, cast to fp8 if asked."""
+    offsets, inside = tile_of(first, num_rows, B)
     target = tl.multiple_of(places.rows + tl.cast(slot, tl.int64) * B.WIDTH, 16)
     if B.QUANTIZED:
         if B.SCALED:
             bits, scale_bits = quantize_tile(values.to(tl.float32), False)
             num_groups: tl.constexpr = B.WIDTH // B.GROUP
-            groups = first // B.GROUP + tl.arange(0, B.GROUPS_LANES)
+            lanes = tl.arange(0, B.ROWS * B.GROUPS_LANES)
+            rows, groups = lanes // B.GROUPS_LANES, first // B.GROUP + lanes % B.GROUPS_LANES
             scales = places.scales + tl.cast(slot, tl.int64) * num_groups
-            tl.store(scales + groups, scale_bits, mask=groups < num_groups, cache_modifier=".wt")
+            mask = (rows < num_rows) & (groups < num_groups)
+            tl.store(scales + (rows * num_groups + groups), scale_bits, mask=mask, cache_modifier=".wt")
         else:
             bits = e4m3_bits(values.to(tl.float32))
         tl.store(target + offsets, bits, mask=inside, cache_modifier=".wt")
@@ -149,20 +165,34 @@ def push_block(values, places, slot, first, B: tl.constexpr):
 def first_unit(rows_in, step, share, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
     """Load a sender's first block before the program waits for anything. Returns (Aim, ReturnPlaces, values).
 
-    Counts are read only in layout compact. In the other layouts the row may be one that was not received; push_results
-    compares its index with the counts before it sends.
+    Counts are read only in layout compact. In the other layouts rows may be some that were not received; push_results
+    compares their index with the counts before it sends.
     """
-    num_blocks: tl.constexpr = (B.WIDTH + B.GROUPS_LANES * B.GROUP - 1) // (B.GROUPS_LANES * B.GROUP)
-    aim = unit_of(share.program, step, num_blocks, S, OWN_IN_PLACE)
+    aim = unit_of(share.program, step, S, B, OWN_IN_PLACE)
     places = return_places(step.table, aim.destination, S.WORLD_SIZE, B.ELEMENT)
     # in layout compact rows end with the last received one, so that counts decide; else there is room for all
     num_rows = step.step_tokens
     if S.COMPACT:
-        num_rows = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) == aim.destination, step.counts, 0), 0)
-    known = aim.index < num_rows
-    first = (share.program % num_blocks) * (B.GROUPS_LANES * B.GROUP)
-    row = tl.where(known & step.is_sender, aim.row, -1)
-    return aim, places, load_block(rows_in, row, first, B)
+        num_rows = rows_from(aim.destination, step, S)
+    num_rows = tl.where(step.is_sender, num_rows - aim.index, 0)
+    return aim, places, load_block(rows_in, aim.row, num_rows, aim.first, B)
+
+
+@portable
+def rows_from(source, step, S: tl.constexpr):
+    """Return how many rows this rank has received from a rank."""
+    return reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) == source, step.counts, 0), 0)
+
+
+@portable
+def push_weights_of(given, places, aim, slot, num_rows, S: tl.constexpr, B: tl.constexpr):
+    """Send the weights of a unit's rows, with the first of their blocks."""
+    rows, slots = tl.arange(0, B.ROWS)[:, None], tl.arange(0, S.TOPK_LANES)[None, :]
+    mask = (rows < tl.where(aim.first == 0, num_rows, 0)) & (slots < S.TOPK)
+    offsets = rows * S.TOPK + slots
+    weights = tl.load(given.weights + tl.cast(aim.row, tl.int64) * S.TOPK + offsets, mask=mask, other=0)
+    target = places.weights + tl.cast(slot, tl.int64) * S.TOPK
+    tl.store(target + offsets, never_empty(weights), mask=mask, cache_modifier=".wt")
 
 
 @portable
@@ -177,29 +207,22 @@ def push_results(
     destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if OWN_IN_PLACE else S.WORLD_SIZE)
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    lanes = tl.arange(0, S.WORLD_LANES)
-    topk_slots = tl.arange(0, S.TOPK_LANES)
-    num_units = reduce_max(step.counts, 0) * (destinations * num_blocks)
+    num_units = (reduce_max(step.counts, 0) + B.ROWS - 1) // B.ROWS * (destinations * num_blocks)
     if OWN_IN_PLACE and S.WORLD_SIZE == 1:
         num_units = num_units * 0
     aim, places, values = first
     for unit in range(share.program, num_units, share.num_programs):
-        is_there = aim.index < reduce_sum(tl.where(lanes == aim.destination, step.counts, 0), 0)
-        following = unit + share.num_programs
-        next_aim = unit_of(following, step, num_blocks, S, OWN_IN_PLACE)
+        num_rows = rows_from(aim.destination, step, S) - aim.index
+        next_aim = unit_of(unit + share.num_programs, step, S, B, OWN_IN_PLACE)
         next_places = return_places(step.table, next_aim.destination, S.WORLD_SIZE, B.ELEMENT)
-        next_is_there = next_aim.index < reduce_sum(tl.where(lanes == next_aim.destination, step.counts, 0), 0)
         # while this block leaves
-        next_row = tl.where(next_is_there, next_aim.row, -1)
-        next_values = load_block(given.rows, next_row, (following % num_blocks) * block, B)
-        if is_there:
+        next_num_rows = rows_from(next_aim.destination, step, S) - next_aim.index
+        next_values = load_block(given.rows, next_aim.row, next_num_rows, next_aim.first, B)
+        if num_rows > 0:
             slot = step.rank * step.M + aim.index
-            push_block(values, places, slot, (unit % num_blocks) * block, B)
+            push_block(values, places, slot, num_rows, aim.first, B)
             if HAS_WEIGHTS:
-                mask = (topk_slots < S.TOPK) & (full_like(topk_slots, unit % num_blocks) == 0)
-                weights = tl.load(given.weights + tl.cast(aim.row, tl.int64) * S.TOPK + topk_slots, mask=mask, other=0)
-                target = places.weights + tl.cast(slot, tl.int64) * S.TOPK
-                tl.store(target + topk_slots, never_empty(weights), mask=mask, cache_modifier=".wt")
+                push_weights_of(given, places, aim, slot, num_rows, S, B)
         aim, places, values = next_aim, next_places, next_values
 
 

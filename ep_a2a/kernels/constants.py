@@ -111,10 +111,10 @@ class LowLatencyDispatch(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The block of a row that combine moves at once: GROUPS_LANES groups of GROUP elements. WIDTH: elements of a row.
+    """The block of a row that combine moves at once: GROUPS_LANES groups of GROUP words. WIDTH: words of a row.
 
-    ELEMENT: integers of an element's width, DTYPE: the dtype of their bits. QUANTIZED: rows are cast to fp8; SCALED:
-    with one scale per GROUP elements.
+    ELEMENT: the words on the wire, 4 bytes or bytes of fp8. DTYPE: of the elements in them. QUANTIZED: rows are cast to
+    fp8; SCALED: with one scale per GROUP elements. ROWS: rows of which such blocks are sent at once.
     """
 
     WIDTH: tl.constexpr
@@ -124,6 +124,7 @@ class Block(NamedTuple):
     DTYPE: tl.constexpr
     QUANTIZED: tl.constexpr
     SCALED: tl.constexpr
+    ROWS: tl.constexpr
 
 
 class Combine(NamedTuple):

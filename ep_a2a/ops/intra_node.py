@@ -150,7 +150,8 @@ class IntraNodeEngine(Engine):
         self, args: CombineArguments, launch: Launch, stages: Stages, *, in_place: bool
     ) -> CompiledKernel:
         kernels = self.kernels
-        shape = launch.num_warps, launch.send_elements, launch.add_elements, launch.read_ahead, launch.dependent
+        elements = launch.send_rows, launch.send_elements, launch.add_elements
+        shape = launch.num_warps, elements, launch.read_ahead, launch.dependent
         key = Phase.COMBINE, combine_form(args), shape, stages, in_place, kernels.spans
 
         def make() -> CompiledKernel:
@@ -165,9 +166,9 @@ class IntraNodeEngine(Engine):
             }
             given = {
                 "S": kernels.shape,
-                "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps),
+                "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps, launch.send_rows),
                 "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps),
-                "WEIGHTS": Block(*map(tl.constexpr, (config.topk, 1, lanes, tl.int32, tl.float32, False, False))),
+                "WEIGHTS": Block(*map(tl.constexpr, (config.topk, 1, lanes, tl.int32, tl.float32, False, False, 1))),
                 "COMBINE": constants(Combine, combine),
                 "FORM": kernels.form(stages, launch, has_weights=args.weights is not None),
             }
@@ -177,9 +178,10 @@ class IntraNodeEngine(Engine):
 
     def _combine_values(self, args: CombineArguments, launch: Launch) -> tuple[Any, ...]:
         kernels = self.kernels
-        config, results, absent = kernels.config, kernels.results, kernels.absent
+        config, absent = kernels.config, kernels.absent
         return (
-            args.rows if results.quantized else elements_of(args.rows, results.integers),
+            # the expression of result_rows: a call less on every combine
+            args.rows if kernels.results.quantized else elements_of(args.rows, torch.int32),
             absent if args.weights is None else args.weights.view(torch.int32),
             args.result,
             absent if args.ids is None else args.ids,

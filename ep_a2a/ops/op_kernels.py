@@ -114,8 +114,8 @@ class OpKernels:
         return 0 if scales is None else self.config.num_scales * self.config.scale_bytes
 
     def result_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of results as kernels take them: as integers, unless they cast them."""
-        return rows if self.results.quantized else elements_of(rows, self.results.integers)
+        """Rows of results as kernels take them: as words, unless they cast them."""
+        return rows if self.results.quantized else elements_of(rows, torch.int32)
 
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launches the count of received slots per local expert into `counts`, int32 [E]."""

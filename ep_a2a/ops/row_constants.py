@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
@@ -67,18 +66,17 @@ def scale_constants(num_bytes: int, *, by_bytes: bool = False) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class ResultRows:
-    """Dtypes of combine's rows on the wire: fp8 after a cast, else the results' own.
+    """Dtypes of combine's rows on the wire: fp8 after a cast, else the results' own in words of 4 bytes.
 
     Attributes:
         dtype: Triton's dtype of the results.
-        plain_element, integers: Triton's and torch's integers of the same width.
+        plain_element: Triton's integers of the same width.
         quantized: whether rows are cast.
         scaled: whether each FP8_GROUP_SIZE elements of a cast row have a scale.
     """
 
     dtype: Any
     plain_element: Any
-    integers: torch.dtype
     quantized: bool
     scaled: bool
 
@@ -88,21 +86,18 @@ class ResultRows:
         dtype = config.combined_dtype
         return cls(
             TRITON_DTYPES[dtype],
-            *((tl.int16, torch.int16) if dtype.itemsize == 2 else (tl.int32, torch.int32)),
+            tl.int16 if dtype.itemsize == 2 else tl.int32,
             config.combine_quant != QuantType.NONE,
             config.combine_quant == QuantType.FP8_BLOCKWISE,
         )
 
-    @property
-    def element(self) -> Any:
-        """Triton's integers of the width of an element on the wire."""
-        return tl.uint8 if self.quantized else self.plain_element
-
-    def block(self, hidden_dim: int, most_elements: int, num_warps: int) -> Block:
-        """The constants of a kernel that moves so many elements of a row at once, at least one per thread."""
-        num_elements = max(min(padded(hidden_dim), most_elements), 32 * num_warps)
-        group = FP8_GROUP_SIZE if self.scaled else num_elements
-        lanes = num_elements // group
+    def block(self, hidden_dim: int, most_elements: int, num_warps: int, num_rows: int = 1) -> Block:
+        """The constants of a kernel that moves so many elements of `num_rows` rows each, at least a word a thread."""
         dtype = tl.float8e4nv if self.quantized else self.dtype
-        values = (hidden_dim, lanes, group, self.element, dtype, self.quantized, self.scaled)
+        per_word = 1 if self.quantized else WORD_BYTES * 8 // dtype.primitive_bitwidth
+        width = hidden_dim // per_word
+        num_words = max(min(padded(width), most_elements // per_word), 32 * num_warps)
+        group = FP8_GROUP_SIZE if self.scaled else num_words
+        element = tl.uint8 if self.quantized else tl.int32
+        values = (width, num_words // group, group, element, dtype, self.quantized, self.scaled, num_rows)
         return Block(*map(tl.constexpr, values))

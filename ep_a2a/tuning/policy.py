@@ -34,8 +34,10 @@ they take multiprocessors from programs that add."""
 BULK_CASTERS = 160
 CASTER_ELEMENTS = 4096
 """SEND_ROW_ELEMENTS of programs that also cast: BULK_CASTERS of them, with fewer registers each."""
-WIDE_SENDER_SHARE = 0.3
-"""Share of a combine's programs that send, where its multiprocessors are bounded."""
+WIDE_SENDER_SHARE, WIDE_CASTER_SHARE = 0.3, 0.4
+"""Share of a combine's programs that send where its multiprocessors are bounded, and of one that casts."""
+WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
+"""Rows that a program of a combine sends at once where the multiprocessors are bounded, and one that also casts."""
 MAX_WARPS = 32
 MAX_DISPATCH_PROGRAMS = 1024
 LEAST_PROGRAMS = 4
@@ -78,6 +80,7 @@ class Launch:
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
+        send_rows: rows that a program of a combine sends at once.
     """
 
     num_programs: int
@@ -91,6 +94,7 @@ class Launch:
     sparse_polls: bool = False
     read_ahead: bool = False
     dependent: bool = False
+    send_rows: int = 1
 
 
 def choose_launch(
@@ -128,7 +132,7 @@ def choose_launch(
     max_sms = config.max_sms if max_sms is None else max_sms
     is_bounded = 0 < max_sms < num_sms
     if is_bounded and config.launch != "manual":
-        wish = _widened(wish, phase, max_sms)
+        wish = _widened(wish, config, phase, max_sms)
     if block_num > 0:
         wish = replace(wish, num_programs=block_num, reason="caller")
     if warp_per_block > 0:
@@ -138,16 +142,19 @@ def choose_launch(
     return fit(wish, phase, most)
 
 
-def _widened(wish: Launch, phase: Phase, max_sms: int) -> Launch:
+def _widened(wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int) -> Launch:
     """Returns the wish with programs of the best width for a multiprocessor; those of a combine take whole rows."""
     wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
     if phase is not Phase.COMBINE:
         return wish
-    senders = max(1, round(WIDE_SENDER_SHARE * (max_sms - FLAG_PROGRAMS[phase])))
+    casts = config.combine_quant != QuantType.NONE
+    share = WIDE_CASTER_SHARE if casts else WIDE_SENDER_SHARE
+    senders = max(1, round(share * (max_sms - FLAG_PROGRAMS[phase])))
     return replace(
         wish,
         num_senders=min(wish.num_senders, senders),
         send_elements=SEND_ROW_ELEMENTS,
+        send_rows=WIDE_CASTER_ROWS if casts else WIDE_ROWS,
         add_elements=SEND_ROW_ELEMENTS,
         read_ahead=True,
     )
@@ -234,6 +241,7 @@ def launch_shapes(
                 phase,
                 launch.num_warps,
                 launch.send_elements,
+                launch.send_rows,
                 launch.add_elements,
                 launch.sparse_polls,
                 launch.read_ahead,

@@ -63,6 +63,7 @@ SWITCHING = replace(
     tokens=((6, 2, 0), (1, 3, 2), (0, 5, 3), (2, 0, 2)),
     options={"flagged_max_tokens": 3},
 )
+BOUNDED = replace(SMALL, max_tokens=9, tokens=((3, 2), (9, 6)), num_steps=2, options=BULK | {"max_sms": 4})
 TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
 STAGED = SMALL_RINGS | {"internode_transport": "torch.distributed", "timeout_secs": 2.0}
 CASES = {
@@ -92,6 +93,8 @@ CASES = {
     "bulk_look_back": replace(
         SMALL, max_tokens=1100, tokens=((9, 6),), num_steps=2, scale_dim=3, num_biases=2, options=BULK
     ),
+    "bounded": BOUNDED,
+    "bounded_fp8_results": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise"),
     "small_room": replace(SMALL, layout="compact", routing="all_to_one", options={"max_total_recv_tokens": 2}),
     "small_room_bulk": replace(SMALL, layout="compact", options=BULK | {"max_total_recv_tokens": 2}),
     "expert_major": replace(SMALL, layout="expert_major", options={"expert_alignment": 4}),

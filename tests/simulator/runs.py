@@ -30,6 +30,8 @@ CONDITIONS = {
     "late": Conditions(landing="newest", num_sms=4),
     "in-order": Conditions(landing="oldest", num_sms=4),
     "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
+    # more multiprocessors than an op with max_sms may use
+    "many-sms": Conditions(num_sms=8),
     # the flag is new, what it announces is old
     "fresh-looks": Conditions(num_sms=4, fresh_looks=True),
     # others wait for a rank that stands still, not as long as they may wait, or longer

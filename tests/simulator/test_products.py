@@ -51,6 +51,11 @@ slot = expert * block_rows + index
 first = rank * (own_slots
 tl.cast(source * step_tokens + index, tl.int64)
 elements of a tile, or of a row:
+block_offsets(first * per_word
+(lanes % B.GROUPS_LANES)[:, None] * B.GROUP
+rows * B.WIDTH + elements
+scales + (rows * num_groups + groups)
+rows * S.TOPK + slots
 tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 groups[:, None] * GROUP + elements[None, :]
 groups[:, None] * ROW.GROUP + elements[None, :]

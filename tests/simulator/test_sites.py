@@ -28,7 +28,7 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "combine_send_kernels.push_block wt 0": ("fp8_results", "steps", "late"),
     "combine_send_kernels.push_block wt 1": ("fp8_results", "steps", "late"),
     "combine_send_kernels.push_block wt 2": ("low_latency", "steps", "late"),
-    "combine_send_kernels.push_results wt 0": ("low_latency", "steps", "late"),
+    "combine_send_kernels.push_weights_of wt 0": ("low_latency", "steps", "late"),
     "combine_time_weights_kernels.push_weights wt 0": ("expert_major", "late_weights", "late"),
     "combine_time_weights_kernels.await_words volatile 0": ("expert_major", "late_weights", "random"),
     "combine_time_weights_kernels.await_words volatile 1": ("expert_major", "late_weights", "late"),

@@ -20,6 +20,8 @@ QUICK = {
     *NOTICED_BY.values(),
     ("bulk_compact", "until_late", "stopping"),
     ("low_latency_few_programs", "steps", "pausing-in-combine"),
+    ("bounded", "steps", "many-sms"),
+    ("bounded_fp8_results", "steps", "many-sms"),
 }
 REST = {(*each, name) for each in RUNS for name in ("late", "random")} - QUICK
 

@@ -18,6 +18,9 @@ from ep_a2a.tuning.policy import (
     MAX_DISPATCH_PROGRAMS,
     SEND_ROW_ELEMENTS,
     THREADS_PER_SM,
+    WIDE_CASTER_ROWS,
+    WIDE_CASTER_SHARE,
+    WIDE_ROWS,
     WIDE_SENDER_SHARE,
     WIDE_WARPS,
     Launch,
@@ -187,17 +190,23 @@ def test_max_sms_bounds_programs(phase, max_sms):
 
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("max_sms", [1, 4, 20, 64])
-def test_programs_are_wide_where_they_are_bounded(phase, max_sms):
+@pytest.mark.parametrize(
+    ("quant_type", "share", "num_rows"),
+    [("none", WIDE_SENDER_SHARE, WIDE_ROWS), ("fp8_blockwise", WIDE_CASTER_SHARE, WIDE_CASTER_ROWS)],
+)
+def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, share, num_rows):
     """A multiprocessor has one program then, which brings its threads; of a combine it takes whole rows."""
-    launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS)
-    unbounded = choose_launch(config_of(), phase, 4096, 4096, H200_SMS)
+    config = config_of(max_sms=max_sms, quant_type=quant_type)
+    launch = choose_launch(config, phase, 4096, 4096, H200_SMS)
+    unbounded = choose_launch(config_of(quant_type=quant_type), phase, 4096, 4096, H200_SMS)
     assert launch.num_warps == WIDE_WARPS[phase] >= unbounded.num_warps
     if phase is Phase.COMBINE:
         assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
-        share = round(WIDE_SENDER_SHARE * (max_sms - FLAG_PROGRAMS[phase]))
-        assert launch.num_senders == max(1, min(unbounded.num_senders, share))
+        senders = round(share * (max_sms - FLAG_PROGRAMS[phase]))
+        assert launch.num_senders == max(1, min(unbounded.num_senders, senders))
+        assert (launch.send_rows, unbounded.send_rows, launch.read_ahead) == (num_rows, 1, True)
         # the caller's warps are the caller's, whatever is bounded
-        own = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS, warp_per_block=4)
+        own = choose_launch(config, phase, 4096, 4096, H200_SMS, warp_per_block=4)
         assert own == replace(launch, num_warps=4, reason="caller")
     else:
         assert (launch.send_elements, launch.add_elements) == (unbounded.send_elements, unbounded.add_elements)

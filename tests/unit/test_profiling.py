@@ -117,7 +117,7 @@ def variants_of(spans: bool, layout: str) -> dict[str, Any]:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_that_note_times_are_other_ones(kind: str, tmp_path: Path):
-    """Without notes a kernel has no more clocks than its waits need; with them it needs about the same registers."""
+    """Without notes a kernel has no more clocks than its waits need; with them a quarter more registers at most."""
     layout, num_clocks = KINDS[kind]
     ptx, used = {}, {}
     for spans in (False, True):
@@ -128,4 +128,4 @@ def test_kernels_that_note_times_are_other_ones(kind: str, tmp_path: Path):
     assert ptx[False].count(CLOCK) == num_clocks
     assert ptx[True].count(CLOCK) >= num_clocks + 2
     assert used[True]["LOCAL"] == 0
-    assert used[True]["REG"] <= used[False]["REG"] + 8
+    assert used[True]["REG"] <= used[False]["REG"] * 5 // 4
