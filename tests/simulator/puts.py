@@ -16,7 +16,7 @@ import numpy as np
 from ep_a2a.kernels import put_kernels
 from ep_a2a.kernels.put_kernels import _number
 from ep_a2a.memory import host_shm
-from tests.simulator.memory import Pending, View
+from tests.simulator.memory import Author, Pending, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,9 +65,12 @@ class Puts:
         # a counter that only grows comes with a word that is put onto itself, and that nobody uses
         is_read = begin != _number(target)
         load = self._machine.note("put reads", addresses, size, site)
-        values = self._pool.load(author, load, is_strong=False, is_checked=is_read)
-        # the program may write to the source again at once
-        author.turn += 1
+        values = self._pool.load(author, load, is_strong=False, is_checked=False)
+        if is_read:
+            # whoever knows that the put was made, also by its counter, may write to the source
+            reader = self._machine.new_author()
+            self._pool.reads.add(Author(reader, author.rank, author.view), load.bytes, site, is_volatile=False)
+            author.view.learn(reader, 1)
         put = self._machine.note("put", targets, size, site)
         put.stored, places = values, put.bytes
         self._pool.reads.check_store(author, places, site)
