@@ -313,8 +313,8 @@ class Machine:
         return self.plain["reduce"](tile, axis, combine, **options)
 
     def _yield_in_loop(self, addresses: np.ndarray) -> None:
-        """Let others go on where a program looks at the same words again, with nothing else in between."""
-        look = self.program.num_operations, addresses.tobytes()
+        """Let others go on where a line looks at the same words again, with nothing else in between."""
+        look = self.program.num_operations, site(), addresses.tobytes()
         if self.program.last_look == look:
             self._poll()
         self.program.last_look = look
