@@ -85,7 +85,7 @@ CASES = {
     ),
     # few programs, which read the next rows while they add
     "low_latency_few_programs": replace(
-        THREE_RANKS, hidden_dim=8192 + 24, tokens=((6, 2, 0),), num_steps=1, options={"max_sms": 3}
+        THREE_RANKS, hidden_dim=8192 + 24, max_tokens=12, tokens=((12, 2, 0),), num_steps=1, options={"max_sms": 3}
     ),
     "low_latency_strides": replace(SMALL, max_num_tokens=(4, 3), tokens=((3, 2), (1, 3)), num_steps=4),
     "bulk": replace(SMALL, options=BULK),

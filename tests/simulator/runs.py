@@ -36,8 +36,6 @@ CONDITIONS = {
     "fresh-looks": Conditions(num_sms=4, fresh_looks=True),
     # others wait for a rank that stands still, not as long as they may wait, or longer
     "pausing": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, PAUSE_SECS),)),
-    # of low_latency_few_programs: while it sends rows back
-    "pausing-in-combine": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 650, PAUSE_SECS),)),
     "stopping": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 150, STOP_SECS),)),
     "stopping-later": Conditions(num_sms=4, faults=(Fault(LATE_RANK, 600, STOP_SECS),)),
 }

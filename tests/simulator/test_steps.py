@@ -19,7 +19,6 @@ QUICK = {
     # without a fault of their own
     *NOTICED_BY.values(),
     ("bulk_compact", "until_late", "stopping"),
-    ("low_latency_few_programs", "steps", "pausing-in-combine"),
     ("bounded", "steps", "many-sms"),
     ("bounded_fp8_results", "steps", "many-sms"),
 }
