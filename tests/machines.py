@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.doctor.checks import run_checks
@@ -81,17 +81,24 @@ def findings_of(machine: Machine, request: Request | None = None, section: str =
     return [each for name, findings in found.items() if section in ("", name) for each in findings]
 
 
-def changed(machine: Machine, **changes: Any) -> Machine:
-    """The machine with other facts: `torch={"version": None}` changes one fact of its torch, other values replace."""
-    parts = {}
-    for name, value in changes.items():
-        present = getattr(machine, name)
-        parts[name] = replace(present, **value) if is_dataclass(present) and isinstance(value, dict) else value
-    return replace(machine, **parts)
+def with_facts(machine: Machine, facts: dict[str, Any]) -> Machine:
+    """The machine with other facts by dotted names: {"driver.gpus.1.num_sms": 20, "environment": {"A": "1"}}."""
+    for name, value in facts.items():
+        machine = _with_fact(machine, name.split("."), value)
+    return machine
 
 
-def without_pair(matrix: tuple[tuple[bool, ...], ...] = ALL) -> tuple[tuple[bool, ...], ...]:
-    """A matrix in which GPU 0 does not reach GPU 1."""
-    rows = [list(row) for row in matrix]
-    rows[0][1] = False
-    return tuple(map(tuple, rows))
+def _with_fact(part: Any, names: list[str], value: Any) -> Any:
+    """A part with another fact; of a tuple the numbered member changes, or all; a dictionary is added to."""
+    if isinstance(part, tuple) and names:
+        chosen = range(len(part)) if not names[0].isdigit() else [int(names.pop(0))]
+        return tuple(_with_fact(each, names, value) if at in chosen else each for at, each in enumerate(part))
+    if names:
+        return replace(part, **{names[0]: _with_fact(getattr(part, names[0]), names[1:], value)})
+    if isinstance(value, dict):
+        return {key: each for key, each in (part | value).items() if each is not None}
+    return _as_tuples(value)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

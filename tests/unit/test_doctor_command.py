@@ -14,7 +14,7 @@ from ep_a2a.commands.doctor import report as doctor_report
 from ep_a2a.commands.doctor.finding import Finding, error, note, ok, warning
 from ep_a2a.commands.doctor.machine import Backend
 from ep_a2a.errors import ConfigError
-from tests.machines import CPU_HOST, changed
+from tests.machines import CPU_HOST, with_facts
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_exit_code_says_whether_it_can_be_used(doctor):
     code, printed = doctor()
     assert code == 0
     assert "Nothing found that prevents use." in printed
-    code, printed = doctor(machine=changed(CPU_HOST, torch={"version": None}))
+    code, printed = doctor(machine=with_facts(CPU_HOST, {"torch.version": None}))
     assert code == 1
     assert "pip install torch" in printed
     assert doctor("--ranks-per-node", "2,1")[0] == 1
@@ -87,7 +87,8 @@ def test_the_report_says_what_to_do_and_counts():
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_the_self_test_is_not_tried_without_what_it_needs(doctor, name):
-    code, printed = doctor("--selftest", machine=changed(CPU_HOST, **{name: {"version": "?", "problem": "broken"}}))
+    broken = with_facts(CPU_HOST, {f"{name}.version": "?", f"{name}.problem": "broken"})
+    code, printed = doctor("--selftest", machine=broken)
     assert code == 1
     assert f"not run: it needs {name}" in printed
 
