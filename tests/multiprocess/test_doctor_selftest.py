@@ -37,8 +37,8 @@ def test_two_ranks_are_measured(ranks):
 def break_bytes(made: Any) -> Any:
     push = made.push
 
-    def changed(num_programs: int, num_threads: int) -> None:
-        push(num_programs, num_threads)
+    def changed(launch: Any) -> None:
+        push(launch)
         made.landing[7] += 1
 
     made.push = changed
@@ -46,7 +46,7 @@ def break_bytes(made: Any) -> Any:
 
 
 def lose_flag(made: Any) -> Any:
-    made.push = lambda num_programs, num_threads: made.state[selftest_rank.GAVE_UP].fill_(1)
+    made.push = lambda launch: made.state[selftest_rank.GAVE_UP].fill_(1)
     return made
 
 

@@ -258,30 +258,51 @@ def test_cold_times_are_a_column_where_any_was_taken() -> None:
     assert "cold µs" not in make_table(compare([warm, native]))[0]
 
 
-def test_on_a_shared_gpu_each_bound_has_a_limit_of_its_own() -> None:
+def test_each_bound_has_a_push_of_its_own_and_layouts_share_it() -> None:
     runner = MadeUpRunner()
-    runner.note = lambda num_ranks: f"{num_ranks} ranks share 1 GPU"  # type: ignore[method-assign]
     points = [workload_of(8, max_sms=bound, layout=layout) for layout in ("compact", "rank_major") for bound in (8, 32)]
     rows = [row for of_point in run_sweep(points, ["reference_push"], TimingSettings(), runner) for row in of_point]
     assert runner.asked == [("reference_push", 8), ("reference_push", 32)]
-    rows = [row | {"details": {"max_sms": row["max_sms"]}} for row in rows]
     headings, table, _ = make_table(compare(rows))
     assert [row[headings.index("max SMs")] for row in table] == ["8", "32"]
 
 
-def test_bounds_are_one_table_and_the_limit_is_measured_once():
+def test_bounds_are_one_table():
     records, asked = records_of_bounds()
-    assert asked == [("reference_push", 0), ("ep_a2a", 0), ("ep_a2a", 8), ("ep_a2a", 32)]
+    assert asked == [(name, bound) for bound in (0, 8, 32) for name in ("reference_push", "ep_a2a")]
     assert [record["max_sms"] for record in records] == [0, 0, 8, 8, 32, 32]
     headings, cells, _ = make_table(records)
     assert headings[:3] == ["T", "max SMs", "contender"]
     assert [row[:3] for row in cells] == [
-        ["8", "", "reference_push"],
-        ["8", "0", "ep_a2a"],
-        ["8", "8", "ep_a2a"],
-        ["8", "32", "ep_a2a"],
+        ["8", bound, name] for bound in ("0", "8", "32") for name in ("reference_push", "ep_a2a")
     ]
-    assert [row[headings.index("of push")] for row in cells] == ["100.0%", "100.0%", "8.0%", "32.0%"]
+    assert [row[headings.index("of push")] for row in cells] == [
+        "100.0%",
+        "100.0%",
+        "100.0%",
+        "8.0%",
+        "100.0%",
+        "32.0%",
+    ]
+
+
+def test_time_of_programs_by_their_work_is_a_column_of_bounds(tmp_path):
+    launch = {"dispatch_programs": 16, "combine_senders": 4, "combine_receivers": 12}
+    records = [timed(workload_of(8, max_sms=bound), "ep_a2a", times_of(20, 40, 50), **launch) for bound in (16, 0)] + [
+        timed(workload_of(8, max_sms=16), "nccl_agrs", times_of(20, 40, 50))
+    ]
+    compared = compare(records[:1]) + compare(records[1:2]) + compare(records[2:])
+    # 8 tokens, each of which goes to the other rank: 8 rows
+    assert compared[0]["program_us_per_token"] == 20 * 16 / 8
+    assert compared[0]["sender_us_per_row"] == 40 * 4 / 8
+    assert compared[0]["receiver_us_per_token"] == 40 * 12 / 8
+    headings, cells, _ = make_table(compared)
+    assert headings[-3:] == ["program µs / token", "sender µs / row", "receiver µs / token"]
+    assert [row[-3:] for row in cells] == [["40", "20", "60"], ["", "", ""], ["", "", ""]]
+    write_markdown(tmp_path / "bounds.md", HEADER, compared)
+    assert "times senders" in (tmp_path / "bounds.md").read_text()
+    unbounded = make_table(compare(records[1:2]))[0]
+    assert not [heading for heading in unbounded if heading.startswith(("program", "sender", "receiver"))]
 
 
 def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
@@ -295,7 +316,8 @@ def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
         assert f">{comment}" in text
     more = records + records_of_bounds(16)[0]
     assert choose_x(more) == "num_tokens"
-    assert list(make_lines(more)) == ["reference_push", "ep_a2a, max SMs 0", "ep_a2a, max SMs 8", "ep_a2a, max SMs 32"]
+    names = ("reference_push", "ep_a2a")
+    assert list(make_lines(more)) == [f"{name}, max SMs {bound}" for bound in (0, 8, 32) for name in names]
 
 
 def test_the_header_says_where_numbers_come_from():

@@ -52,8 +52,8 @@ LAYERS = (NATIVE, "flashinfer", "nccl_agrs")
 ON_SHARED_GPUS = frozenset((REFERENCE_PUSH, *OF_OP, *LOW_LATENCY, *BETWEEN_NODES[:4], *SCHEDULES))
 """Contenders that keep to a share of a GPU. Programs of others would wait for programs that find no room."""
 
-WITHOUT_EFFECT_ON_PUSH = frozenset({"layout", "max_sms", "max_num_tokens", "gpus_per_node"})
-"""Fields of a workload that make no difference to the reference push. Where ranks share a GPU, max_sms bounds it."""
+WITHOUT_EFFECT_ON_PUSH = frozenset({"layout", "max_num_tokens", "gpus_per_node"})
+"""Fields of a workload that make no difference to the reference push."""
 
 OPS_AT_ONCE = 1
 """Ops of different index in one row: a contender's ops have ended when the next contender starts."""

@@ -1,8 +1,9 @@
 """Times the reference push: contiguous pushes of the deduplicated bytes between ranks, with one flag each.
 
-Dispatch and combine are one launch each, which places no rows and casts nothing. On a GPU the session takes the grid
-with the fastest round trip. Where ranks share a GPU, the grid keeps to the budget of the rank, and rows that stay on a
-rank are pushed, too: they take the same memory and multiprocessors there.
+Dispatch and combine are one launch each, which places no rows and casts nothing. On a GPU the session takes the launch
+with the fastest round trip. With a bound of N multiprocessors it has N programs, and also the number of vectors in
+flight is tried: that is what N multiprocessors can put on the wire. Where ranks share a GPU, rows that stay on a rank
+are pushed, too: they take the same memory and multiprocessors there.
 """
 
 from __future__ import annotations
@@ -12,29 +13,32 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.commands.bench.contenders import OPS_AT_ONCE, REFERENCE_PUSH, Contender
-from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, pattern
+from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, PushLaunch, pattern
 from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import Timer, TimingSettings
-from ep_a2a.errors import CheckFailedError, RankTimeoutError, UnsupportedError
+from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.sm_share import share_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
-GPU_LAUNCHES = ((28, 256), (56, 256), (84, 256), (126, 256), (126, 512), (132, 1024))
-"""(blocks, threads) to try."""
-SHARED_GPU_THREADS = (256, 512, 1024)
-"""Threads to try where ranks share a GPU: there the budget says how many blocks run."""
-CPU_LAUNCH = (1, 64)
+GRIDS = ((28, 256), (56, 256), (84, 256), (126, 256), (126, 512), (132, 1024))
+"""(programs, threads) to try without a bound."""
+BOUNDED_THREADS = (256, 512, 1024)
+BOUNDED_LOADS = (1, 2, 4, 8)
+"""Threads, and vectors in flight of each, to try where the bound says how many programs there are."""
+CPU_LAUNCH = PushLaunch(1, 64)
 TUNING = TimingSettings(num_warmups=3, num_runs=15)
 
 
 class ReferencePush(RoundTrip):
     """Dispatch and combine as pushes of a pattern; combine returns this rank's landing area, uint8.
 
-    layout and max_num_tokens have no effect on it; max_sms bounds it where ranks share a GPU.
+    layout and max_num_tokens have no effect on it.
     """
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
@@ -42,29 +46,30 @@ class ReferencePush(RoundTrip):
         self._context = context
         self._rendezvous = Rendezvous(context.group)
         shares = context.ranks_per_gpu > 1
-        self._num_peers = context.world_size - 1 + shares
-        launches = self._bounded_launches(workload.max_sms) if shares else GPU_LAUNCHES
+        budget = self._budget(workload.max_sms)
         rows = workload.traffic()
-        if not shares:
+        if shares:
+            self.details["counts_local_rows"] = True
+        else:
             rows.fill_diagonal_(0)
         self._dispatch, self._combine = (
             Push(context, self._rendezvous, -(-each * row_bytes // VECTOR_BYTES), counts_own=shares)
             for each, row_bytes in ((rows, workload.dispatch_row_bytes), (rows.T, workload.combine_row_bytes))
         )
-        self._use_launch((launches[0][0], CPU_LAUNCH[1]) if shares else CPU_LAUNCH)
+        self._launch = CPU_LAUNCH
         if context.device.type == "cuda":
-            timer = Timer(context, TUNING)
-            # Medians are the same on all ranks.
-            times_us = {launch: self._time(launch, timer) for launch in launches}
-            self._use_launch(min(times_us, key=lambda launch: times_us[launch]))
+            self._choose(launches_to_try(context.world_size - 1 + shares, budget))
+        self.details |= {"num_programs": self._launch.num_programs, "num_threads": self._launch.num_threads}
+        if budget:
+            self.details["vectors_in_flight"] = self._launch.num_loads
 
     def dispatch(self) -> None:
         """Pushes the bytes of a dispatch."""
-        self._dispatch.push(*self._launch)
+        self._dispatch.push(self._launch)
 
     def combine(self, dispatched: None) -> torch.Tensor:
         """Pushes the bytes of a combine."""
-        self._combine.push(*self._launch)
+        self._combine.push(self._launch)
         return self._combine.landing
 
     def check(self) -> None:
@@ -96,41 +101,44 @@ class ReferencePush(RoundTrip):
         self._dispatch.close()
         self._combine.close()
 
-    def _bounded_launches(self, max_sms: int) -> tuple[tuple[int, int], ...]:
-        """Returns the launches to try on a GPU that ranks share, each within the budget; notes both in the details.
+    def _budget(self, max_sms: int) -> int:
+        """Returns the multiprocessors that a push may take, on a shared GPU the rank's share at most; 0 = all."""
+        context = self._context
+        if context.device.type != "cuda" or context.ranks_per_gpu == 1:
+            return max_sms
+        num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
+        share = share_of(num_sms, context.ranks_per_gpu, OPS_AT_ONCE)
+        return min(max_sms or share, share)
 
-        Raises:
-            UnsupportedError: the budget has no program for each rank.
-        """
-        context, budget = self._context, max_sms
-        if context.device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
-            share = share_of(num_sms, context.ranks_per_gpu, OPS_AT_ONCE)
-            budget = min(max_sms or share, share)
-        budget = budget or self._num_peers
-        if budget < self._num_peers:
-            raise UnsupportedError(
-                f"a budget of {self._num_peers} multiprocessors, one for each rank that a push goes to",
-                str(budget),
-                "Raise --max-sms, or start fewer --ranks.",
-            )
-        self.details |= {"max_sms": budget, "counts_local_rows": True}
-        return tuple((budget, num_threads) for num_threads in SHARED_GPU_THREADS)
-
-    def _time(self, launch: tuple[int, int], timer: Timer) -> float:
-        self._use_launch(launch)
-        return timer.median_us(self.round_trip)
-
-    def _use_launch(self, launch: tuple[int, int]) -> None:
-        # Every peer has as many programs.
-        num_programs = max(1, launch[0] // self._num_peers) * self._num_peers
-        self._launch = num_programs, launch[1]
-        self.details |= {"num_programs": num_programs, "num_threads": launch[1]}
+    def _choose(self, launches: Sequence[PushLaunch]) -> None:
+        """Takes the fastest launch; where several numbers of vectors in flight were tried, notes the best of each."""
+        timer = Timer(self._context, TUNING)
+        fastest: dict[int, tuple[float, PushLaunch]] = {}
+        for launch in launches:
+            self._launch = launch
+            # Medians are the same on all ranks.
+            timed = timer.median_us(self.round_trip), launch
+            fastest[launch.num_loads] = min(fastest.get(launch.num_loads, timed), timed)
+        self._launch = min(fastest.values())[1]
+        if len(fastest) > 1:
+            self.details["us_by_vectors_in_flight"] = {str(number): us for number, (us, _) in fastest.items()}
 
     def _meet(self, label: str) -> None:
         if self._context.device.type == "cuda":
             torch.cuda.synchronize(self._context.device)
         self._rendezvous.barrier(label)
+
+
+def launches_to_try(num_peers: int, budget: int) -> list[PushLaunch]:
+    """Returns the launches to try on a GPU.
+
+    Args:
+        num_peers: ranks that a push goes to.
+        budget: programs of a launch, each of which serves every peer; 0 = GRIDS, in which every peer has as many.
+    """
+    if budget:
+        return [PushLaunch(budget, each, loads, True) for loads in BOUNDED_LOADS for each in BOUNDED_THREADS]
+    return [PushLaunch(max(1, programs // num_peers) * num_peers, threads) for programs, threads in GRIDS]
 
 
 def unavailable(workload: Workload, device: torch.device) -> str | None:

@@ -71,12 +71,19 @@ LAYER: Columns = {
 WHERE_ANY: Columns = {
     "cold µs": lambda record: _if_known("{:.1f}", record.get("round_trip_cold_us")),
     "rows between nodes": lambda record: _rows_between_nodes(record.get("details", {})),
+    "program µs / token": lambda record: _if_bounded(record, "program_us_per_token"),
+    "sender µs / row": lambda record: _if_bounded(record, "sender_us_per_row"),
+    "receiver µs / token": lambda record: _if_bounded(record, "receiver_us_per_token"),
 }
 """Cells of columns that are there where a record has one."""
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
     "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of reference_push "
     "by this one's. cold: a single round trip behind a flush of the L2."
+)
+BOUNDED_EXPLANATION = (
+    " program µs / token: dispatch µs by tokens, times programs. sender µs / row: combine µs by rows to other ranks, "
+    "times senders. receiver µs / token: combine µs by tokens, times receivers."
 )
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 LAYER_EXPLANATION = (
@@ -141,6 +148,8 @@ def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
     dispatch_gb_per_s, ...: bytes that the busiest rank must send or receive, by time, in 1e9 bytes per second, even if
         the contender sent more. One row per token and rank.
     dispatch_fraction_of_limit, ...: the reference push's time by this one's.
+    program_us_per_token, sender_us_per_row, receiver_us_per_token: of dispatch's programs and of combine's, by the
+        tokens of a rank and by the rows that the busiest rank sends to others.
     baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
     Of layers `communication_us`, which is what they take beyond their computation, and `communication_share`. What was
@@ -158,7 +167,7 @@ def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
         return {"communication_us": beyond_us, "communication_share": beyond_us / record["layer_us"]}
     if name not in timed:
         return {}
-    found: Record = {}
+    found = _work_of_programs(record)
     for phase in ("dispatch", "combine", "round_trip"):
         moved = record.get(f"{phase}_bytes", record["dispatch_bytes"] + record["combine_bytes"])
         # bytes per microsecond are megabytes per second
@@ -167,6 +176,21 @@ def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
             found[f"{phase}_fraction_of_limit"] = timed[REFERENCE_PUSH][f"{phase}_us"] / record[f"{phase}_us"]
     others = {other: each["round_trip_us"] for other, each in timed.items() if is_baseline(other) and other != name}
     return found | {"baselines_over_this": {other: us / record["round_trip_us"] for other, us in others.items()}}
+
+
+def _work_of_programs(record: Record) -> Record:
+    """Returns how long a program takes for a unit of its work, as if each had a multiprocessor of its own.
+
+    Where a bound holds and programs are busy all the time these are the same at every bound.
+    """
+    details, rows = record.get("details", {}), record["remote_rows"]
+    if "combine_senders" not in details or not rows:
+        return {}
+    return {
+        "program_us_per_token": record["dispatch_us"] * details["dispatch_programs"] / record["num_tokens"],
+        "sender_us_per_row": record["combine_us"] * details["combine_senders"] / rows,
+        "receiver_us_per_token": record["combine_us"] * details["combine_receivers"] / record["num_tokens"],
+    }
 
 
 def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
@@ -198,8 +222,7 @@ def constant_fields(records: Sequence[Record]) -> str:
 
 def has_effect(record: Record, field: str) -> bool:
     """Returns whether a field of the workload makes a difference to the record's contender."""
-    without_effect = WITHOUT_EFFECT_ON_PUSH - record.get("details", {}).keys()
-    return record["contender"] != REFERENCE_PUSH or field not in without_effect
+    return record["contender"] != REFERENCE_PUSH or field not in WITHOUT_EFFECT_ON_PUSH
 
 
 def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], int]:
@@ -229,6 +252,10 @@ def _times(shown: Sequence[Record]) -> Columns:
     timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
     ratios = {f"{name} ÷ this": _ratio_to(name) for name in timed if is_baseline(name)}
     return ROUND_TRIP | ratios | {name: cell for name, cell in WHERE_ANY.items() if any(map(cell, shown))}
+
+
+def _if_bounded(record: Record, name: str) -> str:
+    return _if_known("{:.3g}", record.get(name) if record.get("max_sms") else None)
 
 
 def _field_of(field: str) -> Callable[[Record], str]:
@@ -280,11 +307,14 @@ def reasons(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def explanation(records: Iterable[Record]) -> str:
+def explanation(records: Sequence[Record]) -> str:
     """Returns what the columns of the table mean."""
     if is_functional_check(records):
         return CPU_EXPLANATION
-    return LAYER_EXPLANATION if is_of_layers(records) else EXPLANATION
+    if is_of_layers(records):
+        return LAYER_EXPLANATION
+    has_work = any(record.get("max_sms") and "sender_us_per_row" in record for record in records)
+    return EXPLANATION + BOUNDED_EXPLANATION * has_work
 
 
 def show(console: Console, header: Record, records: Sequence[Record]) -> None:

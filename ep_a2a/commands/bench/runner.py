@@ -234,7 +234,7 @@ def run_sweep(
     pushes: dict[tuple[Workload, int], Record] = {}
     for workload in workloads:
         note = runner.note(workload.world_size)
-        pushed = _as_pushed(workload, shares_gpu=bool(note))
+        pushed = _as_pushed(workload)
         rounds: dict[str, list[Record]] = {name: [] for name in names}
         for number in range(settings.num_rounds):
             for name, records in rounds.items():
@@ -266,7 +266,6 @@ def over_rounds(records: Sequence[Record]) -> Record:
     return last | medians | {"least_us": min(rounds_us), "most_us": max(rounds_us), "rounds_us": rounds_us}
 
 
-def _as_pushed(workload: Workload, *, shares_gpu: bool) -> Workload:
+def _as_pushed(workload: Workload) -> Workload:
     """Returns the workload without the differences that have no effect on the reference push."""
-    same = replace(workload, layout=Layout.COMPACT, gpus_per_node=0, max_num_tokens=workload.num_tokens)
-    return same if shares_gpu else replace(same, max_sms=0)
+    return replace(workload, layout=Layout.COMPACT, gpus_per_node=0, max_num_tokens=workload.num_tokens)

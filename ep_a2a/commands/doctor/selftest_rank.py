@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a import env
-from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, pattern
+from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, PushLaunch, pattern
 from ep_a2a.commands.measure.session import make_config
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
-PUSH_LAUNCH = {"cpu": (1, 4096), "cuda": (132, 1024)}
-"""(blocks, threads) of a push."""
+PUSH_LAUNCH = {"cpu": PushLaunch(1, 4096), "cuda": PushLaunch(132, 1024)}
 MAX_ROUNDS = 10_000
 NUM_TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 4, 64, 2, 2
 REMEDY = "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid"
@@ -114,7 +113,7 @@ def _push_one_way(context: RankContext, rendezvous: Rendezvous, source: int, sec
     with contextlib.closing(Push(context, rendezvous, vectors)) as made:
 
         def push(number: int) -> None:
-            made.push(*PUSH_LAUNCH[kind])
+            made.push(PUSH_LAUNCH[kind])
             if kind == "cuda":
                 torch.cuda.synchronize(context.device)
             if number == 0:

@@ -1,7 +1,7 @@
 // Pushes contiguous vectors of 16 bytes to every peer, then one flag each, and waits for the peers' flags.
 //
-// push.py defines NUM_PEERS, LOADS (vectors that a thread loads before it stores the first), MAX_THREADS,
-// POLLS_PER_CLOCK_READING, TIMEOUT_NS and FOR_EACH_PEER (sizes and addresses) above this text.
+// push.py defines NUM_PEERS, PEERS_PER_BLOCK (1, or NUM_PEERS), LOADS (vectors that a thread loads before it stores the
+// first), MAX_THREADS, POLLS_PER_CLOCK_READING, TIMEOUT_NS and FOR_EACH_PEER (sizes and addresses) above this text.
 
 __device__ __forceinline__ unsigned arrive(unsigned* counter)
 {
@@ -90,22 +90,33 @@ __device__ __forceinline__ void wait_for(unsigned long long flag, unsigned epoch
 }
 
 // The bound of one block per multiprocessor keeps the compiler from saving registers at the cost of loads in flight.
-// state: epoch, blocks that have arrived, whether a wait was given up. The grid is a multiple of NUM_PEERS.
+// state: epoch, blocks that have arrived, whether a wait was given up. With one peer per block the grid is a multiple of
+// NUM_PEERS.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) push(const uint4* source, unsigned* state)
 {
     // Loaded before the copy: the last block needs it at once.
     const unsigned epoch = *(volatile unsigned*)state + 1;
 
-    const unsigned step = blockIdx.x % NUM_PEERS;
-    long long first_vector = 0;
-    int count = 0;
-    unsigned long long target = 0, flag_there = 0, flag_here = 0;
-    #define CHOOSE(PEER, FIRST_VECTOR, NUM_VECTORS, TARGET, FLAG_THERE, FLAG_HERE) \
-        if (step == PEER) { first_vector = FIRST_VECTOR; count = NUM_VECTORS; target = TARGET; } \
+    unsigned long long flag_there = 0, flag_here = 0;
+    #define CHOOSE_FLAGS(PEER, FIRST_VECTOR, NUM_VECTORS, TARGET, FLAG_THERE, FLAG_HERE) \
         if (threadIdx.x == PEER) { flag_there = FLAG_THERE; flag_here = FLAG_HERE; }
-    FOR_EACH_PEER(CHOOSE)
-    const int first = blockIdx.x / NUM_PEERS * blockDim.x + threadIdx.x;
-    copy((uint4*)target, source + first_vector, count, first, gridDim.x / NUM_PEERS * blockDim.x);
+    FOR_EACH_PEER(CHOOSE_FLAGS)
+
+    // Blocks of the same peer, or all of them, copy in turn.
+    const int block = blockIdx.x / (NUM_PEERS / PEERS_PER_BLOCK);
+    const int num_blocks = gridDim.x / (NUM_PEERS / PEERS_PER_BLOCK);
+    #pragma unroll 1
+    for (unsigned turn = 0; turn < PEERS_PER_BLOCK; ++turn) {
+        const unsigned peer = (blockIdx.x + turn) % NUM_PEERS;
+        long long first_vector = 0;
+        int count = 0;
+        unsigned long long target = 0;
+        #define CHOOSE_PART(PEER, FIRST_VECTOR, NUM_VECTORS, TARGET, FLAG_THERE, FLAG_HERE) \
+            if (peer == PEER) { first_vector = FIRST_VECTOR; count = NUM_VECTORS; target = TARGET; }
+        FOR_EACH_PEER(CHOOSE_PART)
+        const int first = block * blockDim.x + threadIdx.x;
+        copy((uint4*)target, source + first_vector, count, first, num_blocks * blockDim.x);
+    }
 
     __shared__ bool is_last;
     __syncthreads();

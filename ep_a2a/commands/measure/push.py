@@ -8,10 +8,11 @@ the process copies the bytes itself: its times mean nothing, but the plan of the
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,16 +35,31 @@ EPOCH, GAVE_UP = 0, 2
 CPU_TIMEOUT_SECS = 30.0
 """Seconds that a push on CPU waits for a flag."""
 LOADS_IN_FLIGHT = 8
-"""Vectors that a thread loads before it stores the first."""
+"""Vectors that a thread loads before it stores the first, where a launch does not say."""
 MAX_THREADS = 1024
 CUDA_SOURCE = Path(__file__).with_name("push.cu")
 CUDA_CONSTANTS = {
-    "LOADS": LOADS_IN_FLIGHT,
     "MAX_THREADS": MAX_THREADS,
     # Reading the clock is slow: at every poll it would delay the next look at the flag.
     "POLLS_PER_CLOCK_READING": 4096,
     "TIMEOUT_NS": "10000000000ULL",
 }
+
+
+class PushLaunch(NamedTuple):
+    """Launch numbers of a push.
+
+    Attributes:
+        num_programs: programs of the grid. num_threads: of a program.
+        num_loads: vectors that a thread loads before it stores the first.
+        spreads: whether each program copies its share for every peer. Else it serves one peer, and num_programs is a
+            multiple of the number of peers.
+    """
+
+    num_programs: int
+    num_threads: int
+    num_loads: int = LOADS_IN_FLIGHT
+    spreads: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,7 @@ class Push:
         landing: uint8, where the peers' bytes arrive.
         state: int32 [3], of the kernel: epoch, programs that have arrived, whether a flag did not come in time.
         received: by source rank, (first vector in its source, number of vectors, first vector in `landing`).
-        push: queues the launch with (programs, threads).
+        push: queues a PushLaunch. The first launch with other num_loads or spreads compiles for about a second.
     """
 
     def __init__(
@@ -127,14 +143,14 @@ def pattern(rank: int, first: int, count: int, device: torch.device) -> torch.Te
     return words.mul_(PATTERN_FACTOR).add_(rank * PATTERN_STEP + 1)
 
 
-def push_source(peers: Sequence[Peer]) -> str:
+def push_source(peers: Sequence[Peer], num_loads: int = LOADS_IN_FLIGHT, *, spreads: bool = False) -> str:
     """Returns the CUDA C of the kernel that pushes to these peers and waits for their flags.
 
-    Kernel arguments: the source and the state, int32 [3]. Block b serves peer b % len(peers); the grid is a multiple of
-    the number of peers.
+    Kernel arguments: the source and the state, int32 [3]. Block b serves peer b % len(peers), or with spreads every
+    peer, from that one on.
     """
-    constants = {"NUM_PEERS": len(peers)} | CUDA_CONSTANTS
-    lines = [f"#define {name} {value}" for name, value in constants.items()]
+    constants = {"NUM_PEERS": len(peers), "PEERS_PER_BLOCK": len(peers) if spreads else 1, "LOADS": num_loads}
+    lines = [f"#define {name} {value}" for name, value in (constants | CUDA_CONSTANTS).items()]
     calls = [
         f"DO({number}, {peer.first_vector}, {peer.num_vectors}, {peer.target:#x}ULL, {peer.flag_there:#x}ULL, "
         f"{peer.flag_here:#x}ULL)"
@@ -143,7 +159,9 @@ def push_source(peers: Sequence[Peer]) -> str:
     return "\n".join([*lines, f"#define FOR_EACH_PEER(DO) {' '.join(calls)}", CUDA_SOURCE.read_text("ascii")])
 
 
-def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
+def compile_push(
+    peers: Sequence[Peer], num_loads: int = LOADS_IN_FLIGHT, *, spreads: bool = False
+) -> Callable[..., None]:
     """Returns the kernel for the current GPU; a call with grid, block and args queues it on the current stream.
 
     Raises:
@@ -156,21 +174,24 @@ def compile_push(peers: Sequence[Peer]) -> Callable[..., None]:
             f"torch {torch.__version__} without it",
             "Use torch 2.11, or leave reference_push out.",
         )
-    kernel: Callable[..., None] = compiler(push_source(peers), "push")
+    kernel: Callable[..., None] = compiler(push_source(peers, num_loads, spreads=spreads), "push")
     return kernel
 
 
-def _cuda_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[int, int], None]:
-    kernel = compile_push(peers)
+def _cuda_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[PushLaunch], None]:
+    @functools.cache
+    def kernel_of(num_loads: int, spreads: bool) -> Callable[..., None]:
+        return compile_push(peers, num_loads, spreads=spreads)
 
-    def push(num_programs: int, num_threads: int) -> None:
-        kernel((num_programs, 1, 1), (num_threads, 1, 1), [source, state])
+    def push(launch: PushLaunch) -> None:
+        kernel = kernel_of(launch.num_loads, launch.spreads)
+        kernel((launch.num_programs, 1, 1), (launch.num_threads, 1, 1), [source, state])
 
     return push
 
 
-def _copied_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[int, int], None]:
-    def push(num_programs: int, num_threads: int) -> None:
+def _copied_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[PushLaunch], None]:
+    def push(launch: PushLaunch) -> None:
         epoch = int(state[EPOCH]) + 1
         for peer in peers:
             start = source.data_ptr() + peer.first_vector * VECTOR_BYTES

@@ -20,8 +20,10 @@ from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.errors import CheckFailedError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
+from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.topology import classify, gather_report
+from ep_a2a.tuning.policy import Phase, dispatch_phase
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,10 +209,8 @@ class OpRoundTrip(InputsRoundTrip):
         except Exception:
             self._close_memory()
             raise
-        if not self.op.config.uses_rings:
-            for is_dispatch, phase in ((True, "dispatch"), (False, "combine")):
-                launch = self.op.get_launch_config(is_dispatch)
-                self.details[f"{phase}_programs"], self.details[f"{phase}_warps"] = launch[0], launch[2]
+        if isinstance(self.op.engine, IntraNodeEngine):
+            self.details |= launch_details(self.op.engine, workload.num_tokens, self._step_bound)
         if inputs is not None:
             self._rows = self.op.get_registered_combine_input_buffer(workload.dtype)
 
@@ -269,6 +269,21 @@ class OpRoundTrip(InputsRoundTrip):
         self._factory.close()
         if self._owns_arena:
             self._arena.close()
+
+
+def launch_details(engine: IntraNodeEngine, num_tokens: int, step_tokens: int | None) -> dict[str, int]:
+    """Returns the launch numbers of a step of num_tokens by name; step_tokens: its bound, None for the op's."""
+    most = step_tokens or engine.kernels.config.max_num_inp_token_per_rank
+    dispatch = engine.launch_of(dispatch_phase(engine.kernels.config, most), num_tokens, most)
+    combine = engine.launch_of(Phase.COMBINE, num_tokens, most)
+    return {
+        "dispatch_programs": dispatch.num_programs,
+        "dispatch_warps": dispatch.num_warps,
+        "combine_programs": combine.num_programs,
+        "combine_warps": combine.num_warps,
+        "combine_senders": combine.num_senders,
+        "combine_receivers": combine.num_receivers,
+    }
 
 
 def make_config(workload: Workload, rank: int, variant: OpVariant = OpVariant()) -> EpDispatchCombineConfig:

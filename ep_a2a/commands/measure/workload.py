@@ -173,8 +173,9 @@ class Workload:
         return relative, absolute
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the fields for a report, and the bytes that move: numbers and text by name."""
+        """Returns the fields for a report, and what the busiest rank moves: numbers and text by name."""
         moved = {"dispatch_bytes": self.dispatch_bytes, "combine_bytes": self.combine_bytes}
+        moved["remote_rows"] = self.busiest_remote_rows
         return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")} | moved
 
     def check(self) -> None:
