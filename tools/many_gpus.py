@@ -60,7 +60,7 @@ PARTS: dict[str, tuple[Command, ...]] = {
         Command("few_sms", 120, f"{BENCH} --ranks {{ranks}} {OURS} --max-sms 8,16,32 --output {{rows}}"),
     ),
     "tune": (Command("tune", 600, "-m ep_a2a tune --ranks {ranks} --output {folder}/tuned"),),
-    "layer": (Command("layer", 400, "-m ep_a2a bench --layer --ranks {ranks} --quant fp8_per_1x128 --output {rows}"),),
+    "layer": (Command("layer", 400, "-m ep_a2a bench --layer --ranks {ranks} --output {rows}"),),
     "vllm": (
         Command(
             "vllm_tests",

@@ -18,7 +18,7 @@ CONTENDER_NAMES = (
     "nccl_all_to_all, flashinfer, deepep, deepep_low_latency (V1 beside V2)"
 )
 LAYERS = "Layers"
-COMM_SMS = "Multiprocessors of ops beside computation in schedules; 0 = all. Default: 24."
+MICRO_BATCHES = "Run two micro-batches beside each other; exchanges get so many multiprocessors, such as 8,16; 0 = all."
 MAX_SMS = "Bounds on each rank's multiprocessors (CTAs), such as 8,16; 0 = none, or its share."
 
 
@@ -37,7 +37,7 @@ OPTIONS = (
     opt.numbers("topk", "Experts per token; default: 8 on GPUs.", opt.MOST_TOPK),
     opt.numbers("experts", "Experts over all ranks; default: 256 on GPUs.", opt.MOST_EXPERTS),
     opt.names("dtype", "bfloat16, float16, float32.", "bfloat16"),
-    opt.names("quant", "Cast of dispatch: none (default of layers), fp8_per_token, fp8_per_1x128 (default)."),
+    opt.names("quant", "Cast of dispatch: none, fp8_per_token, fp8_per_1x128 (default)."),
     opt.names("combine_quant", "Cast of combine: none, fp8_blockwise, fp8_direct_cast.", "none"),
     opt.names("layout", "compact (default), rank_major (of layers), expert_major."),
     opt.names("routing", "uniform, zipf, all_to_one, ...: names in ep_a2a.routing.", "uniform"),
@@ -52,22 +52,21 @@ OPTIONS = (
     ),
     opt.number(
         "iterations",
-        "Timed runs; default: 50, of layers 20, on CPU 2 and 1.",
+        "Timed runs; default: 50, of layers 10 in each round, on CPU 2 and 1.",
         opt.MOST_ITERATIONS,
         names=("--iterations", "--runs"),
     ),
-    opt.number("warmups", "Untimed runs; default: 20, of layers 5, on CPU 0.", opt.MOST_ITERATIONS, least=0),
+    opt.number("warmups", "Untimed runs; default: 20, of layers 2, on CPU 0.", opt.MOST_ITERATIONS, least=0),
     opt.number("rounds", "Times that contenders take turns; default: 1, of layers on GPUs 4.", opt.MOST_ITERATIONS),
     opt.AS_JSON,
     opt.Option("output", Path, "Write JSON lines, a header and a line per row."),
     opt.SEED,
     opt.file("plot", "Draw round trip over tokens, or bounds (PNG, SVG)."),
     opt.file("markdown", "Write the table as markdown."),
-    opt.flag("layer", "Time whole MoE layers, gate to combine, over ep_a2a, flashinfer and nccl_agrs.", panel=LAYERS),
-    opt.number("layers", "Layers in one CUDA graph; default: 10, on CPU 1.", opt.MOST_ITERATIONS, panel=LAYERS),
+    opt.flag("layer", "Time whole MoE layers with fp8 experts over ep_a2a, flashinfer, nccl_agrs.", panel=LAYERS),
+    opt.number("layers", "Layers in one CUDA graph; default: 4, on CPU 1.", opt.MOST_ITERATIONS, panel=LAYERS),
     opt.numbers("intermediate", "Intermediate sizes of an expert; default: 2048 on GPUs.", panel=LAYERS),
-    opt.names("schedules", "Communication beside computation: micro_batches, shared_expert.", panel=LAYERS),
-    opt.number("comm_sms", COMM_SMS, opt.MOST_ITERATIONS, least=0, panel=LAYERS),
+    opt.Option("micro_batches", str, MICRO_BATCHES, read=read_bounds, panel=LAYERS),
     opt.Option("traces", Path, "Folder for Chrome traces of rank 0.", limits={"file_okay": False}, panel=LAYERS),
 )
 

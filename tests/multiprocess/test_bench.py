@@ -17,7 +17,7 @@ from ep_a2a.cli.app import make_app
 from ep_a2a.commands.bench import contenders, runner
 from ep_a2a.commands.bench.contenders import Contender
 from ep_a2a.commands.bench.reference_push import ReferencePush
-from ep_a2a.commands.bench.runner import Status, run_contender
+from ep_a2a.commands.bench.runner import Status, run_in_turn
 from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
@@ -253,14 +253,14 @@ def test_one_rank_decides_for_all(ranks, how, status, text):
     assert rows[0] == rows[1]
 
 
-def run_or_die(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
-    if name == "dies" and context.rank == 1:
+def run_or_die(context: RankContext, workload: Workload, names: list[str], *args: Any, **kwargs: Any) -> Any:
+    if names == ["dies"] and context.rank == 1:
         os._exit(7)
-    return run_contender(context, workload, name, settings)
+    return run_in_turn(context, workload, names, *args, **kwargs)
 
 
 def test_neither_errors_nor_dead_processes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "run_contender", run_or_die)
+    monkeypatch.setattr(runner, "run_in_turn", run_or_die)
     seen: list[dict[str, Any]] = []
     with contextlib.closing(runner.Runner("cpu")) as ranks:
         names = ["smoke_signals", "nccl_agrs", "dies", "nccl_all_to_all"]

@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
-from ep_a2a.commands.bench.contenders import LAYERS, SCHEDULES
-from ep_a2a.commands.bench.layer import Gate, LayerWorkload, dense_layer, make_weights, require_rows
-from ep_a2a.commands.bench.report import make_table
-from ep_a2a.commands.bench.runner import Runner, run_contender, run_sweep
+from ep_a2a.commands.bench.contenders import LAYERS, MICRO_BATCHES
+from ep_a2a.commands.bench.layer import Layer, LayerWorkload, require_rows
+from ep_a2a.commands.bench.report import compare, make_table
+from ep_a2a.commands.bench.runner import Runner, run_in_turn, run_sweep
+from ep_a2a.commands.measure.session import OpRoundTrip
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.errors import CheckFailedError, EpA2AError
 from tests.integration.programs import run_cli, succeeded
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 ONCE = TimingSettings(num_warmups=0, num_runs=1, num_round_trips=1, num_host_calls=0)
 
 
-def workload(num_tokens: int, quant_type: str = "none") -> LayerWorkload:
+def workload(num_tokens: int, quant_type: str = "none", routing: str = "uniform") -> LayerWorkload:
     """Five experts on two ranks."""
     return LayerWorkload(
         world_size=2,
@@ -39,62 +40,69 @@ def workload(num_tokens: int, quant_type: str = "none") -> LayerWorkload:
         num_experts=5,
         quant_type=quant_type,
         layout="rank_major",
+        routing=routing,
         intermediate_dim=32,
-        comm_sms=24,
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "quant_type"),
-    [(name, quant_type) for name in LAYERS for quant_type in ("none", "fp8_per_1x128")]
-    + [(name, "fp8_per_1x128") for name in SCHEDULES],
-)
-def test_each_layer_is_the_dense_layer(ranks: Any, name: str, quant_type: str) -> None:
-    rows = ranks(run_contender, 2, workload(4, quant_type), name, ONCE)
-    assert rows[0] == rows[1]
-    if name == "flashinfer":
-        assert rows[0]["reason"] == "needs GPUs"
-    else:
-        assert rows[0]["status"] == "ok", rows[0]["reason"]
-        assert min(rows[0]["layer_us"], rows[0]["compute_us"]) > 0
+@pytest.mark.parametrize(("quant_type", "routing"), [("none", "zipf"), ("fp8_per_1x128", "uniform")])
+def test_each_layer_is_the_dense_layer(ranks: Any, quant_type: str, routing: str) -> None:
+    everyone = ranks(run_in_turn, 2, workload(4, quant_type, routing), LAYERS, ONCE, 2)
+    assert everyone[0] == everyone[1]
+    push, own, flashinfer, gloo = everyone[0]
+    assert flashinfer[0]["reason"] == "needs GPUs"
+    assert [each["status"] for each in (*push, *own, *gloo)] == ["ok"] * 6, [*push, *own, *gloo]
+    assert all(min(each["layer_us"], each["experts_us"], each["exchange_us"]) > 0 for each in (*own, *gloo))
+    assert all(min(each["weights_us"], each["exchange_us"]) > 0 for each in push)
 
 
-def test_micro_batches_need_tokens_that_they_can_share(ranks: Any) -> None:
-    row = ranks(run_contender, 2, workload(3), "micro_batches/in_turn", ONCE)[0]
-    assert (row["status"], row["reason"]) == ("unavailable", "2 micro-batches cannot share 3 tokens")
+def test_micro_batches_are_dense_layers_however_they_run(ranks: Any) -> None:
+    names = (*MICRO_BATCHES[:2], f"{MICRO_BATCHES[2]}/8", f"{MICRO_BATCHES[2]}/0")
+    rounds = ranks(run_in_turn, 2, workload(3, "fp8_per_1x128"), names, ONCE, 2)[0]
+    assert [record["status"] for records in rounds for record in records] == ["ok"] * 8, rounds
+    series, whole, *overlapped = compare([records[-1] for records in rounds])
+    for row in (series, whole, *overlapped):
+        assert row["exposed_us"] == row["layer_us"] - row["experts_us"]
+        assert row["exposed_share"] == row["exposed_us"] / row["exchange_us"]
+    assert {(row["experts_us"], row["exchange_us"]) for row in overlapped} == {
+        (series["experts_us"], series["exchange_us"])
+    }
 
 
-def test_contenders_take_turns_in_each_round() -> None:
-    order: list[str] = []
+def test_one_that_fails_leaves_the_others_their_times(ranks: Any) -> None:
+    names = ("flashinfer", "none_such", "nccl_agrs")
+    unavailable, unknown, gloo = ranks(run_in_turn, 2, workload(2), names, ONCE, 2)[0]
+    assert [len(records) for records in (unavailable, unknown, gloo)] == [1, 1, 2]
+    assert (unavailable[0]["status"], unknown[0]["status"], gloo[1]["status"]) == ("unavailable", "error", "ok")
+    assert "none_such" in unknown[0]["reason"]
 
+
+def test_layers_are_merged_over_rounds() -> None:
     class MadeUpRunner(Runner):
-        def run(self, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
-            order.append(name)
-            record = {"contender": name, "num_tokens": workload.num_tokens}
-            if name == "flashinfer":
-                return record | {"status": "unavailable", "reason": "needs GPUs"}
-            return record | {"status": "ok", "layer_us": 10.0 * len(order), "compute_us": 1.0}
+        def run_in_turn(
+            self, workload: Workload, names: Any, settings: TimingSettings, num_rounds: int
+        ) -> list[list[dict[str, Any]]]:
+            timed = [{"status": "ok", "layer_us": us, "experts_us": 1.0} for us in (10.0, 60.0, 40.0)[:num_rounds]]
+            return [timed, [{"status": "unavailable", "reason": "needs GPUs"}]]
 
+    seen: list[Any] = []
     (rows,) = run_sweep(
-        [workload(3)], ("nccl_agrs", "flashinfer", "ep_a2a"), replace(ONCE, num_rounds=3), MadeUpRunner("cpu")
+        [workload(3)], ("ep_a2a", "flashinfer"), replace(ONCE, num_rounds=3), MadeUpRunner("cpu"), seen.append
     )
-    assert order == ["nccl_agrs", "flashinfer", *["ep_a2a", "nccl_agrs"] * 2, "ep_a2a"]
-    assert [row["contender"] for row in rows] == ["nccl_agrs", "flashinfer", "ep_a2a"]
+    assert rows == seen
     assert rows[1]["status"] == "unavailable"
-    assert rows[0]["rounds_us"] == [10.0, 40.0, 60.0]
+    assert rows[0]["rounds_us"] == [10.0, 60.0, 40.0]
     assert (rows[0]["layer_us"], rows[0]["least_us"], rows[0]["most_us"]) == (40.0, 10.0, 60.0)
 
 
 def a_wrong_layer_is_found(context: RankContext) -> None:
-    moved = workload(4)
-    weights = make_weights(moved, context)
-    gate = Gate(moved.inputs(context.rank).x, weights.router, moved.topk)
-    gate()
-    dense = dense_layer(moved, gate, weights, context)
-    require_rows(dense.bfloat16(), dense)
+    layer = Layer(workload(4), context, OpRoundTrip)
+    right, dense = layer.run().clone(), layer.dense()
+    layer.communication.close()
+    require_rows(right, dense)
     for wrong, text in ((0.0, "off where the norm"), (torch.nan, "nan")):
         with pytest.raises(CheckFailedError, match=text):
-            require_rows(torch.full((4, moved.hidden_dim), wrong), dense)
+            require_rows(torch.full((4, 128), wrong), dense)
 
 
 def test_a_wrong_layer_is_found(ranks: Any) -> None:
@@ -106,42 +114,38 @@ SMALL = (*SHAPE.split(), "--layers", "1", "--warmups", "0", "--runs", "1")
 
 
 def test_layer_from_the_command_line(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    assert "Right: 1 of 1 results" in succeeded(run_cli(*SMALL, "--transports", "nccl_agrs", "--output", str(file)))
+    file, plot, traces = (tmp_path / name for name in ("rows.jsonl", "x.svg", "traces"))
+    more = ("--transports", "ep_a2a", "--output", str(file), "--plot", str(plot), "--traces", str(traces))
+    assert "Right: 1 of 1 results" in succeeded(run_cli(*SMALL, *more))
+    assert [path.name for path in traces.iterdir()] == ["ep_a2a_2.json.gz"]
+    assert plot.exists()
     header, row = [json.loads(line) for line in file.read_text().splitlines()]
     assert "times say nothing" in header["note"]
-    assert (row["num_tokens"], row["quant_type"], row["contender"]) == (2, "none", "nccl_agrs")
-    assert row["communication_us"] == row["layer_us"] - row["compute_us"]
-    assert row["communication_share"] == row["communication_us"] / row["layer_us"]
+    assert (row["num_tokens"], row["quant_type"], row["contender"]) == (2, "fp8_per_1x128", "ep_a2a")
+    assert row["details"]["experts"] == "float32 products on CPU"
     headings, cells, _ = make_table([row | {"device": "cuda"}])
     shown = dict(zip(headings, cells[0], strict=True))
-    assert (shown["T"], shown["contender"], shown["layer µs"]) == ("2", "nccl_agrs", f"{row['layer_us']:.1f}")
+    assert (shown["T"], shown["contender"], shown["layer µs"]) == ("2", "ep_a2a", f"{row['layer_us']:.1f}")
+    assert (shown["in series µs"], shown["weights µs"]) == (f"{row['exchange_us']:.1f}", "")
 
 
-def test_schedules_from_the_command_line(tmp_path: Path) -> None:
-    file, plot = tmp_path / "rows.jsonl", tmp_path / "x.svg"
-    more = ("--schedules", "shared_expert", "--traces", str(tmp_path / "traces"), "--plot", str(plot))
-    assert "shared_expert/between" in succeeded(run_cli(*SMALL, *more, "--output", str(file)))
-    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
-        f"shared_expert_{variant}_2.json.gz" for variant in ("in_turn", "between", "beside")
-    }
+def test_micro_batches_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    assert "overlapped/8" in succeeded(run_cli(*SMALL, "--micro-batches", "8", "--output", str(file)))
     _, *rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["contender"], row["comm_sms"]) for row in rows] == [
-        (f"shared_expert/{variant}", 24) for variant in ("in_turn", "between", "beside")
-    ]
-    assert all(row["communication_us"] == row["layer_us"] - row["compute_us"] for row in rows)
-    assert plot.exists()
+    assert [row["contender"] for row in rows] == ["reference_push", *MICRO_BATCHES[:2], "overlapped/8"]
+    assert all("exposed_us" in row for row in rows[1:])
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("bench", "--device", "cpu", "--schedules", "micro_batches"), "no --schedules without --layer"),
+        (("bench", "--device", "cpu", "--micro-batches", "8"), "no --micro-batches without --layer"),
         (("bench", "--device", "cpu", "--layers", "3"), "no --layers without --layer"),
         ((*SMALL, "--cold-cache"), "no --cold-cache with --layer"),
         ((*SMALL, "--contenders", "deepep"), "ep_a2a, flashinfer, nccl_agrs"),
-        ((*SMALL, "--schedules", "none_such"), "micro_batches, shared_expert"),
-        ((*SMALL, "--intermediate", "0"), "--intermediate >= 1"),
+        ((*SMALL, "--micro-batches", "8", "--contenders", "ep_a2a"), "no --contenders with --micro-batches"),
+        ((*SMALL, "--intermediate", "8"), "--intermediate a multiple of 16"),
         ((*SMALL, "--output", "/nowhere/rows.jsonl"), "a folder /nowhere"),
         ((*SMALL, "--transports", "nccl_agrs", "--output", "/dev/full"), "No space left"),
     ],

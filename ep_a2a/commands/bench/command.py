@@ -14,16 +14,17 @@ from ep_a2a.commands.bench.contenders import (
     BETWEEN_NODES,
     CONTENDERS,
     LAYERS,
+    MICRO_BATCHES,
     NATIVE,
     ONLY_WHEN_NAMED,
     OPS_AT_ONCE,
-    SCHEDULES,
+    REFERENCE_PUSH,
     check_names,
 )
 from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.bench.report import compare, describe, reasons, show, shown_name, write_lines, write_markdown
-from ep_a2a.commands.bench.runner import JoinedRunner, Runner, Status, run_sweep
+from ep_a2a.commands.bench.runner import JoinedRunner, Runner, Status, main_us, run_sweep
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload, make_workloads
@@ -43,14 +44,14 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 2
 """On CPU, and with --shared-gpu."""
-LAYER_OPTIONS = ("layers", "intermediate", "schedules", "comm_sms", "traces")
+LAYER_OPTIONS = ("layers", "intermediate", "micro_batches", "traces")
 """Options that say nothing without --layer."""
 
 _ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
 # In the interpreter a step of the op takes seconds, so its variants run only when named.
 _ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
 
-_ON_ALL = {"quant": ("fp8_per_1x128",), "layout": ("compact",), "rounds": 1, "comm_sms": 24}
+_ON_ALL = {"quant": ("fp8_per_1x128",), "layout": ("compact",), "rounds": 1}
 _DEEPSEEK_V3 = {"hidden": (7168,), "topk": (8,), "experts": (256,), "intermediate": (2048,)}
 _SMALL = {"hidden": (256,), "topk": (4,), "experts": (16,), "intermediate": (64,)}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Values of options by kind of device: DeepSeek-V3 on GPUs, a small shape for the interpreter."""
 LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"tokens": (128, 512, 4096), "warmups": 5, "iterations": 20, "rounds": 4},
+    "cuda": {"tokens": (8, 128, 1024, 4096), "warmups": 2, "iterations": 10, "layers": 4, "rounds": 4},
     "cpu": {"tokens": (4,), "iterations": 1},
 }
 """Defaults that --layer changes."""
@@ -87,8 +88,8 @@ def run(options: SimpleNamespace) -> bool:
         refuse({name: getattr(options, name) for name in LAYER_OPTIONS}, "without --layer", "Say --layer, too.")
     if options.layer:
         refuse({"cold_cache": options.cold_cache or None}, "with --layer, whose layers flush the L2", "Leave it out.")
-    if options.schedules:
-        refuse({"contenders": options.contenders}, "with --schedules, which run this package's op", "Say one.")
+    if options.micro_batches:
+        refuse({"contenders": options.contenders}, "with --micro-batches, which run this package's op", "Say one.")
     options = with_defaults(options, kind)
     names = names_of(options)
     plot = options.plot
@@ -124,7 +125,7 @@ def with_defaults(options: SimpleNamespace, device: str) -> SimpleNamespace:
     if any(options.gpus_per_node):
         values["contenders"] += BETWEEN_NODES
     if options.layer:
-        values |= LAYER_DEFAULTS[device] | {"quant": ("none",), "layout": ("rank_major",), "contenders": LAYERS}
+        values |= LAYER_DEFAULTS[device] | {"layout": ("rank_major",), "contenders": LAYERS}
     return SimpleNamespace(**values | given(vars(options)))
 
 
@@ -134,9 +135,9 @@ def names_of(options: SimpleNamespace) -> tuple[str, ...]:
     Raises:
         UnknownNameError: there is none of a name, or it does no layers.
     """
-    if options.schedules:
-        check_names(options.schedules, dict.fromkeys(name.partition("/")[0] for name in SCHEDULES), "schedules")
-        return tuple(name for each in options.schedules for name in SCHEDULES if name.startswith(f"{each}/"))
+    if options.micro_batches:
+        series, whole, overlapped = MICRO_BATCHES
+        return REFERENCE_PUSH, series, whole, *(f"{overlapped}/{num_sms}" for num_sms in options.micro_batches)
     check_names(options.contenders, LAYERS if options.layer else CONTENDERS)
     names: tuple[str, ...] = options.contenders
     return names
@@ -167,8 +168,7 @@ def workloads_of(options: SimpleNamespace) -> list[Workload]:
         values["seed"] = (options.seed,)
     if not options.layer:
         return make_workloads(values)
-    of_layer = {"comm_sms": (options.comm_sms if options.schedules else 0,), "intermediate_dim": options.intermediate}
-    return make_workloads(values | of_layer, LayerWorkload)
+    return make_workloads(values | {"intermediate_dim": options.intermediate}, LayerWorkload)
 
 
 def execute(
@@ -199,7 +199,8 @@ def execute(
         write_lines(output, header, records)
     progress_console = messages.notices()
     progress_console.quiet |= not runner.shows_results
-    with Progress("measuring", len(workloads) * len(names) * settings.num_rounds, progress_console) as progress:
+    num_turns = 1 if options.layer else settings.num_rounds
+    with Progress("measuring", len(workloads) * len(names) * num_turns, progress_console) as progress:
         sweep = run_sweep(
             workloads,
             names,
@@ -242,8 +243,7 @@ def _part_text(num_tokens: int, max_sms: int, name: str, device: str) -> str:
 def _progress_text(record: Record, device: str) -> str:
     found = record["status"]
     if found == Status.OK:
-        us = record["layer_us" if "layer_us" in record else "round_trip_us"]
-        found = "right" if device == "cpu" else f"{us:.1f} µs"
+        found = "right" if device == "cpu" else f"{main_us(record):.1f} µs"
     return f"{_part_text(record['num_tokens'], record['max_sms'], record['contender'], device)}: {found}"
 
 

@@ -33,23 +33,17 @@ _NAMES = {
     "nccl": ("nccl_agrs", "nccl_all_to_all"),
     "flashinfer": ("flashinfer",),
     "deepep": ("deepep", "deepep_low_latency"),
-    "overlap": (
-        "micro_batches/in_turn",
-        "micro_batches/overlapped",
-        "shared_expert/in_turn",
-        "shared_expert/between",
-        "shared_expert/beside",
-    ),
+    "overlap": ("in_turn", "unsplit", "overlapped"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-SCHEDULES = _NAMES["overlap"]
-"""Contenders of --schedules: schedule/variant."""
-CONTENDERS = tuple(name for name in _MODULES if name not in SCHEDULES)
+MICRO_BATCHES = _NAMES["overlap"]
+"""Contenders of --micro-batches. The last one's name goes on with /N, the multiprocessors of its exchanges."""
+CONTENDERS = tuple(name for name in _MODULES if name not in MICRO_BATCHES)
 """Contenders that do round trips, in the order of reports."""
-LAYERS = (NATIVE, "flashinfer", "nccl_agrs")
-"""Contenders that do a whole layer, too."""
+LAYERS = (REFERENCE_PUSH, NATIVE, "flashinfer", "nccl_agrs")
+"""Contenders of --layer. Of the reference push, the round trip alone is timed."""
 
-ON_SHARED_GPUS = frozenset((REFERENCE_PUSH, *OF_OP, *LOW_LATENCY, *BETWEEN_NODES[:4], *SCHEDULES))
+ON_SHARED_GPUS = frozenset((REFERENCE_PUSH, *OF_OP, *LOW_LATENCY, *BETWEEN_NODES[:4], *MICRO_BATCHES))
 """Contenders that keep to a share of a GPU. Programs of others would wait for programs that find no room."""
 
 WITHOUT_EFFECT_ON_PUSH = frozenset({"layout", "max_num_tokens", "gpus_per_node"})
@@ -101,15 +95,16 @@ def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS, option:
 
 
 def make_contender(name: str) -> Contender:
-    """Returns the contender of this name: the one in its module's tuple `CONTENDERS`.
+    """Returns the contender of this name: the one in its module's tuple `CONTENDERS`, or `overlapped/N`.
 
     Raises:
         UnknownNameError: there is none.
     """
-    check_names([name], _MODULES)
-    module = importlib.import_module(f"ep_a2a.commands.bench.{_MODULES[name]}")
-    contender: Contender = next(each for each in module.CONTENDERS if each.name == name)
-    return contender
+    base, _, number = name.partition("/")
+    check_names([base], _MODULES)
+    module = importlib.import_module(f"ep_a2a.commands.bench.{_MODULES[base]}")
+    known: tuple[Contender, ...] = (module.overlapped(int(number)),) if number else module.CONTENDERS
+    return next(each for each in known if each.name == name)
 
 
 def library_refusal(manager: type[All2AllManagerBase], workload: Workload, device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""Device code of the benchmark's MoE layer between its matrix products; the kernels skip missing rows.
+"""Device code of the benchmark's MoE layer between its fp8 matrix products; the kernels skip missing rows.
 
 Only the device knows the number of a rank's (row, expert) pairs. These kernels read it there; torch's own ops would
 work on the largest possible number of pairs.
@@ -6,49 +6,120 @@ work on the largest possible number of pairs.
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import quantize_tile, round_to
+from ep_a2a.kernels.cast_kernels import FP8_MAX, MIN_AMAX, e4m3_bits, quantize_tile, round_to
 from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import reduce_max
+
+
+@portable(do_not_specialize=["first_expert", "num_pairs"])
+def count_pairs_kernel(
+    ids,
+    counts,
+    positions,
+    first_expert,
+    num_pairs,
+    NUM_LOCAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """positions[pair] = number of the pair among those of its expert, in any order; -1 for other ranks' experts.
+
+    counts[expert] grows by the pairs of each own expert.
+    """
+    for first in range(tl.program_id(0) * BLOCK, num_pairs, tl.num_programs(0) * BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        inside = pairs < num_pairs
+        expert = tl.load(ids + pairs, mask=inside, other=-1) - first_expert
+        own = inside & (expert >= 0) & (expert < NUM_LOCAL)
+        position = tl.atomic_add(counts + expert, 1, mask=own, sem="relaxed")
+        tl.store(positions + pairs, tl.where(own, position, -1), mask=inside)
 
 
 @portable
-def gather_rows_kernel(
+def quantize_whole(values):
+    """Quantises a float32 tile [., .] with one scale: (fp8 bits uint8 of the same shape, the scale float32 [1])."""
+    largest = reduce_max(reduce_max(tl.abs(values), 1)[:, None], 0)
+    scale = tl.div_rn(tl.maximum(largest, MIN_AMAX), tl.full((1,), FP8_MAX, tl.float32))
+    reciprocal = tl.div_rn(tl.full((1,), 1.0, tl.float32), scale)
+    return e4m3_bits(values * reciprocal[:, None]), scale
+
+
+@portable(do_not_specialize=["first_expert", "num_rows"])
+def scatter_rows_kernel(
     rows,
     scales,
-    pairs,
-    count,
-    out,
+    ids,
+    weights,
+    positions,
+    starts,
+    slots,
+    inputs,
+    input_scales,
+    slot_weights,
+    first_expert,
+    num_rows,
     TOPK: tl.constexpr,
+    TOPK_LANES: tl.constexpr,
     HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS_LANES: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
-    """out[slot] = rows[pairs[slot] // TOPK], times its scales where GROUP is not 0, in bf16, for slot < count."""
-    for slot in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
-        row = tl.cast(tl.load(pairs + slot) // TOPK, tl.int64)
-        for first in tl.static_range(0, HIDDEN, BLOCK):
-            elements = first + tl.arange(0, BLOCK)
-            inside = elements < HIDDEN
-            values = tl.load(rows + row * HIDDEN + elements, mask=inside).to(tl.float32)
-            if GROUP:
-                values *= tl.load(scales + row * (HIDDEN // GROUP) + elements // GROUP, mask=inside)
-            target = out + tl.cast(slot, tl.int64) * HIDDEN + elements
-            tl.store(target, round_to(values, tl.bfloat16), mask=inside)
+    """Casts each row to fp8 with one scale and copies it to the slot of each of its own experts.
+
+    The slot of pair (row, k) is starts[expert] + positions[pair], or -1; slots gets it, slot_weights the weight there.
+    """
+    ks = tl.arange(0, TOPK_LANES)
+    groups = tl.arange(0, GROUPS_LANES)
+    elements = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = elements < HIDDEN
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        pairs = row * TOPK + ks
+        valid = ks < TOPK
+        position = tl.load(positions + pairs, mask=valid, other=-1)
+        own = position >= 0
+        expert = tl.load(ids + pairs, mask=own, other=0) - first_expert
+        slot = tl.where(own, tl.load(starts + expert, mask=own, other=0) + position, -1)
+        tl.store(slots + pairs, slot, mask=valid)
+        tl.store(slot_weights + slot, tl.load(weights + pairs, mask=own, other=0.0), mask=own)
+        if reduce_max(slot, 0) >= 0:
+            line = tl.cast(row, tl.int64) * HIDDEN
+            values = tl.where(inside, tl.load(rows + line + elements, mask=inside).to(tl.float32), 0.0)
+            if HAS_SCALES:
+                row_scales = scales + tl.cast(row, tl.int64) * (HIDDEN // GROUP) + groups
+                values *= tl.load(row_scales, mask=groups < HIDDEN // GROUP, other=0.0)[:, None]
+            bits, scale = quantize_whole(values)
+            for k in tl.static_range(TOPK):
+                target = reduce_max(tl.where(ks == k, slot, -1), 0)
+                if target >= 0:
+                    tl.store(inputs + tl.cast(target, tl.int64) * HIDDEN + elements, bits, mask=inside)
+                    tl.store(input_scales + target + tl.arange(0, 1), scale)
 
 
 @portable
-def swiglu_kernel(projected, weights, pairs, count, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """out[slot] = silu(gate) * up * router weight, where projected[slot] is gate and up side by side."""
+def swiglu_kernel(
+    projected,
+    slot_weights,
+    count,
+    activated,
+    activated_scales,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """activated[slot] = silu(gate) * up * router weight in fp8 with one scale, for slot < count with a weight >= 0.
+
+    projected[slot] is gate and up side by side.
+    """
+    elements = tl.arange(0, LANES)[None, :]
+    inside = elements < WIDTH
     for slot in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
-        weight = tl.load(weights + tl.load(pairs + slot))
-        line = projected + tl.cast(slot, tl.int64) * (2 * WIDTH)
-        for first in tl.static_range(0, WIDTH, BLOCK):
-            elements = first + tl.arange(0, BLOCK)
-            inside = elements < WIDTH
+        weight = tl.load(slot_weights + slot)
+        if weight >= 0:
+            line = projected + tl.cast(slot, tl.int64) * (2 * WIDTH)
             gate = tl.load(line + elements, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(line + WIDTH + elements, mask=inside, other=0.0).to(tl.float32)
-            values = gate / (1.0 + tl.exp(-gate)) * up * weight
-            target = out + tl.cast(slot, tl.int64) * WIDTH + elements
-            tl.store(target, round_to(values, tl.bfloat16), mask=inside)
+            bits, scale = quantize_whole(gate / (1.0 + tl.exp(-gate)) * up * weight)
+            tl.store(activated + tl.cast(slot, tl.int64) * WIDTH + elements, bits, mask=inside)
+            tl.store(activated_scales + slot + tl.arange(0, 1), scale)
 
 
 @portable(do_not_specialize=["num_rows"])

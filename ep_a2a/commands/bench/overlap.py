@@ -1,62 +1,46 @@
-"""Runs a layer's parts in several orders: one after another, or with communication beside computation.
+"""Layers of two micro-batches: one after another, beside each other, and as one batch of twice the tokens.
 
-Two schedules: "micro_batches" splits the tokens over two ops, "shared_expert" has a dense expert to run beside combine.
-Each variant computes the same results. Those that overlap use the op's split calls: launches that send never wait for
-other ranks, launches that receive do. Exposed communication is what a variant takes beyond the computation alone.
+Each micro-batch has an op of its own. Beside each other, one's exchange runs on few multiprocessors while the other's
+experts run on the rest. This is the steady state of a model with many layers: a run begins and ends where one batch
+has its tokens and the other its experts' rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import SCHEDULES, Contender
-from ep_a2a.commands.bench.layer import (
-    Gate,
-    Layer,
-    LayerWorkload,
-    WholeLayer,
-    dense_layer,
-    make_weights,
-    require_rows,
-    run_experts,
-)
+from ep_a2a.commands.bench.contenders import MICRO_BATCHES, Contender
+from ep_a2a.commands.bench.experts import begin_experts, finish_experts, run_experts
+from ep_a2a.commands.bench.layer import Layer, Layers, LayerWorkload
 from ep_a2a.commands.bench.own import op_refusal
-from ep_a2a.commands.measure.session import OpRoundTrip, OpVariant, Received
-from ep_a2a.memory.arena import Arena
+from ep_a2a.commands.measure.session import OpRoundTrip, OpVariant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
-
-SHARED_SEED = 78
-NUM_BATCHES = {"micro_batches": 2, "shared_expert": 1}
-"""Ops of a layer, each with its part of the tokens, by schedule."""
 
 
 class Lanes:
-    """The current stream, for computation, and one beside it for communication; CPU work keeps the program's order.
+    """The current stream, for computation, and one of high priority beside it for exchanges.
 
     Args:
         device: where the streams are.
-        comm_sms: multiprocessors that the ops may occupy and that torch's grouped products leave free; 0 = no bound.
     """
 
-    def __init__(self, device: torch.device, comm_sms: int) -> None:
-        self._comm_sms = comm_sms if device.type == "cuda" else 0
+    def __init__(self, device: torch.device) -> None:
         self._beside: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # High priority: the few programs of an op start before the many of the next product.
             self._beside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def communication(self) -> Iterator[None]:
+    def exchange(self) -> Iterator[None]:
         """Moves launches inside to the stream beside the current one, after the current one's earlier launches."""
         if self._beside is None:
             yield
@@ -65,193 +49,139 @@ class Lanes:
         with torch.cuda.stream(self._beside):
             yield
 
-    def arrival(self) -> Callable[[], None]:
-        """Returns what orders the current stream's next launches after this point, in the stream beside or not."""
-        if self._beside is None:
-            return lambda: None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return lambda: torch.cuda.current_stream().wait_event(event)
-
     def join(self) -> None:
-        """Orders the current stream's next launches after all communication."""
+        """Orders the current stream's next launches after all exchanges."""
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
 
-    @contextlib.contextmanager
-    def shared_device(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """Divides the multiprocessors between ops and grouped products launched inside, as comm_sms says."""
-        carve_out = getattr(torch._C, "_set_sm_carveout_experimental", None) if self._comm_sms else None
-        for batch in batches:
-            batch.communication.op.set_max_sms(self._comm_sms)
-        if carve_out is not None:
-            carve_out(self._comm_sms)
-        try:
-            yield
-        finally:
-            if carve_out is not None:
-                carve_out(None)
-            for batch in batches:
-                batch.communication.op.set_max_sms(0)
+
+@contextlib.contextmanager
+def products_leave_free(num_sms: int) -> Iterator[None]:
+    """Lets torch's grouped products launched inside leave so many multiprocessors free."""
+    carve_out: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if num_sms == 0 or carve_out is None or not torch.cuda.is_available():
+        yield
+        return
+    carve_out(num_sms)
+    try:
+        yield
+    finally:
+        carve_out(None)
 
 
-class Batch(Layer):
-    """Tokens that go through the layer together: their gate, and an op of their own with its calls split."""
-
-    def send(self) -> None:
-        """Sends the tokens."""
-        self.communication.op.dispatch_send(self.gate.x, self.gate.weights, None, self.gate.ids)
-
-    def receive(self) -> Received:
-        """Waits for the tokens of all ranks."""
-        received: Received = self.communication.received(self.communication.op.dispatch_recv())
-        return received
-
-    def send_back(self, received: Received) -> None:
-        """Sends the experts' rows."""
-        self.communication.op.combine_send(received.out)
-
-    def receive_back(self) -> torch.Tensor:
-        """Waits for the rows of all ranks: the result `[T, H]`."""
-        result: torch.Tensor = self.communication.op.combine_recv()[0]
-        return result[: self.workload.num_tokens]
-
-
-class SharedExpert:
-    """A dense SwiGLU that every token goes through, on its own rank.
+class Pair:
+    """Two micro-batches that run beside each other, between two runs: both have their tokens, the second its rows.
 
     Args:
-        x: tokens bf16 `[T, H]`.
-        width: F; the weights are drawn, the same on all ranks.
-    """
-
-    def __init__(self, x: torch.Tensor, width: int) -> None:
-        generator = torch.Generator(x.device).manual_seed(SHARED_SEED)
-        hidden = x.shape[1]
-        self._x = x
-        self._w1, self._w2 = (
-            torch.randn(*shape, generator=generator, device=x.device, dtype=torch.bfloat16) / shape[1] ** 0.5
-            for shape in ((2 * width, hidden), (hidden, width))
-        )
-
-    def __call__(self) -> torch.Tensor:
-        """Returns the expert's result `[T, H]`."""
-        gate, up = (self._x @ self._w1.T).chunk(2, dim=1)
-        result: torch.Tensor = (torch.nn.functional.silu(gate) * up) @ self._w2.T
-        return result
-
-
-class Schedule(WholeLayer):
-    """A variant of a schedule, ready to run; its results are a tensor per batch.
-
-    Args:
-        workload: shapes; its tokens are divided between the batches.
+        workload: of one micro-batch.
         context: this rank.
-        name: schedule/variant.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext, name: str) -> None:
-        super().__init__(workload, context)
-        schedule, _, self._variant = name.partition("/")
-        self._lanes = Lanes(context.device, workload.comm_sms)
-        self._arena = Arena(context.group, context.device)
-        weights = make_weights(workload, context)
-        tokens = workload.inputs(context.rank, context.device).x
-        self.batches = []
-        for index, x in enumerate(tokens.chunk(NUM_BATCHES[schedule])):
-            part = replace(workload, num_tokens=len(x), max_num_tokens=len(x))
-            model = Gate(x.contiguous(), weights.router, workload.topk), weights
-            op = partial(OpRoundTrip, arena=self._arena, index=index)
-            self.batches.append(Batch(part, context, op, model))
-        self._shared = None if schedule == "micro_batches" else SharedExpert(tokens, workload.intermediate_dim)
+    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
+        self.batches = make_batches(workload, context)
+        self.lanes = Lanes(context.device)
+        for batch in self.batches:
+            batch.gate()
+            with self.lanes.exchange():
+                batch.dispatch()
+        self.lanes.join()
+        run_experts(self.batches[1].received, self.batches[1].weights)
+
+    def run(self, num_sms: int) -> list[torch.Tensor]:
+        """Runs a layer of both; returns the results that have come, one of each.
+
+        Args:
+            num_sms: multiprocessors of an exchange, which products leave free; 0 = no bound.
+        """
+        for batch in self.batches:
+            batch.communication.op.set_max_sms(num_sms)
+        first, second = self.batches
+        results = {}
+        with products_leave_free(num_sms):
+            for ahead, behind in ((first, second), (second, first)):
+                with self.lanes.exchange():
+                    results[behind] = behind.combine()
+                projected = begin_experts(ahead.received, ahead.weights)
+                self.lanes.join()
+                # The next layer's gate needs the combined tokens, and all multiprocessors.
+                behind.gate()
+                with self.lanes.exchange():
+                    behind.dispatch()
+                finish_experts(projected, ahead.received, ahead.weights)
+                self.lanes.join()
+        return [results[batch] for batch in self.batches]
+
+    def end_steps(self) -> None:
+        """Combines what has been dispatched, so that the ops can be closed."""
+        for batch in self.batches:
+            with self.lanes.exchange():
+                batch.combine()
+        self.lanes.join()
+
+
+@functools.lru_cache(maxsize=1)
+def _pair(workload: LayerWorkload, context: RankContext) -> Pair:
+    """Returns the pair that all numbers of multiprocessors share."""
+    return Pair(workload, context)
+
+
+class Overlapped(Layers):
+    """Two micro-batches beside each other.
+
+    Args:
+        workload: of one micro-batch.
+        context: this rank.
+        num_sms: as of `Pair.run`.
+    """
+
+    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int) -> None:
+        self._pair, self._num_sms = _pair(workload, context), num_sms
+        super().__init__(context, self._pair.batches)
 
     def run(self) -> list[torch.Tensor]:
-        """Runs the variant."""
-        results: list[torch.Tensor] = getattr(self, self._variant)()
-        return results
+        """Runs a layer of both."""
+        return self._pair.run(self._num_sms)
 
-    def check(self) -> None:
-        """Compares each batch's result, without the shared expert's part, with the dense layer."""
-        results = self.run()
-        # Before any rank raises: the dense layer is collective.
-        dense = [dense_layer(batch.workload, batch.gate, batch.weights, self.context) for batch in self.batches]
-        for result, want in zip(results, dense, strict=True):
-            require_rows(result if self._shared is None else result.float() - self._shared().float(), want)
-
-    def computation(self) -> Callable[[], list[torch.Tensor]]:
-        """Returns the computation of the layer without communication. Collective."""
-        computes = [batch.computation() for batch in self.batches]
-        return lambda: [self._with_shared(compute()[: self.workload.num_tokens]) for compute in computes]
-
-    def in_turn(self) -> list[torch.Tensor]:
-        """Runs each batch's whole layer, one after another, then the shared expert."""
-        return [self._with_shared(batch.run()) for batch in self.batches]
-
-    def overlapped(self) -> list[torch.Tensor]:
-        """Runs one batch's experts while the other's tokens or rows are on their way."""
-        lanes = self._lanes
-        with lanes.shared_device(self.batches):
-            for batch in self.batches:
-                batch.gate()
-                with lanes.communication():
-                    batch.send()
-            arrived = []
-            with lanes.communication():
-                for batch in self.batches:
-                    arrived.append((batch.receive(), lanes.arrival()))
-            results = []
-            for batch, (received, wait_for_arrival) in zip(self.batches, arrived):
-                wait_for_arrival()
-                run_experts(received, batch.weights)
-                with lanes.communication():
-                    batch.send_back(received)
-                    results.append(batch.receive_back())
-            lanes.join()
-        return results
-
-    def between(self) -> list[torch.Tensor]:
-        """Runs the shared expert while the routed ones' rows are on their way, all on one stream."""
-        assert self._shared is not None
-        (batch,) = self.batches
-        _, received = batch.run_to_experts()
-        run_experts(received, batch.weights)
-        batch.send_back(received)
-        from_shared = self._shared()
-        return [batch.receive_back() + from_shared]
-
-    def beside(self) -> list[torch.Tensor]:
-        """Runs the launch that receives beside the shared expert; `between` has it behind."""
-        assert self._shared is not None
-        (batch,) = self.batches
-        with self._lanes.shared_device(self.batches):
-            _, received = batch.run_to_experts()
-            run_experts(received, batch.weights)
-            with self._lanes.communication():
-                batch.send_back(received)
-                result = batch.receive_back()
-            from_shared = self._shared()
-            self._lanes.join()
-        return [result + from_shared]
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """Returns the layer only; in_turn has its experts and its exchanges alone."""
+        return {"layer": self.run}
 
     def close(self) -> None:
-        """Closes the ops and their arena."""
-        for batch in self.batches:
-            batch.close()
-        self._arena.close()
-
-    def _with_shared(self, result: torch.Tensor) -> torch.Tensor:
-        return result if self._shared is None else result + self._shared()
-
-
-def _contender(name: str) -> Contender:
-    num_batches = NUM_BATCHES[name.partition("/")[0]]
-
-    def refusal(workload: Workload, device: torch.device) -> str | None:
-        if workload.num_tokens % num_batches:
-            return f"{num_batches} micro-batches cannot share {workload.num_tokens} tokens"
-        return op_refusal(OpVariant(), workload, device)
-
-    return Contender(name, layer=partial(Schedule, name=name), unavailable=refusal)
+        """Closes the ops, when the last of those that share them closes."""
+        for queued in self._queued.values():
+            queued.close()
+        self._queued = {}
+        if _pair.cache_info().currsize:
+            _pair.cache_clear()
+            self._pair.end_steps()
+            for batch in self.batches:
+                batch.communication.close()
 
 
-CONTENDERS = tuple(map(_contender, SCHEDULES))
+def make_batches(workload: LayerWorkload, context: RankContext) -> list[Layer]:
+    """Returns a layer for each micro-batch, with tokens of its own. Collective."""
+    return [Layer(replace(workload, seed=workload.seed + number), context, OpRoundTrip) for number in range(2)]
+
+
+def in_turn(workload: LayerWorkload, context: RankContext) -> Layers:
+    """Makes two micro-batches whose layers follow one another."""
+    return Layers(context, make_batches(workload, context))
+
+
+def unsplit(workload: LayerWorkload, context: RankContext) -> Layers:
+    """Makes one batch of twice the tokens."""
+    size = 2 * workload.num_tokens
+    return Layers(context, [Layer(replace(workload, num_tokens=size, max_num_tokens=size), context, OpRoundTrip)])
+
+
+def overlapped(num_sms: int) -> Contender:
+    """Returns the contender whose exchanges have so many multiprocessors; 0 = no bound."""
+    make = functools.partial(Overlapped, num_sms=num_sms)
+    return Contender(f"{MICRO_BATCHES[2]}/{num_sms}", layer=make, unavailable=_refusal)
+
+
+_refusal = functools.partial(op_refusal, OpVariant())
+CONTENDERS = (
+    Contender(MICRO_BATCHES[0], layer=in_turn, unavailable=_refusal),
+    Contender(MICRO_BATCHES[1], layer=unsplit, unavailable=_refusal),
+)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a.commands import plots
 from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH
 from ep_a2a.commands.bench.report import FIELDS, constant_fields, has_effect, is_of_layers, shown_name, varying_fields
-from ep_a2a.commands.bench.runner import Status
+from ep_a2a.commands.bench.runner import Status, main_us
 from ep_a2a.commands.plots import TIME_UNITS, Caption, Panel, unit_for
 
 if TYPE_CHECKING:
@@ -136,5 +136,5 @@ def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
         if record["status"] == Status.OK:
             line = lines.setdefault(label_of(record, records), {})
             x = record[x_field]
-            line[x] = min(line.get(x, float("inf")), record["layer_us" if "layer_us" in record else "round_trip_us"])
+            line[x] = min(line.get(x, float("inf")), main_us(record))
     return lines

@@ -8,7 +8,7 @@ are pushed, too: they take the same memory and multiprocessors there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,17 @@ from ep_a2a.commands.bench.contenders import OPS_AT_ONCE, REFERENCE_PUSH, Conten
 from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, PushLaunch, pattern
 from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import Timer, TimingSettings
+from ep_a2a.config import num_owned_experts
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.sm_share import share_of
+from ep_a2a.routing import owner_of_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ep_a2a.commands.bench.layer import LayerWorkload
+    from ep_a2a.commands.measure.timing import CallsInARow
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
@@ -141,9 +145,36 @@ def launches_to_try(num_peers: int, budget: int) -> list[PushLaunch]:
     return [PushLaunch(max(1, programs // num_peers) * num_peers, threads) for programs, threads in GRIDS]
 
 
+class BoundsOfLayer(ReferencePush):
+    """What a layer must take at least: the push of its bytes, and reading the weights that its tokens need."""
+
+    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
+        super().__init__(workload, context)
+        self._weights = workload.weights(context)
+        chosen = torch.unique(torch.cat([workload.ids(rank) for rank in range(workload.world_size)]))
+        owners = owner_of_experts(chosen, workload.num_experts, workload.world_size)
+        self._share_read = int(torch.bincount(owners).max()) / num_owned_experts(
+            workload.num_experts, workload.world_size, 0
+        )
+        self._queued: tuple[CallsInARow, ...] = ()
+
+    def measure(self, timer: Timer) -> dict[str, Any]:
+        """Returns `exchange_us`, and `weights_us` of the busiest rank's experts that get a token."""
+        if not self._queued:
+            self._queued = timer.queue(self.round_trip), timer.queue(self._weights.read)
+        exchange_us, all_weights_us = map(timer.time, self._queued)
+        return {"exchange_us": exchange_us, "weights_us": all_weights_us * self._share_read}
+
+    def close(self) -> None:
+        """Frees what was captured, and closes the pushes."""
+        for queued in self._queued:
+            queued.close()
+        super().close()
+
+
 def unavailable(workload: Workload, device: torch.device) -> str | None:
     """Returns that a rank alone has no peers; None with several ranks."""
     return "one rank has no peers" if workload.world_size == 1 else None
 
 
-CONTENDERS = (Contender(REFERENCE_PUSH, ReferencePush, unavailable=unavailable),)
+CONTENDERS = (Contender(REFERENCE_PUSH, ReferencePush, BoundsOfLayer, unavailable),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import sys
@@ -13,7 +14,7 @@ import torch
 from rich.text import Text
 
 import ep_a2a
-from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH, WITHOUT_EFFECT_ON_PUSH
+from ep_a2a.commands.bench.contenders import MICRO_BATCHES, NATIVE, REFERENCE_PUSH, WITHOUT_EFFECT_ON_PUSH
 from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.files import write_text
 from ep_a2a.commands.programs import command_output, package_version
@@ -44,7 +45,6 @@ FIELDS = {
     "gpus_per_node": "GPUs per node",
     "seed": "seed",
     "intermediate_dim": "F",
-    "comm_sms": "comm SMs",
 }
 """Fields of a workload and their headings."""
 HOST_TIMES = ("dispatch_host_us", "combine_host_us")
@@ -60,12 +60,17 @@ ROUND_TRIP: Columns = {
 }
 """Cells of a contender whose round trip was timed, by heading."""
 LAYER: Columns = {
-    "layer µs": lambda record: f"{record['layer_us']:.1f}",
-    "least µs": lambda record: f"{record['least_us']:.1f}",
-    "most µs": lambda record: f"{record['most_us']:.1f}",
-    "computation µs": lambda record: f"{record['compute_us']:.1f}",
-    "communication µs": lambda record: f"{record['communication_us']:.1f}",
-    "communication": lambda record: f"{record['communication_share']:.1%}",
+    heading: functools.partial(lambda form, name, record: _if_known(form, record.get(name)), form, name)
+    for heading, form, name in (
+        ("layer µs", "{:.1f}", "layer_us"),
+        ("least µs", "{:.1f}", "least_us"),
+        ("most µs", "{:.1f}", "most_us"),
+        ("experts alone µs", "{:.1f}", "experts_us"),
+        ("exposed µs", "{:.1f}", "exposed_us"),
+        ("in series µs", "{:.1f}", "exchange_us"),
+        ("exposed", "{:.1%}", "exposed_share"),
+        ("weights µs", "{:.1f}", "weights_us"),
+    )
 }
 """The same of a layer."""
 WHERE_ANY: Columns = {
@@ -79,7 +84,8 @@ WHERE_ANY: Columns = {
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
     "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of reference_push "
-    "by this one's. cold: a single round trip behind a flush of the L2."
+    "by this one's. cold: a single round trip behind a flush of the L2. round trip: the period of chained pairs of a "
+    "dispatch and a combine."
 )
 BOUNDED_EXPLANATION = (
     " program µs / token: dispatch µs by tokens, times programs. sender µs / row: combine µs by rows to other ranks, "
@@ -87,8 +93,12 @@ BOUNDED_EXPLANATION = (
 )
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 LAYER_EXPLANATION = (
-    "layer: gate to combine, median of the rounds; least and most of them. computation: the same gate and experts on "
-    "rows that lie ready. communication: the rest of the layer's time, and its share."
+    "layer: gate to combine, median of the rounds; least and most of them. experts alone: the same gate and experts on "
+    "rows that lie ready, with all multiprocessors. exposed: the rest of the layer's time, and its share of in series. "
+    "in series: the exchanges alone at full speed; of reference_push a push of the same bytes. weights: one reading of "
+    "the weights that the tokens need. Two micro-batches of T tokens each: in_turn, one after the other; unsplit, one "
+    "batch of 2T; overlapped/N, each one's exchange beside the other's experts, on N multiprocessors (0: no bound), in "
+    "the steady state of many layers."
 )
 
 
@@ -152,19 +162,28 @@ def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
         tokens of a rank and by the rows that the busiest rank sends to others.
     baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
-    Of layers `communication_us`, which is what they take beyond their computation, and `communication_share`. What was
-    not measured is absent.
+    Of layers `exposed_us`, which is what they take beyond their gates and experts, and `exposed_share`, by their
+    exchanges alone; overlapped ones take both from those in turn. What was not measured is absent.
     """
+    series: Record = next((each for each in records if each["contender"] == MICRO_BATCHES[0]), {})
+    taken = {name: series[name] for name in ("experts_us", "exchange_us") if name in series}
+    if any("layer_us" in each for each in records):
+        return [_exposed(taken | each if "layer_us" in each else each) | {"device": device} for each in records]
     timed = {each["contender"]: each for each in records if "round_trip_us" in each}
     return [each | _comparisons(each, timed if device != "cpu" else {}) | {"device": device} for each in records]
+
+
+def _exposed(record: Record) -> Record:
+    """Returns a layer's record with what it takes beyond its experts, where that is known."""
+    if not {"layer_us", "experts_us", "exchange_us"} <= record.keys():
+        return record
+    exposed_us = record["layer_us"] - record["experts_us"]
+    return record | {"exposed_us": exposed_us, "exposed_share": exposed_us / record["exchange_us"]}
 
 
 def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
     """Returns what follows from a record's times and those of other contenders that were timed."""
     name = record["contender"]
-    if "layer_us" in record:
-        beyond_us = record["layer_us"] - record["compute_us"]
-        return {"communication_us": beyond_us, "communication_share": beyond_us / record["layer_us"]}
     if name not in timed:
         return {}
     found = _work_of_programs(record)

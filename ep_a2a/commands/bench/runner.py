@@ -27,9 +27,9 @@ from ep_a2a.topology.gpu_share import gpu_of, sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from ep_a2a.commands.bench.contenders import Contender
-    from ep_a2a.commands.measure.session import Session
     from ep_a2a.commands.measure.timing import TimingSettings
     from ep_a2a.commands.measure.workload import Workload
 
@@ -61,34 +61,88 @@ class _NotRunError(Exception):
 
 
 def run_contender(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> Record:
-    """Checks and times one contender. Collective; returns the same record on every rank.
+    """Checks and times one contender, once. Collective; returns the same record on every rank.
 
     A contender that raises becomes a record with the reason. After status ERROR the state of the process is unknown:
     the contender's memory stays allocated, and a GPU may be unusable.
     """
-    rendezvous = Rendezvous(context.group)
-    session: Session | None = None
-    times: Record = {}
-    status, reason = Status.OK, ""
-    try:
-        contender = _together(rendezvous, "loading", lambda: make_contender(name))
-        own_reason = _together(rendezvous, "asking", lambda: _why_not(contender, workload, context))
-        why_not = rendezvous.exchange("availability", own_reason)
-        if any(why_not):
-            raise _NotRunError(Status.UNAVAILABLE, next(text for text in why_not if text))
-        session = _together(rendezvous, "preparing", lambda: contender.prepare(workload, context))
-        _together(rendezvous, "checking", session.check)
-        times = _together(rendezvous, "timing", lambda: session.measure(Timer(context, settings)))
-        _together(rendezvous, "after the timing", session.check_timed)
-        if settings.traces is not None:
-            path = settings.traces / f"{name.replace('/', '_')}_{workload.num_tokens}.json.gz"
-            _together(rendezvous, "tracing", lambda: session.trace(path))
-    except _NotRunError as end:
-        (status, reason), times = end.args, {}
-    details = {} if session is None else session.details
-    if session is not None and status != Status.ERROR:
-        session.close()
-    return make_record(workload, name, status, reason, details) | times
+    return run_in_turn(context, workload, [name], settings, num_rounds=1)[0][0]
+
+
+def run_in_turn(
+    context: RankContext, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int
+) -> list[list[Record]]:
+    """Checks contenders, then times them in turn in each round; all hold their memory until the end. Collective.
+
+    Returns:
+        The records of each contender, one of each round, as `run_contender` makes them.
+    """
+    timer = Timer(context, settings)
+    runs = [_Run(context, workload, name) for name in names]
+    for run in runs:
+        run.prepare()
+    for _ in range(num_rounds):
+        for run in runs:
+            run.time(timer)
+    for run in runs:
+        run.finish(settings.traces)
+    for run in runs:
+        run.close()
+    return [run.records for run in runs]
+
+
+class _Run:
+    """One contender's way from its library to its times. It ends early where some rank cannot go on."""
+
+    def __init__(self, context: RankContext, workload: Workload, name: str) -> None:
+        self._context, self._workload, self._name = context, workload, name
+        self._rendezvous = Rendezvous(context.group)
+        self._session: Any = None
+        self._times: list[Record] = []
+        self._status, self._reason = Status.OK, ""
+
+    @property
+    def records(self) -> list[Record]:
+        """The record of each round; a single one where there are no times."""
+        details = {} if self._session is None else self._session.details
+        record = make_record(self._workload, self._name, self._status, self._reason, details)
+        return [record | times for times in self._times] if self._status == Status.OK else [record]
+
+    def prepare(self) -> None:
+        """Makes the session and checks its result."""
+        contender = self._step("loading", lambda: make_contender(self._name))
+        own_reason = self._step("asking", lambda: _why_not(contender, self._workload, self._context))
+        if self._status == Status.OK:
+            why_not = [text for text in self._rendezvous.exchange("availability", own_reason) if text]
+            if why_not:
+                self._status, self._reason = Status.UNAVAILABLE, why_not[0]
+        self._session = self._step("preparing", lambda: contender.prepare(self._workload, self._context))
+        self._step("checking", lambda: self._session.check())
+
+    def time(self, timer: Timer) -> None:
+        """Adds the times of a round."""
+        self._times.append(self._step("timing", lambda: self._session.measure(timer)))
+
+    def finish(self, traces: Path | None) -> None:
+        """Checks what was timed, and writes a trace where there is a folder for it."""
+        self._step("after the timing", lambda: self._session.check_timed())
+        if traces is not None:
+            path = traces / f"{self._name.replace('/', '_')}_{self._workload.num_tokens}.json.gz"
+            self._step("tracing", lambda: self._session.trace(path))
+
+    def close(self) -> None:
+        """Closes the session; after an error nobody knows how."""
+        if self._session is not None and self._status != Status.ERROR:
+            self._session.close()
+
+    def _step(self, label: str, work: Callable[[], Any]) -> Any:
+        """Returns the result of `work`, if every step before, and this one, worked on all ranks."""
+        if self._status == Status.OK:
+            try:
+                return _together(self._rendezvous, label, work)
+            except _NotRunError as end:
+                self._status, self._reason = end.args
+        return None
 
 
 def make_record(
@@ -159,21 +213,28 @@ class Runner:
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Record:
         """Returns the contender's record; status ERROR where ranks died or did not finish."""
+        return self.run_in_turn(workload, [name], settings, num_rounds=1)[0][0]
+
+    def run_in_turn(
+        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int
+    ) -> list[list[Record]]:
+        """Returns what `run_in_turn` does; status ERROR for all where ranks died or did not finish."""
         if self._pool is None or self._pool.world_size != workload.world_size:
             self.close()
             self._pool = RankPool(
                 workload.world_size,
                 device=self._device,
-                timeout_secs=CONTENDER_TIMEOUT_SECS,
+                timeout_secs=CONTENDER_TIMEOUT_SECS * len(names),
                 num_gpus=self.num_gpus,
             )
         try:
-            record: Record = self._pool.run(run_contender, workload, name, settings)[0]
+            found: list[list[Record]] = self._pool.run(run_in_turn, workload, names, settings, num_rounds)[0]
         except RankFailure as failure:
-            record = make_record(workload, name, Status.ERROR, failure.summary[:MAX_REASON_CHARACTERS])
-        if record["status"] == Status.ERROR:
+            reason = failure.summary[:MAX_REASON_CHARACTERS]
+            found = [[make_record(workload, name, Status.ERROR, reason)] for name in names]
+        if any(records[-1]["status"] == Status.ERROR for records in found):
             self.close()
-        return record
+        return found
 
     def close(self) -> None:
         """Ends the processes."""
@@ -207,9 +268,11 @@ class JoinedRunner(Runner):
         self._context = RankContext(rank, self.world_size, place, group, most)
         self.shows_results = rank == 0
 
-    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Record:
-        """Returns the contender's record; the workload is for the ranks of the job."""
-        return run_contender(self._context, workload, name, settings)
+    def run_in_turn(
+        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int
+    ) -> list[list[Record]]:
+        """Returns what `run_in_turn` does; the workload is for the ranks of the job."""
+        return run_in_turn(self._context, workload, names, settings, num_rounds)
 
     def close(self) -> None:
         """Leaves the process group where this runner has joined it."""
@@ -229,11 +292,21 @@ def run_sweep(
     """Yields the records of each workload, in the order of `names`, each of all rounds.
 
     Calls `on_begin` with the workload and the contender before each run, and `on_record` with its record. The reference
-    push runs once for all workloads that are the same to it, and what could not be timed does not run again.
+    push runs once for all workloads that are the same to it, and what could not be timed does not run again. Layers
+    are all prepared first, and share the weights.
     """
     pushes: dict[tuple[Workload, int], Record] = {}
     for workload in workloads:
         note = runner.note(workload.world_size)
+        noted = {"note": note} if note else {}
+        if workload.is_layer:
+            on_begin(workload, names[0])
+            in_turn = runner.run_in_turn(workload, names, settings, settings.num_rounds)
+            merged = [over_rounds(records) | noted for records in in_turn]
+            for record in merged:
+                on_record(record)
+            yield merged
+            continue
         pushed = _as_pushed(workload)
         rounds: dict[str, list[Record]] = {name: [] for name in names}
         for number in range(settings.num_rounds):
@@ -244,7 +317,7 @@ def run_sweep(
                 elif name == REFERENCE_PUSH and (pushed, number) in pushes:
                     record = pushes[pushed, number] | workload.as_row()
                 else:
-                    record = runner.run(workload, name, settings) | ({"note": note} if note else {})
+                    record = runner.run(workload, name, settings) | noted
                 if name == REFERENCE_PUSH and record["status"] == Status.OK:
                     pushes[pushed, number] = record
                 records.append(record)
@@ -252,17 +325,23 @@ def run_sweep(
         yield [over_rounds(records) for records in rounds.values()]
 
 
+def main_us(record: Record) -> float:
+    """Returns the time that tells a timed record from others: of a layer, else of a round trip or an exchange."""
+    us: float = next(record[name] for name in ("layer_us", "round_trip_us", "exchange_us") if name in record)
+    return us
+
+
 def over_rounds(records: Sequence[Record]) -> Record:
     """Returns one record of all rounds: the last if it could not be timed, else with the medians of the times.
 
-    `rounds_us` has the round trip or layer of each round, `least_us` and `most_us` its ends.
+    `rounds_us` has the layer, the round trip or the exchange of each round, `least_us` and `most_us` its ends.
     """
     last = records[-1]
     if last["status"] != Status.OK:
         return last
     times = {name: value for name, value in last.items() if name.endswith("_us") and value is not None}
     medians = {name: statistics.median(each[name] for each in records) for name in times}
-    rounds_us = [each["layer_us" if "layer_us" in times else "round_trip_us"] for each in records]
+    rounds_us = [main_us(each) for each in records]
     return last | medians | {"least_us": min(rounds_us), "most_us": max(rounds_us), "rounds_us": rounds_us}
 
 

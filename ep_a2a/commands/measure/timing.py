@@ -134,6 +134,8 @@ class Timer:
 
     def __init__(self, context: RankContext, settings: TimingSettings) -> None:
         self._clock, self._settings = Clock(context), settings
+        # Graphs that are replayed one after another need the memory of the largest only.
+        self._pool = torch.cuda.graph_pool_handle() if self._clock.on_gpu else None
         self._rendezvous = Rendezvous(context.group)
         self.on_gpu = self._clock.on_gpu
         self._is_cold = self.on_gpu and (settings.cold_cache or context.ranks_per_gpu > 1)
@@ -141,6 +143,14 @@ class Timer:
     def median_us(self, call: Callable[[], Any]) -> float:
         """Returns microseconds of one of `num_round_trips` calls in a row: medians of each rank, the slowest rank."""
         return self._over_ranks(time_calls(call, self._clock, self._settings))[0]
+
+    def queue(self, call: Callable[[], Any]) -> CallsInARow:
+        """Returns `num_round_trips` calls in a row, to be timed several times, until they are closed."""
+        return CallsInARow(call, self._clock, self._settings.num_round_trips, self._pool)
+
+    def time(self, calls: CallsInARow) -> float:
+        """Returns what `median_us` does, of calls from `queue`."""
+        return self._over_ranks(calls.times_us(self._settings))[0]
 
     def measure(self, dispatch: Callable[[], Any], combine: Callable[[Any], Any]) -> dict[str, Any]:
         """Times a dispatch, and a combine of what it returns, each alone and as round trips in a row.
@@ -211,40 +221,66 @@ def time_apart(
     return dispatch_us, [clock.elapsed_us(start, end) for _, _, start, end in marks]
 
 
+class CallsInARow:
+    """Calls that run one after another, on a GPU replayed from a CUDA graph.
+
+    Args:
+        call: what to call.
+        clock: of the ranks.
+        num_calls: calls in a row.
+        pool: memory that graphs share which are all alive and never run at once; None for memory of its own.
+    """
+
+    def __init__(self, call: Callable[[], Any], clock: Clock, num_calls: int, pool: Any = None) -> None:
+        self._clock, self._num_calls = clock, num_calls
+
+        def run_eagerly() -> None:
+            for _ in range(num_calls):
+                call()
+
+        self._graph = capture(run_eagerly, call, clock, pool) if clock.on_gpu else None
+        self._run: Callable[[], None] = run_eagerly if self._graph is None else self._graph.replay
+
+    def times_us(self, settings: TimingSettings, *, flushes: bool = False) -> list[float]:
+        """Returns microseconds of one call behind a barrier, per run, on this rank, after untimed runs.
+
+        With flushes, the cache is flushed before the barrier, outside the time.
+        """
+        clock = self._clock
+        for _ in range(settings.num_warmups):
+            self._run()
+        clock.synchronize()
+        marks = []
+        for _ in range(settings.num_runs):
+            if flushes:
+                clock.flush_cache()
+            clock.align()
+            start = clock.mark()
+            self._run()
+            marks.append((start, clock.mark()))
+        clock.synchronize()
+        return [clock.elapsed_us(start, end) / self._num_calls for start, end in marks]
+
+    def close(self) -> None:
+        """Frees the graph."""
+        if self._graph is not None:
+            self._graph.reset()
+
+
 def time_calls(
     call: Callable[[], Any], clock: Clock, settings: TimingSettings, *, flushes: bool = False
 ) -> list[float]:
-    """Returns microseconds of one of `num_round_trips` calls in a row behind a barrier, per run, on this rank.
-
-    With flushes, it is a single call, and the cache is flushed before the barrier, outside the time.
-    """
-    num_calls = 1 if flushes else settings.num_round_trips
-
-    def run_eagerly() -> None:
-        for _ in range(num_calls):
-            call()
-
-    graph = capture(run_eagerly, call, clock) if clock.on_gpu else None
-    run = run_eagerly if graph is None else graph.replay
-    for _ in range(settings.num_warmups):
-        run()
-    clock.synchronize()
-    marks = []
-    for _ in range(settings.num_runs):
-        if flushes:
-            clock.flush_cache()
-        clock.align()
-        start = clock.mark()
-        run()
-        marks.append((start, clock.mark()))
-    clock.synchronize()
-    if graph is not None:
-        graph.reset()
-    return [clock.elapsed_us(start, end) / num_calls for start, end in marks]
+    """Returns the times of `num_round_trips` calls in a row, as CallsInARow; with flushes, of a single call."""
+    calls = CallsInARow(call, clock, 1 if flushes else settings.num_round_trips)
+    times_us = calls.times_us(settings, flushes=flushes)
+    calls.close()
+    return times_us
 
 
-def capture(work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock) -> torch.cuda.CUDAGraph:
-    """Returns a CUDA graph of `work`, after a few calls of `warm_up`."""
+def capture(
+    work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock, pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of `work`, after a few calls of `warm_up`; pool: memory to capture into, None for new."""
     for _ in range(CAPTURE_WARMUPS):
         warm_up()
     clock.synchronize()
@@ -253,7 +289,7 @@ def capture(work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock) -
     graph = torch.cuda.CUDAGraph()
     # The thread that watches NCCL makes CUDA calls of its own, which a global capture would forbid.
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local"):
         work()
     clock.synchronize()
     return graph

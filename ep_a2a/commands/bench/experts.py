@@ -1,0 +1,327 @@
+"""The benchmark layer's experts: fp8 weights and grouped fp8 products with a scale per row, SwiGLU, sums per row.
+
+Nothing waits on the host and shapes are fixed, so a CUDA graph can capture them. On CPU, float32 products stand for
+those of fp8.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ep_a2a.commands.bench.layer_kernels import (
+    count_pairs_kernel,
+    quantize_rows_kernel,
+    scatter_rows_kernel,
+    sum_rows_kernel,
+    swiglu_kernel,
+)
+from ep_a2a.config import FP8_GROUP_SIZE
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.routing import expert_ranges
+
+if TYPE_CHECKING:
+    from ep_a2a.commands.measure.session import Received
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+MIN_AMAX = 1e-10
+SLOT_ALIGNMENT = 16
+"""The first slot of each expert is a multiple of this, so that TMA finds aligned rows and scales."""
+NO_PAIR = -1.0
+"""Weight of a slot between the last pair of an expert and the first of the next."""
+WEIGHTS_SEED = 77
+HOPPER = (9, 0)
+MAX_BLOCK = 1024
+PROGRAMS_PER_SM = 32
+"""More than run at once: a launch that waits for multiprocessors gets them before the last program has begun."""
+INTERPRETED_PROGRAMS = 2
+NUM_WARPS = 4
+WIDE_WARPS = 8
+"""Warps of a program that holds a whole row."""
+
+
+class Matrices(NamedTuple):
+    """A matrix of each own expert: values in fp8, one scale per output.
+
+    Attributes:
+        values: float8_e4m3fn `[E, out, in]`.
+        scales: float32 `[E, out]`.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def of(self, expert: int) -> torch.Tensor:
+        """Returns one expert's matrix in float32 `[out, in]`."""
+        return self.values[expert].to(torch.float32) * self.scales[expert][:, None]
+
+
+class MoEWeights(NamedTuple):
+    """Weights of the layer on one rank; E own experts out of num_experts.
+
+    Attributes:
+        router: bf16 `[H, num_experts]`, the same on all ranks.
+        w1: gate and up projections `[E, 2F, H]`.
+        w2: down projections `[E, H, F]`.
+        first_expert: global id of the first own expert.
+    """
+
+    router: torch.Tensor
+    w1: Matrices
+    w2: Matrices
+    first_expert: int
+
+    def read(self) -> list[torch.Tensor]:
+        """Reads all experts' weights once; returns a sum for each projection."""
+        return [each.values.view(torch.float32).sum() for each in (self.w1, self.w2)]
+
+
+@functools.lru_cache(maxsize=1)
+def make_weights(
+    num_experts: int, hidden_dim: int, width: int, world_size: int, rank: int, device: torch.device
+) -> MoEWeights:
+    """Returns random weights that keep the magnitude of activations, made on the device; keeps the last ones.
+
+    Args:
+        num_experts: over all ranks. hidden_dim: H. width: F.
+        world_size, rank: whose experts.
+        device: where they lie. They take 3 * H * F bytes for each expert.
+    """
+    make_weights.cache_clear()
+    first, end = expert_ranges(num_experts, world_size)[rank]
+    shared = torch.Generator(device).manual_seed(WEIGHTS_SEED)
+    own = torch.Generator(device).manual_seed(WEIGHTS_SEED + 1 + rank)
+
+    def draw(num_out: int, num_in: int) -> Matrices:
+        values = torch.empty(end - first, num_out, num_in, dtype=FP8, device=device)
+        scales = torch.empty(end - first, num_out, device=device)
+        for expert in range(end - first):
+            drawn = torch.randn(num_out, num_in, generator=own, device=device) / num_in**0.5
+            values[expert], scales[expert] = quantize_whole_rows(drawn)
+        return Matrices(values, scales)
+
+    # Tokens have a standard deviation of 0.1: the gain makes logits that differ.
+    router = torch.randn(hidden_dim, num_experts, generator=shared, device=device) * (20.0 / hidden_dim**0.5)
+    return MoEWeights(router.bfloat16(), draw(2 * width, hidden_dim), draw(hidden_dim, width), first)
+
+
+def quantize_whole_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float32 rows `[N, n]` in fp8, and one scale for each, float32 `[N]`."""
+    scales = rows.abs().amax(1).clamp_min(MIN_AMAX) / FP8_MAX
+    return (rows / scales[:, None]).to(FP8), scales
+
+
+class Slots(NamedTuple):
+    """Places of (row, own expert) pairs in the order of experts; S slots in all, R rows.
+
+    Attributes:
+        positions: int32 `[R, K]`, number of a pair among those of its expert; -1 where the expert is not own.
+        bounds: int32 `[E + 1]`, first slot of each own expert, multiples of SLOT_ALIGNMENT; the last is their end.
+        num_slots: S, enough for any routing.
+    """
+
+    positions: torch.Tensor
+    bounds: torch.Tensor
+    num_slots: int
+
+
+class Projected(NamedTuple):
+    """What the first product leaves for the second.
+
+    Attributes:
+        values: bf16 `[S, 2F]`, gate and up side by side.
+        slots: int32 `[R, K]`, slot of each pair; -1 where the expert is not own.
+        weights: float32 `[S]`, router weight of the pair in each slot; NO_PAIR where there is none.
+        bounds: as of Slots.
+    """
+
+    values: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    bounds: torch.Tensor
+
+
+def run_experts(received: Received, weights: MoEWeights) -> None:
+    """Runs this rank's experts on the received rows: SwiGLU, router weights, sums per row into `received.out`."""
+    finish_experts(begin_experts(received, weights), received, weights)
+
+
+def begin_experts(received: Received, weights: MoEWeights) -> Projected:
+    """Runs the first half: sorts the rows by experts, casts them and multiplies by w1."""
+    rows, scales, ids, row_weights, _ = received
+    num_rows, hidden_dim = rows.shape
+    topk, device = ids.shape[1], rows.device
+    positions, bounds, num_slots = place_pairs(ids, weights.first_expert, weights.w1.values.shape[0])
+    slots = torch.empty_like(positions)
+    inputs = torch.empty(num_slots, hidden_dim, dtype=torch.uint8, device=device)
+    input_scales, slot_weights = torch.empty(num_slots, device=device), torch.full((num_slots,), NO_PAIR, device=device)
+    launch(
+        scatter_rows_kernel,
+        num_rows,
+        rows,
+        row_weights if scales is None else scales,
+        ids,
+        row_weights,
+        positions,
+        bounds,
+        slots,
+        inputs,
+        input_scales,
+        slot_weights,
+        weights.first_expert,
+        num_rows,
+        TOPK=topk,
+        TOPK_LANES=lanes(topk),
+        HIDDEN=hidden_dim,
+        GROUPS_LANES=lanes(hidden_dim // FP8_GROUP_SIZE),
+        GROUP=FP8_GROUP_SIZE,
+        HAS_SCALES=scales is not None,
+        num_warps=WIDE_WARPS,
+    )
+    return Projected(grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds), slots, slot_weights, bounds)
+
+
+def finish_experts(projected: Projected, received: Received, weights: MoEWeights) -> None:
+    """Runs the second half: SwiGLU and router weights, the product by w2, sums per row into `received.out`."""
+    values, slots, slot_weights, bounds = projected
+    num_slots, width, out = values.shape[0], weights.w2.values.shape[2], received.out
+    activated = torch.empty(num_slots, width, dtype=torch.uint8, device=values.device)
+    activated_scales = torch.empty(num_slots, device=values.device)
+    launch(
+        swiglu_kernel,
+        num_slots,
+        values,
+        slot_weights,
+        bounds[-1:],
+        activated,
+        activated_scales,
+        WIDTH=width,
+        LANES=lanes(width),
+    )
+    contributions = grouped_product(activated.view(FP8), activated_scales, weights.w2, bounds)
+    hidden_dim = out.shape[1]
+    sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden_dim, "BLOCK": min(lanes(hidden_dim), MAX_BLOCK)}
+    launch(sum_rows_kernel, len(out), contributions, slots, out, len(out), **sizes)
+
+
+def place_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> Slots:
+    """Returns a slot for each pair of this rank's experts, expert after expert. The order inside an expert is open.
+
+    Args:
+        ids: global expert ids int32 `[R, K]`.
+        first_expert, num_local: this rank's experts.
+    """
+    num_pairs = ids.numel()
+    numbers = torch.zeros(2 * num_local + 1, dtype=torch.int32, device=ids.device)
+    counts, bounds = numbers[:num_local], numbers[num_local:]
+    positions = torch.empty_like(ids)
+    sizes = {"NUM_LOCAL": num_local, "BLOCK": MAX_BLOCK}
+    launch(count_pairs_kernel, -(-num_pairs // MAX_BLOCK), ids, counts, positions, first_expert, num_pairs, **sizes)
+    aligned = (counts + (SLOT_ALIGNMENT - 1)) & -SLOT_ALIGNMENT
+    torch.cumsum(aligned, 0, dtype=torch.int32, out=bounds[1:])
+    num_slots = num_pairs + num_local * SLOT_ALIGNMENT
+    return Slots(positions, bounds, -(-num_slots // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
+
+
+def grouped_product(rows: torch.Tensor, scales: torch.Tensor, matrices: Matrices, bounds: torch.Tensor) -> torch.Tensor:
+    """Multiplies the rows of each expert by its matrix transposed; rows behind the last bound give anything.
+
+    Args:
+        rows: float8_e4m3fn `[S, in]`. scales: float32 `[S]`, of the rows.
+        matrices: of the experts.
+        bounds: int32 `[E + 1]`, each expert's rows are bounds[e] ... bounds[e + 1] - 1.
+
+    Returns:
+        bf16 `[S, out]`.
+    """
+    if rows.device.type == "cuda":
+        multiply: Any = torch._scaled_grouped_mm  # noqa: SLF001 - the only name that torch 2.11 and earlier have
+        result: torch.Tensor = multiply(
+            rows,
+            matrices.values.transpose(-2, -1),
+            scales,
+            matrices.scales,
+            offs=bounds[1:],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return result
+    out = torch.zeros(rows.shape[0], matrices.values.shape[1], dtype=torch.bfloat16)
+    edges = bounds.tolist()
+    for expert, (start, end) in enumerate(itertools.pairwise(edges)):
+        wide = rows[start:end].to(torch.float32) * scales[start:end, None]
+        out[start:end] = (wide @ matrices.of(expert).T).bfloat16()
+    return out
+
+
+def product_of(device: torch.device) -> str:
+    """Returns the name of the grouped product that runs on the device, for reports.
+
+    Raises:
+        UnsupportedError: torch has none for this GPU.
+    """
+    if device.type == "cpu":
+        return "float32 products on CPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != HOPPER or not hasattr(torch, "_scaled_grouped_mm"):
+        got = f"compute capability {capability[0]}.{capability[1]}, torch {torch.__version__}"
+        raise UnsupportedError("torch's grouped fp8 product, which Hopper GPUs have", got, "Leave --layer out.")
+    return "torch._scaled_grouped_mm"
+
+
+def dense_experts(x: torch.Tensor, ids: torch.Tensor, row_weights: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
+    """Returns the weighted sums of this rank's experts, float32 `[N, H]`, with the roundings of `run_experts`.
+
+    Args:
+        x: float32 `[N, H]`. ids: global expert ids `[N, K]`. row_weights: float32 `[N, K]`.
+        weights: this rank's.
+    """
+    out = torch.zeros_like(x)
+    for number in range(weights.w1.values.shape[0]):
+        chosen = ids == weights.first_expert + number
+        tokens = chosen.any(1).nonzero().flatten()
+        if not tokens.numel():
+            continue
+        weight = torch.where(chosen, row_weights, 0.0)[tokens].sum(1, keepdim=True)
+        gate, up = (_rounded(x[tokens]) @ weights.w1.of(number).T).bfloat16().to(torch.float32).chunk(2, dim=1)
+        activated = _rounded(torch.nn.functional.silu(gate) * up * weight)
+        out[tokens] += activated @ weights.w2.of(number).T
+    return out
+
+
+def _rounded(rows: torch.Tensor) -> torch.Tensor:
+    values, scales = quantize_whole_rows(rows)
+    return values.to(torch.float32) * scales[:, None]
+
+
+def quantize_rows(rows: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor) -> None:
+    """Casts rows with one float32 scale per 128 elements, bit-equal to `quantize_per_1x128`.
+
+    Args:
+        rows: bf16, fp16 or fp32 `[T, H]`, H a multiple of 128.
+        quantized: float8_e4m3fn `[T, H]`, written.
+        scales: float32 `[T, H / 128]`, written.
+    """
+    num_groups = scales.shape[1]
+    sizes = {"GROUPS": num_groups, "GROUPS_LANES": lanes(num_groups), "GROUP": FP8_GROUP_SIZE}
+    parts = (rows, quantized.view(torch.uint8), scales.view(torch.int32))
+    launch(quantize_rows_kernel, len(rows), *parts, len(rows), **sizes)
+
+
+def launch(kernel: Any, work: int, *args: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
+    """Runs a kernel of layer_kernels.py with at most a program for each unit of work; on CPU in the interpreter."""
+    device = args[0].device
+    if device.type == "cpu":
+        kernel.interpret((min(work, INTERPRETED_PROGRAMS),), *args, **constants)
+        return
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    kernel[(max(1, min(work, num_sms * PROGRAMS_PER_SM)),)](*args, **constants, num_warps=num_warps)
+
+
+def lanes(width: int) -> int:
+    """Returns the least power of two that is not below the width."""
+    return 1 << (width - 1).bit_length()
