@@ -76,7 +76,7 @@ def _further_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     args = (torch.zeros(1, dtype=torch.int32), table, table, 0, 0, 0, 0)
     yield "ep2-weights-exchange", exchange_kernel(engine.kernels.config, spans=False), args
     yield "ep2-weights-exchange-spans", exchange_kernel(engine.kernels.config, spans=True), args
-    world = {"WORLD_SIZE": 2, "WORLD_LANES": 2}
+    world = {"WORLD_SIZE": 2, "WORLD_LANES": 2, "COUNT_LANES": 32}
     yield "ep2-counters", CompiledKernel(count_dispatch_kernel, world, num_warps=1), (table, table, 0, 0, 0)
 
 

@@ -32,12 +32,11 @@ from ep_a2a.kernels.primitives import (
 from ep_a2a.kernels.receive_kernels import (
     DispatchInputs,
     DispatchStep,
-    accept_rows,
-    last_received,
+    accept_counts,
     post_counts,
     receive_nothing,
     rows_before,
-    wait_counts,
+    wait_all_counts,
 )
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
@@ -76,16 +75,16 @@ WAIT = tl.constexpr(Span.WAIT.value)
 
 
 @portable
-def receive_rows(step, poison, S: tl.constexpr, FORM: tl.constexpr, FORWARDED: tl.constexpr):
-    """One program's part: waits for every peer's flag and publishes the counts. FORWARDED: as in BulkDispatch."""
+def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
+    """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     table, rank = step.table, step.rank
     begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
-    old = last_received(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
-        patience: tl.constexpr = 2 if FORWARDED else 1
+        poison = accept_counts(step, S, BULK.COUNT_LANES)
+    if poison == 0:
+        # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
+        patience: tl.constexpr = 2 if BULK.FORWARDED else 1
         poison = wait_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, patience)
-    if poison == 0:
-        poison = accept_rows(step, old, S)
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, step.epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -218,7 +217,7 @@ def send_rows(
     if poison == 0:
         publish_counts(given.ids, step, first_index, own_counts, OWNERS, S, BULK, FORM)
         if S.COMPACT:
-            _, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
+            poison = wait_all_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
     begin_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
     if poison == 0:
@@ -235,7 +234,7 @@ def send_rows(
 
 
 @portable
-def finish_sending(step, poison, S: tl.constexpr, FORM: tl.constexpr):
+def finish_sending(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
     """The last program to come here raises the flags, and receives if the launch does."""
     is_last, any_poisoned = arrive_last(step.table, step.rank, step.num_programs, poison, S.WORLD_SIZE)
     if is_last:
@@ -247,7 +246,7 @@ def finish_sending(step, poison, S: tl.constexpr, FORM: tl.constexpr):
             post_all(step.table, DISPATCH_FLAGS, step.epoch, step.rank, S.WORLD_SIZE, S.WORLD_LANES, True)
         finish_stage(step.table, DISPATCH_SEND, 0, 1, S.WORLD_SIZE)
         if FORM.RECEIVE:
-            receive_rows(step, poison, S, FORM, False)
+            receive_rows(step, poison, S, BULK, FORM)
 
 
 @portable(
@@ -286,11 +285,7 @@ def bulk_dispatch_kernel(
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, FORM)
-        finish_sending(step, poison, S, FORM)
+        finish_sending(step, poison, S, BULK, FORM)
     else:
         poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        if BULK.FORWARDED:
-            # counts come from their own rank, so a rank that never came is named and not the one that waits for it
-            if poison == 0:
-                _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
-        receive_rows(step, poison, S, FORM, BULK.FORWARDED)
+        receive_rows(step, poison, S, BULK, FORM)

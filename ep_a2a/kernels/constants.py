@@ -96,8 +96,8 @@ class LowLatencyDispatch(NamedTuple):
     """Constants of rows with packed flags: their layout and the waits for them.
 
     SLOTS: tokens per rank at most, TOKEN_LANES the next power of two. COUNT_BITS: bits that hold such a number.
-    SCALE_WORDS: words of scales beside a row; HAS_SCALES: whether they travel. COUNT_LANES, SIDE_LANES: lanes of a
-    wait, at least the threads of a program. SPARSE_POLLS: see take_row_block.
+    SCALE_WORDS: words of scales beside a row; HAS_SCALES: whether they travel. COUNT_LANES, POISON_LANES, SIDE_LANES:
+    lanes of a wait, at least the threads of a program. SPARSE_POLLS: see take_row_block.
     """
 
     SLOTS: tl.constexpr
@@ -106,6 +106,7 @@ class LowLatencyDispatch(NamedTuple):
     SCALE_WORDS: tl.constexpr
     HAS_SCALES: tl.constexpr
     COUNT_LANES: tl.constexpr
+    POISON_LANES: tl.constexpr
     SIDE_LANES: tl.constexpr
     SPARSE_POLLS: tl.constexpr
 

@@ -10,7 +10,17 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region, Stage
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, begin_stage, clock_ns, epoch_of, payload_of, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import (
+    address,
+    begin_stage,
+    clock_ns,
+    epoch_of,
+    full_like,
+    payload_of,
+    reduce_max,
+    reduce_sum,
+)
+from ep_a2a.kernels.receive_kernels import MOST_COUNTS, wait_all_counts
 
 LINE_WORDS = 16
 
@@ -64,12 +74,6 @@ def word_of(lanes, which: tl.constexpr, value):
 
 
 @portable
-def sum_where(rows, chosen):
-    """Sum of a tile's chosen elements."""
-    return reduce_sum(reduce_sum(tl.where(chosen, rows, 0), 1), 0)
-
-
-@portable
 def add_line(counters, lanes, values):
     """Adds a step's values to line 0, or raises its largest values to them."""
     totals = tl.load(counters + lanes)
@@ -88,37 +92,54 @@ def start_wait_kernel(counters):
     tl.store(counters + STARTED_NS, clock_ns())
 
 
+@portable
+def count_lines(table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """(rows that each rank receives, rows that this rank sends to each), [WORLD_LANES], of the lines of this epoch."""
+    num_lines: tl.constexpr = max(1, MOST_COUNTS // WORLD_LANES)
+    lanes = tl.arange(0, WORLD_LANES)
+    first_line = address(table, COUNTS, rank, WORLD_SIZE, tl.int64)
+    received, sent = full_like(lanes, 0), full_like(lanes, 0)
+    for first in range(0, WORLD_SIZE, num_lines):
+        sources = first + tl.arange(0, num_lines)
+        mask = (sources < WORLD_SIZE)[:, None] & (lanes < WORLD_SIZE)[None, :]
+        lines = first_line + sources[:, None] * (WORLD_SIZE + 1) + lanes[None, :]
+        words = tl.load(lines, mask=mask, other=0, volatile=True)
+        rows = tl.where(epoch_of(words) == epoch, payload_of(words), 0)
+        received += reduce_sum(rows, 0)
+        sent += reduce_sum(tl.where((sources == rank)[:, None], rows, 0), 0)
+    return received, sent
+
+
 @portable(do_not_specialize=["num_tokens", "num_kept_steps", "rank"])
 def count_dispatch_kernel(
-    counters, table, num_tokens, num_kept_steps, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
-):
+    counters, table, num_tokens, num_kept_steps, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
+    COUNT_LANES: tl.constexpr,
+):  # fmt: skip
     """Counts a step whose dispatch has ended, and begins its line. To be launched before the step's combine.
 
-    After a dispatch this rank's COUNTS say what every rank has sent to every rank; peers write the next step's only
-    after this rank's combine. Lines that a failed dispatch did not wait for are of another epoch, and count as zeros.
+    A dispatch waits for the numbers of rows that come to its rank; this launch waits for those of all other rows. Peers
+    write the next step's only after this rank's combine. Lines that do not come in a step that fails count as zeros.
 
     Args:
         counters: int64 [1 + num_kept_steps, LINE_WORDS].
         table: address table of the op. num_tokens: that this rank has brought.
+        COUNT_LANES: as in wait_counts.
     """
     ended = clock_ns()
     waited = ended - tl.load(counters + STARTED_NS)
     epoch, _ = begin_stage(table, COMBINE_SEND, WORLD_SIZE)
-    sources = tl.arange(0, WORLD_LANES)[:, None]
-    targets = tl.arange(0, WORLD_LANES)[None, :]
-    counts_at = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + sources * (WORLD_SIZE + 1) + targets
-    words = tl.load(counts_at, mask=(sources < WORLD_SIZE) & (targets < WORLD_SIZE), other=0, volatile=True)
-    rows = tl.where(epoch_of(words) == epoch, payload_of(words), 0)
-
-    kept = sum_where(rows, (sources == rank) & (targets == rank))
-    all_rows = sum_where(rows, sources >= 0)
-    scaled_skew = reduce_max(reduce_sum(rows, 0), 0) * WORLD_SIZE - all_rows
+    wait_all_counts(table, epoch, rank, WORLD_SIZE, COUNT_LANES)
+    received, sent = count_lines(table, epoch, rank, WORLD_SIZE, WORLD_LANES)
+    ranks = tl.arange(0, WORLD_LANES)
+    kept = reduce_sum(tl.where(ranks == rank, sent, 0), 0)
+    all_rows = reduce_sum(received, 0)
+    scaled_skew = reduce_max(received, 0) * WORLD_SIZE - all_rows
 
     lanes = tl.arange(0, WORDS)
     step = tl.load(counters + STEPS) + 1
     values = word_of(lanes, TOKENS, num_tokens) + word_of(lanes, KEPT_ROWS, kept)
-    values += word_of(lanes, SENT_ROWS, sum_where(rows, sources == rank) - kept)
-    values += word_of(lanes, RECEIVED_ROWS, sum_where(rows, targets == rank) - kept)
+    values += word_of(lanes, SENT_ROWS, reduce_sum(sent, 0) - kept)
+    values += word_of(lanes, RECEIVED_ROWS, reduce_sum(tl.where(ranks == rank, received, 0), 0) - kept)
     values += word_of(lanes, ALL_ROWS, all_rows) + word_of(lanes, SCALED_SKEW, scaled_skew)
     values += word_of(lanes, DISPATCH_WAIT_NS, waited)
     largest = word_of(lanes, MAX_SCALED_SKEW, scaled_skew) + word_of(lanes, MAX_DISPATCH_WAIT_NS, waited)

@@ -37,11 +37,9 @@ from ep_a2a.kernels.primitives import (
 from ep_a2a.kernels.receive_kernels import (
     DispatchInputs,
     DispatchStep,
-    accept_rows,
-    last_received,
+    accept_counts,
     post_counts,
     receive_nothing,
-    wait_counts,
 )
 from ep_a2a.kernels.routing_kernels import field_of, fields_before, fields_of_token, fields_of_tokens, record_route
 from ep_a2a.kernels.send_kernels import load_choices, load_tile
@@ -321,11 +319,8 @@ def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr
     if waits:
         begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
     if roles.is_publisher:
-        old = last_received(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
         if poison == 0:
-            _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
-        if poison == 0:
-            poison = accept_rows(step, old, S)
+            poison = accept_counts(step, S, LL.COUNT_LANES)
         if poison != 0:
             receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     elif roles.is_poster & (poison == 0):
@@ -379,7 +374,7 @@ def ll_dispatch_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     roles = Roles(program == COUNT_PUBLISHER, program == FLAG_POSTER, num_senders, num_receivers)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
-    answer = load_poison(poison_word, LL.COUNT_LANES)
+    answer = load_poison(poison_word, LL.POISON_LANES)
     step = DispatchStep(
         table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows, first_position,
         program, num_programs,

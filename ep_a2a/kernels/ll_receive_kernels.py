@@ -235,10 +235,9 @@ def receive_low_latency_rows(
     poison = tl.full((), 0, tl.int32)
     num_units = step.step_tokens * num_sources
     if S.COMPACT:
-        all_counts, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
-        lanes = tl.arange(0, LL.COUNT_LANES)
-        sources = lanes // (S.WORLD_SIZE + 1)
-        counts = tl.where((lanes % (S.WORLD_SIZE + 1) == rank) & (sources < S.WORLD_SIZE), all_counts, 0)
+        told, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
+        sources = tl.arange(0, LL.COUNT_LANES)
+        counts = tl.where(sources < S.WORLD_SIZE, told, 0)
         num_units = tl.where(poison == 0, reduce_max(counts, 0) * num_sources, 0)
     count_words = address(table, COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank
     all_rows = address(table, LOW_LATENCY_ROWS, rank, S.WORLD_SIZE, tl.int32)

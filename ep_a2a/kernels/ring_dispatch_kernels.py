@@ -22,7 +22,7 @@ from ep_a2a.kernels.primitives import (
     load_poison,
     reduce_sum,
 )
-from ep_a2a.kernels.receive_kernels import post_counts, wait_counts
+from ep_a2a.kernels.receive_kernels import post_counts, wait_all_counts
 from ep_a2a.kernels.ring_forward_kernels import Places, forward_chunk
 from ep_a2a.kernels.ring_kernels import idle, load_channel, num_own_chunks, pick, store_channel
 from ep_a2a.kernels.ring_send_kernels import Source, send_chunk
@@ -186,7 +186,7 @@ def exchange_kernel(
     places = Places(step_tokens, row_limit, positions_per_rank)
     if S.COMPACT and X.FORWARDS:
         if poison == 0:
-            _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, X.COUNT_LANES)
+            poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, X.COUNT_LANES)
     for channel in range(program, R.CHANNELS, num_programs):
         poison = exchange_channel(source, table, channel, places, poison, epoch, rank, S, R, ROW, LINE, X)
     if poison != 0:

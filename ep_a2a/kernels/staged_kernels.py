@@ -30,7 +30,7 @@ from ep_a2a.kernels.primitives import (
     poison_of,
     wait_all,
 )
-from ep_a2a.kernels.receive_kernels import wait_counts
+from ep_a2a.kernels.receive_kernels import wait_all_counts
 from ep_a2a.kernels.ring_combine_kernels import Results, add_nodes, add_ranks, clear_results
 from ep_a2a.kernels.ring_forward_kernels import Places, copy_lines
 from ep_a2a.kernels.ring_kernels import tokens_of_chunk, words_at
@@ -207,9 +207,9 @@ def wait_for_all_counts(table, epoch, rank, S: tl.constexpr, R: tl.constexpr, CO
     """Waits for every rank's counts; the poison word. Those of other nodes come through ranks of this one, so that
     these are waited for first.
     """
-    _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, 1, R.GPUS)
+    poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, 1, R.GPUS)
     if poison == 0:
-        _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
+        poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
     return poison
 
 

@@ -248,6 +248,7 @@ def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: 
         "SCALE_WORDS": config.num_scales,
         "HAS_SCALES": casts or args.scales is not None,
         "COUNT_LANES": kernels.count_lanes(threads),
+        "POISON_LANES": threads,
         "SIDE_LANES": max(padded(side_words(config) + 1), threads),
         "SPARSE_POLLS": launch.sparse_polls,
     }

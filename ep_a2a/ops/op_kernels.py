@@ -101,9 +101,8 @@ class OpKernels:
         return LaunchForm(*map(tl.constexpr, (*stages, has_weights, is_dependent, self.spans)))
 
     def count_lanes(self, threads: int) -> int:
-        """Lanes of a wait for the counts of all ranks, at least the threads of a program."""
-        world_size = self.config.world_size
-        return max(padded(world_size * (world_size + 1)), threads)
+        """Lanes of a wait for the count and the wire word of every rank, at least the threads of a program."""
+        return max(padded(2 * self.config.world_size), threads)
 
     def casts(self, tokens: torch.Tensor) -> bool:
         """Whether a dispatch of these tokens casts them."""

@@ -181,7 +181,7 @@ class _CounterKernels:
 @functools.cache
 def _kernels(world_size: int, device: torch.device) -> tuple[CompiledKernel, CompiledKernel, CompiledKernel]:
     """The kernels that start a wait, count a dispatch and count a combine; all layers of a device share them."""
-    world = {"WORLD_SIZE": world_size, "WORLD_LANES": padded(world_size)}
+    world = {"WORLD_SIZE": world_size, "WORLD_LANES": padded(world_size), "COUNT_LANES": 32}
     return (
         CompiledKernel(start_wait_kernel, {}, num_warps=1),
         CompiledKernel(count_dispatch_kernel, world, num_warps=1),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ep_a2a.errors import ForkedProcessError, RankTimeoutError, StateError
+from ep_a2a.errors import ConfigMismatchError, ForkedProcessError, RankTimeoutError, StateError
 from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory.arena import Arena
-from tests.cases.op_cases import Case, Step, make_op, run_step
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, ENOUGH_SECS, raised
 
 if TYPE_CHECKING:
@@ -111,3 +112,25 @@ def interrupt_a_call(context: RankContext, case: Case, call: str) -> None:
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_an_interrupted_call_is_torn(ranks, call):
     ranks(interrupt_a_call, CASE.world_size, CASE, call)
+
+
+def disagree_before_the_flags(context: RankContext, case: Case) -> None:
+    """Rank 0 has told how many rows it sends, and of its other number of step tokens, but never raises its flag."""
+    with Arena(context.group, context.device) as arena:
+        op = make_op(context, case, arena, timeout_secs=ENOUGH_SECS, flagged_max_tokens=0)
+
+        def step(max_num_tokens: int) -> None:
+            mine = make_inputs(case, 0, context.rank)
+            op.dispatch(mine.tokens, mine.weights, None, mine.ids, max_num_tokens=max_num_tokens)
+            op.check()
+
+        if context.rank:
+            raised(ConfigMismatchError, lambda: step(4), "max_num_tokens")
+        else:
+            with pytest.raises(KeyboardInterrupt), interrupting("arrive_last"):
+                step(3)
+        op.reset()
+
+
+def test_a_disagreement_is_seen_before_the_flags(ranks):
+    ranks(disagree_before_the_flags, CASE.world_size, replace(CASE, layout="rank_major", tokens=((3, 3),)))

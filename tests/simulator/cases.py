@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
-from ep_a2a.errors import CapacityError, RankTimeoutError
+from ep_a2a.errors import CapacityError, ConfigMismatchError, RankTimeoutError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 from tests.cases.op_cases import (
@@ -228,6 +228,22 @@ def run_behind_failure(context: Context, case: Case) -> None:
         op.reset()
 
 
+def run_disagreeing(context: Context, case: Case) -> None:
+    """A step for which each rank gives another max_num_tokens: the error says who gave what."""
+    mine = make_inputs(case, 0, context.rank)
+
+    def step() -> None:
+        op.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids, max_num_tokens=3 + context.rank)
+        context.synchronize()
+        op.check()
+
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena)
+        with pytest.raises(ConfigMismatchError, match=r"rank 0: max_num_tokens 3 .*rank 1: max_num_tokens 4 "):
+            step()
+        op.reset()
+
+
 def run_until_late(context: Context, case: Case) -> None:
     """Steps until a rank stands still for longer than the others wait, of which all ranks hear."""
     with arena_of(context, case) as arena:
@@ -247,6 +263,7 @@ BODIES: dict[str, Any] = {
     "without_room": run_without_room,
     "behind_failure": run_behind_failure,
     "until_late": run_until_late,
+    "disagreeing": run_disagreeing,
 }
 """What each rank does, by name."""
 
@@ -260,5 +277,7 @@ def bodies_of(name: str) -> list[str]:
         return ["without_room", "behind_failure"]
     if name.startswith("staged"):
         return ["staged"]
-    more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["counted"] * (name == "low_latency")
+    more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["counted", "disagreeing"] * (
+        name == "low_latency"
+    )
     return ["steps", "chain", *more]

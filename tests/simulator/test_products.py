@@ -31,6 +31,7 @@ lanes * (WORLD_SIZE + 1)
 rank * (WORLD_SIZE + 1)
 rank * (S.WORLD_SIZE + 1)
 source * (S.WORLD_SIZE + 1)
+source * (WORLD_SIZE + 1)
 (rank // R.GPUS) * R.GPUS
 node * R.GPUS + rank % R.GPUS
 peer * R.GPUS + rank % R.GPUS

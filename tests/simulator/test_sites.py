@@ -57,7 +57,7 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "receive_kernels.post_counts wt 1": ("low_latency", "steps", "late"),
     "receive_kernels.look_at_counts volatile 0": ("low_latency", "steps", "late"),
     "receive_kernels.counts_from volatile 0": ("low_latency", "steps", "late"),
-    "receive_kernels.counts_from volatile 1": ("low_latency", "steps", "late"),
+    "receive_kernels.counts_from volatile 1": ("low_latency", "disagreeing", "late"),
     "receive_kernels.rows_before volatile 0": ("bulk_compact", "steps", "late"),
     "ring_combine_kernels.take_chunk scope 0": ("rings", "steps", "late"),
     "ring_combine_kernels.take_chunk sem 0": ("rings", "steps", "late"),
@@ -82,7 +82,7 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "routing_kernels.rows_of_programs_before volatile 0": ("bulk_look_back", "steps", "random"),
     "ll_receive_kernels.take_row_block volatile 2": ("low_latency_sparse", "steps", "late"),
     "receive_kernels.pad_block_rows volatile 0": ("low_latency_strides", "steps", "late"),
-    "counter_kernels.count_dispatch_kernel volatile 0": ("low_latency", "counted", "late"),
+    "counter_kernels.count_lines volatile 0": ("low_latency", "counted", "late"),
     "primitives.load_poison volatile 0": ("small_room", "without_room", "late"),
     "primitives.fail scope 0": ("small_room", "without_room", "late"),
     "primitives.overdue scope 0": ("low_latency", "until_late", "stopping"),
@@ -95,7 +95,6 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "primitives.poison_of scope 0": ("small_room_staged", "behind_failure", "late"),
     "staged_kernels.pass_on_kernel scope 0": ("small_room_staged", "behind_failure", "late"),
     "staged_kernels.post_failure_kernel scope 0": ("staged", "until_late", "stopping-later"),
-    "receive_kernels.receive_nothing barrier 0": ("small_room", "behind_failure", "late"),
 }
 """By site: case, body and conditions of a run that fails when the site has lost its order."""
 NOT_NOTICED = {

@@ -34,7 +34,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ns = 10**15
-        monkeypatch.setattr(primitives, "time", SimpleNamespace(monotonic_ns=lambda: self.ns))
+        monkeypatch.setattr(primitives, "time", SimpleNamespace(monotonic_ns=lambda: self.ns, sleep=lambda _secs: None))
 
 
 class Layer:
@@ -45,16 +45,20 @@ class Layer:
         self.counters = StepCounters(CPU, num_kept_steps)
         self.config = config_of(rank=rank, world_size=world_size, num_experts_per_rank=2)
         self.counts = torch.zeros(world_size, world_size + 1, dtype=torch.int64)
-        self.table = table_of(world_size, {(Region.COUNTS, rank): self.counts})
+        self.poison = torch.zeros(1, dtype=torch.int32)
+        limits = torch.full((2,), 10**9)
+        regions = {Region.COUNTS: self.counts, Region.POISON: self.poison, Region.LIMITS: limits}
+        self.table = table_of(world_size, {(region, rank): tensor for region, tensor in regions.items()})
         self.start, self.dispatch, self.combine = _kernels(world_size, CPU)
 
     def step(
         self, rows: list[list[int]], dispatch_ns: int, combine_ns: int, num_tokens: int = 5, late: tuple[int, ...] = ()
     ) -> None:
-        """Rows [source][destination]; lines of `late` sources are of the step before."""
+        """Rows [source][destination]; lines of `late` sources are of the step before, and the step has failed."""
+        self.poison.fill_(bool(late))
         for source, line in enumerate(rows):
             epoch = self.num_done + (source not in late)
-            self.counts[source, :-1] = torch.tensor(line) | epoch << 32
+            self.counts[source] = torch.tensor([*line, 0]) | epoch << 32
         lines, kept = self.counters.lines, self.counters.num_kept_steps
         self._wait(dispatch_ns)
         self.dispatch.interpret(1, (lines, self.table, num_tokens, kept, self.rank))
@@ -153,9 +157,10 @@ def test_the_kernels_compile_for_gpus(world_size, capability):
     arguments = [(lines,), (lines, table, 1, 1, 0), (lines, 1)]
     for variant, values in zip(_kernels(world_size, CPU), arguments):
         ptx = compile_kernel(variant, values, capability)["ptx"]
-        assert ptx.count("%globaltimer") == 1
-        # peers have written the counts during the launch before
-        assert ("ld.volatile" in ptx) == (variant.kernel.__name__ == "count_dispatch_kernel")
+        # only the count of a dispatch waits for what peers write
+        waits = variant.kernel.__name__ == "count_dispatch_kernel"
+        assert ptx.count("%globaltimer") == (2 if waits else 1)
+        assert ("ld.volatile" in ptx) == waits
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "compact"])

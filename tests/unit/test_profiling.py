@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CLOCK = "%globaltimer"
 KINDS = {
-    "bulk_dispatch": ("rank_major", 1),
+    "bulk_dispatch": ("rank_major", 2),
     "low_latency_dispatch": ("rank_major", 3),
     "combine": ("rank_major", 3),
     "expand": ("expert_major", 0),
