@@ -1,7 +1,7 @@
 """Odd inputs of every command: what is typed, the exit code, and a part of what is said.
 
-FILE stands for a file that exists, FOLDER for an empty folder, NONE for a path in no folder, LONG for a name that no
-file system takes.
+FILE stands for a file that exists, FOLDER for an empty folder, {model} for a model's config.json, NONE for a path in no
+folder, LONG for a name that no file system takes.
 """
 
 from __future__ import annotations

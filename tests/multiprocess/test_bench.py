@@ -305,23 +305,10 @@ def test_the_command_writes_all_its_reports(tmp_path: Path) -> None:
     assert paths["md"].read_text().count("| gloo_agrs | right |") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--tokens", "few"), "--tokens to be numbers"),
-        (("--contenders", "smoke_signals"), "reference_push"),
-        (("--plot", "x.gif"), ".svg"),
-        (("--output", "/nowhere/x.jsonl"), "/nowhere"),
-        (("--max-tokens", "1"), "--max-tokens >= 2, the tokens of a rank"),
-        (("--topk", "5"), "topk <= 4"),
-        # nothing is measured: no success
-        (("--contenders", "deepep,flashinfer"), "deepep unavailable (T = 1, 2): needs GPUs; flashinfer unavailable"),
-    ],
-)
-def test_what_cannot_be_measured_is_an_error_with_a_remedy(arguments: tuple[str, ...], expected: str) -> None:
-    error = CliRunner().invoke(make_app(), [*SMALL, *arguments]).exception
+def test_nothing_measured_is_an_error_with_a_remedy() -> None:
+    error = CliRunner().invoke(make_app(), [*SMALL, "--contenders", "deepep,flashinfer"]).exception
     assert isinstance(error, EpA2AError)
-    assert expected in str(error)
+    assert "deepep unavailable (T = 1, 2): needs GPUs; flashinfer unavailable" in str(error)
 
 
 def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:

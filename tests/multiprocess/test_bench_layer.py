@@ -137,20 +137,7 @@ def test_micro_batches_from_the_command_line(tmp_path: Path) -> None:
     assert all("exposed_us" in row for row in rows[1:])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("bench", "--device", "cpu", "--micro-batches", "8"), "no --micro-batches without --layer"),
-        (("bench", "--device", "cpu", "--layers", "3"), "no --layers without --layer"),
-        ((*SMALL, "--cold-cache"), "no --cold-cache with --layer"),
-        ((*SMALL, "--contenders", "deepep"), "ep_a2a, flashinfer, nccl_agrs"),
-        ((*SMALL, "--micro-batches", "8", "--contenders", "ep_a2a"), "no --contenders with --micro-batches"),
-        ((*SMALL, "--intermediate", "8"), "--intermediate a multiple of 16"),
-        ((*SMALL, "--output", "/nowhere/rows.jsonl"), "a folder /nowhere"),
-        ((*SMALL, "--transports", "nccl_agrs", "--output", "/dev/full"), "No space left"),
-    ],
-)
-def test_layers_that_cannot_be_are_refused(arguments: tuple[str, ...], expected: str) -> None:
-    error = CliRunner().invoke(make_app(), arguments).exception
+def test_rows_that_cannot_be_written_are_an_error() -> None:
+    error = CliRunner().invoke(make_app(), (*SMALL, "--transports", "nccl_agrs", "--output", "/dev/full")).exception
     assert isinstance(error, EpA2AError)
-    assert expected in str(error)
+    assert "No space left" in str(error)

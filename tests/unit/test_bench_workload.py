@@ -13,7 +13,7 @@ from ep_a2a.commands.bench.command import DEFAULTS
 from ep_a2a.commands.bench.contenders import CONTENDERS
 from ep_a2a.commands.measure.session import check_round_trip
 from ep_a2a.commands.measure.workload import Workload, make_workloads
-from ep_a2a.errors import CheckFailedError, ConfigError, TopKError, UnknownNameError
+from ep_a2a.errors import CheckFailedError, ConfigError
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import ROUTINGS, expert_ranges
 
@@ -166,28 +166,6 @@ def test_only_weights_of_valid_ids_count():
     ]
     torch.testing.assert_close(workload.valid_weights(0), torch.tensor(want, dtype=torch.float32))
     assert min(want) < 0.999
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"dtype": ("fp8",)}, UnknownNameError, "bfloat16"),
-        ({"quant_type": ("fp8_blockwise",)}, UnknownNameError, "fp8_per_1x128"),
-        ({"combine_quant": ("fp8_per_token",)}, UnknownNameError, "fp8_blockwise"),
-        ({"routing": ("nowhere",)}, UnknownNameError, "zipf"),
-        ({"layout": ("sorted",)}, UnknownNameError, "rank_major"),
-        ({"max_num_tokens": ("many",)}, ConfigError, "same"),
-        ({"max_num_tokens": ("2",)}, ConfigError, "max_num_tokens >= 4, the tokens of a rank"),
-        ({"num_tokens": (0,)}, ConfigError, "num_tokens >= 1"),
-        ({"topk": (17,)}, TopKError, "topk <= 16"),
-        ({"hidden_dim": (192,), "quant_type": ("fp8_per_1x128",)}, ConfigError, "multiple of 128"),
-        ({"hidden_dim": (100,)}, ConfigError, "multiple of 8"),
-        ({"hidden_dim": (104,), "quant_type": ("fp8_per_token",)}, ConfigError, "multiple of 16"),
-    ],
-)
-def test_impossible_points_are_refused_before_anything_runs(changes, error, text):
-    with pytest.raises(error, match=text):
-        points_of(**changes)
 
 
 def test_the_defaults_are_the_shapes_of_the_anchors():

@@ -29,7 +29,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "file").write_text("{")
     (tmp_path / "folder").mkdir()
-    places = {"{file}": str(tmp_path / "file"), "{folder}": str(tmp_path / "folder")}
+    (tmp_path / "model").write_text('{"n_routed_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168}')
+    places = {f"{{{name}}}": str(tmp_path / name) for name in ("file", "folder", "model")}
 
     def call(*arguments: str) -> tuple[int, str]:
         for name, place in places.items():
@@ -55,7 +56,7 @@ def test_an_odd_input_ends_in_words(run, tmp_path, arguments, code, said):
     assert said in printed
     assert "Traceback" not in printed
     if code == 2:
-        assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"], "left behind"
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "model"], "left behind"
 
 
 @pytest.mark.parametrize(("name", "value"), odd_inputs.VARIABLES)

@@ -96,27 +96,3 @@ def test_the_self_test_is_not_tried_without_what_it_needs(doctor, name):
 def test_a_picture_that_cannot_be_drawn_is_said_before_anything_is_started(doctor, tmp_path):
     with pytest.raises(ConfigError, match=r"\*\.png"):
         doctor("--selftest", "--plot", str(tmp_path / "rates.gif"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (("--plot", "rates.png"), "--plot"),
-        (("--ask-secs", "-1"), "--ask-secs"),
-        (("--max-tokens", "-1"), "--max-tokens"),
-        (("--selftest", "--pair-secs", "-1"), "--pair-secs"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_by_name(doctor, capsys, arguments, option):
-    with pytest.raises(SystemExit) as ended:
-        make_app()(["doctor", *arguments])
-    assert ended.value.code == 2
-    assert option in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("counts", ["0", "2,", "two"])
-def test_numbers_of_ranks_are_numbers(counts, capsys):
-    with pytest.raises(SystemExit) as ended:
-        make_app()(["doctor", "--ranks-per-node", counts])
-    assert ended.value.code == 2
-    assert "--ranks-per-node" in capsys.readouterr().err
