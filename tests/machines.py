@@ -97,8 +97,4 @@ def _with_fact(part: Any, names: list[str], value: Any) -> Any:
         return replace(part, **{names[0]: _with_fact(getattr(part, names[0]), names[1:], value)})
     if isinstance(value, dict):
         return {key: each for key, each in (part | value).items() if each is not None}
-    return _as_tuples(value)
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+    return value

@@ -41,6 +41,7 @@ from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.ignored_options import KERNEL_FIELDS
 from ep_a2a.routing import count_ids
 from tests.cases.configs import deepseek_v3
+from tests.cases.tables import read_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
 BEGIN, END = "<!-- made by `ep-a2a backends --markdown` -->", "<!-- end of what is made -->"
@@ -101,44 +102,7 @@ def test_ops_of_other_backends_have_the_interface_of_ours(kind: type) -> None:
 # --- capabilities ---
 
 
-@pytest.mark.parametrize(
-    ("can", "changes", "said"),
-    [
-        ({"layouts": ("rank_major",)}, {}, "layout out of rank_major"),
-        ({"token_dtypes": ("bfloat16",)}, {"data_type": torch.float16}, "tokens out of bfloat16"),
-        ({"combine_dtypes": ("bfloat16",)}, {"data_type": torch.float16}, "combine_dtype out of bfloat16"),
-        ({"dispatch_casts": ("none",)}, {"quant_type": "fp8_per_token"}, "cast of dispatch out of none"),
-        ({}, {"quant_type": "fp8_blockwise"}, "cast of combine out of none"),
-        ({"hidden_sizes": (4096, 7168)}, {}, "hidden_dim out of 4096, 7168"),
-        ({"topks": (1, 2)}, {}, "num_experts_per_token out of 1, 2"),
-        ({"max_topk": 7}, {}, "num_experts_per_token of at most 7"),
-        ({"rank_counts": (2, 8)}, {}, "world_size out of 2, 8"),
-        (
-            {"topk_within_experts": True},
-            {"num_experts": 4, "num_experts_per_rank": 1},
-            "num_experts_per_token of at most 4",
-        ),
-        ({"max_ranks": 2}, {}, "world_size of at most 2"),
-        ({"min_ranks": 5}, {}, "at least 5 ranks"),
-        ({"max_tokens": 8}, {}, "max_num_inp_token_per_rank of at most 8"),
-        ({"hidden_multiple": 512}, {"hidden_dim": 2056}, "hidden_dim that is a multiple of 512"),
-        ({"experts_multiple": 3}, {}, "num_experts that is a multiple of 3"),
-        ({"even_experts": True}, {"num_experts": 31}, "num_experts that is a multiple of 4"),
-        ({}, {"max_total_recv_tokens": 16}, "no cap on received rows"),
-        (
-            {"scale_formats": ("float32",)},
-            {"quant_type": "fp8_per_token", "scale_format": "ue8m0"},
-            "scale_format out of float32",
-        ),
-        (
-            {"combine_casts": ("fp8_blockwise",), "combine_cast_dtypes": ("float16",)},
-            {"quant_type": "fp8_blockwise"},
-            "a cast of combine out of float16",
-        ),
-        ({"scale_row_multiple": 16}, {"scale_dim": 1, "scale_type_size": 4}, "scales that is a multiple of 16"),
-        ({"scales_per_128": True}, {"data_type": torch.float8_e4m3fn}, r"scale_type_size\) = \(16, 4\)"),
-    ],
-)
+@pytest.mark.parametrize(("can", "changes", "said"), read_table("configs")["beyond_a_backend"])
 def test_what_a_backend_cannot_do_is_said(can: dict[str, Any], changes: dict[str, Any], said: str) -> None:
     refusal = Capabilities(**can).refusal("some", config(**changes), 1)
     assert isinstance(refusal, UnsupportedError)

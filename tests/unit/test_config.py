@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +21,11 @@ from ep_a2a.config import (
 )
 from ep_a2a.errors import ConfigError, UnknownNameError
 from tests.cases.configs import deepseek_v3
+from tests.cases.tables import read_table
 
 FP8 = torch.float8_e4m3fn
 KERNEL_TYPE = EpDispatchCombineKernelType
+TABLES = read_table("configs")
 MAY_BE_ZERO = {
     "rank",
     "scale_dim",
@@ -77,84 +78,7 @@ def test_integers(name):
         assert caught.value.got == repr(value)
 
 
-IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
-    "rank beyond the world": ({"rank": 8}, "rank < world_size 8; got 8"),
-    "too many experts per token": ({"num_experts_per_token": 33}, "num_experts_per_token <= 32; got 33"),
-    "too many tokens": (
-        {"world_size": 1, "rank": 0, "max_num_inp_token_per_rank": 1 << 24},
-        "max_num_inp_token_per_rank < 16777216; got 16777216",
-    ),
-    "positions beyond int32": (
-        {"world_size": 72, "max_num_inp_token_per_rank": 500_000},
-        r"source positions below 2\*\*31 = W \* W \* M; got 2592000000",
-    ),
-    "no expert at all": ({"num_experts_per_rank": 0}, "at least one expert in all; got none"),
-    "more flagged tokens than kernels can number": (
-        {"flagged_max_tokens": 129},
-        "flagged_max_tokens <= 128; got 129",
-    ),
-    "another rank's number of experts": (
-        {"num_experts": 60, "num_experts_per_rank": 9},
-        r"num_experts_per_rank to be 8 \(linear ownership of 60 experts by rank 1\); got 9",
-    ),
-    "too few experts for the total": ({"num_experts": 64}, "num_experts_per_rank to be 8 .*; got 4"),
-    "a dtype that cannot travel": ({"data_type": torch.int8}, "data_type to be one of .*; got torch.int8"),
-    "a dtype by name": ({"data_type": "bfloat16"}, "data_type to be one of .*; got bfloat16"),
-    "combine in fp8": ({"combine_dtype": FP8}, "combine_dtype in .*; got torch.float8_e4m3fn"),
-    "buffers too narrow for dispatch": (
-        {"max_token_type_size": 1},
-        "max_token_type_size >= 2, the widest element to be moved; got 1",
-    ),
-    "buffers too narrow for combine": (
-        {"max_token_type_size": 2, "combine_dtype": torch.float32},
-        "max_token_type_size >= 4, the widest element to be moved; got 2",
-    ),
-    "a row of 12 bytes": ({"hidden_dim": 6}, r"hidden_dim \* 2 bytes \(torch.bfloat16\) .* multiple of 16; got 12"),
-    "a row of 24 fp8 bytes": (
-        {"hidden_dim": 24, "quant_type": "fp8_per_token"},
-        r"hidden_dim \* 1 bytes \(torch.float8_e4m3fn\) to be a multiple of 16; got 24",
-    ),
-    "fp8 given to a fused cast": (
-        {"data_type": FP8, "quant_type": "fp8_per_token"},
-        "data_type before the fused cast .*; got fp8",
-    ),
-    "groups that do not divide a row": (
-        {"hidden_dim": 192, "quant_type": "fp8_per_1x128"},
-        "hidden_dim to be a multiple of 128 with fp8_per_1x128; got 192",
-    ),
-    "scales other than the cast makes": (
-        {"quant_type": "fp8_per_1x128", "scale_dim": 1, "scale_type_size": 4},
-        r"\(scale_dim, scale_type_size\) = \(4, 4\) as fp8_per_1x128 makes them; got \(1, 4\)",
-    ),
-    "scales wider than the cast makes": (
-        {"quant_type": "fp8_per_token", "scale_format": "ue8m0", "scale_dim": 1, "scale_type_size": 4},
-        r"= \(1, 1\) as fp8_per_token makes them; got \(1, 4\)",
-    ),
-    "scales of 2 bytes": ({"scale_dim": 4, "scale_type_size": 2}, "scale_type_size to be 1 or 4; got 2"),
-    "scales of no size": ({"scale_dim": 4}, "scale_type_size to be 1 or 4; got 0"),
-    "a cap on blocks by rank": (
-        {"max_total_recv_tokens": 64, "layout": "rank_major"},
-        "layout 'compact' with max_total_recv_tokens; got 'rank_major'",
-    ),
-    "a cap on blocks by expert": (
-        {"max_total_recv_tokens": 64, "layout": "expert_major"},
-        "layout 'compact' with max_total_recv_tokens; got 'expert_major'",
-    ),
-    "more rows by expert than an int32 counts": (
-        {"layout": "expert_major", "max_num_inp_token_per_rank": 1 << 23, "num_experts_per_rank": 33},
-        r"at most 2\*\*31 rows E \* W \* M in layout expert_major; got 2214592512",
-    ),
-    "a list for a choice": ({"use_external_inp_buf": [1]}, r"use_external_inp_buf to be True or False; got \[1\]"),
-    "a kernel type by number": ({"kernel_type": 0}, "kernel_type to be an EpDispatchCombineKernelType; got 0"),
-    "a combine cast in dispatch": (
-        {"dispatch_quant_type": "fp8_blockwise"},
-        "dispatch_quant_type to act on dispatch; got 'fp8_blockwise'",
-    ),
-    "two casts in dispatch": (
-        {"quant_type": "fp8_per_token", "dispatch_quant_type": "fp8_per_1x128"},
-        "quant_type to act on combine where dispatch_quant_type is given; got 'fp8_per_token'",
-    ),
-}
+IMPOSSIBLE = TABLES["impossible"]
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
@@ -323,23 +247,7 @@ def test_caps_are_rounded_as_mori_rounds_them(world_size, cap, per_rank, rows):
     assert (config.max_num_recv_tokens_per_rank, config.max_num_recv_tokens) == (per_rank, rows)
 
 
-@pytest.mark.parametrize(
-    ("changes", "wire_dtype", "combined_dtype", "scales"),
-    [
-        ({}, torch.bfloat16, torch.bfloat16, (0, 0)),
-        ({"data_type": torch.float32}, torch.float32, torch.float32, (0, 0)),
-        ({"data_type": FP8, "max_token_type_size": 1}, FP8, torch.bfloat16, (0, 0)),
-        ({"data_type": FP8, "combine_dtype": torch.float16}, FP8, torch.float16, (0, 0)),
-        ({"data_type": FP8, "scale_dim": 5, "scale_type_size": 1}, FP8, torch.bfloat16, (5, 1)),
-        ({"quant_type": "fp8_per_token"}, FP8, torch.bfloat16, (1, 4)),
-        ({"quant_type": "fp8_per_1x128", "scale_format": "ue8m0"}, FP8, torch.bfloat16, (4, 1)),
-        ({"quant_type": "fp8_per_1x128", "scale_dim": 4, "scale_type_size": 4}, FP8, torch.bfloat16, (4, 4)),
-        ({"quant_type": "fp8_blockwise", "dispatch_quant_type": "fp8_per_token"}, FP8, torch.bfloat16, (1, 4)),
-        ({"quant_type": "fp8_per_token", "dispatch_quant_type": "fp8_per_token"}, FP8, torch.bfloat16, (1, 4)),
-        ({"quant_type": "fp8_direct_cast"}, torch.bfloat16, torch.bfloat16, (0, 0)),
-        ({"combine_dtype": torch.float32}, torch.bfloat16, torch.float32, (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("changes", "wire_dtype", "combined_dtype", "scales"), TABLES["travels"])
 def test_what_travels(changes, wire_dtype, combined_dtype, scales):
     config = config_of(**changes)
     assert (config.wire_dtype, config.combined_dtype) == (wire_dtype, combined_dtype)

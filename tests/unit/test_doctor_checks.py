@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +11,7 @@ from ep_a2a.commands.doctor.checks import GROUP
 from ep_a2a.commands.doctor.finding import Level
 from ep_a2a.commands.doctor.machine import Driver, Request
 from ep_a2a.commands.doctor.probe import choose
+from tests.cases.tables import read_table
 from tests.machines import CPU_HOST, GIB, H200_HOST, findings_of, with_facts
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def test_nothing_is_wrong_with_a_machine_where_nothing_is_wrong(machine):
     assert [each for each in findings_of(machine) if each.level in LOUD] == []
 
 
-MACHINES = json.loads((Path(__file__).parents[1] / "cases" / "doctor_machines.json").read_text(encoding="utf-8"))
+MACHINES = read_table("doctor_machines")
 """By what happened: a machine where all is well, facts that differ there, what is found, what it says to do."""
 
 

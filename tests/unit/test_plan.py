@@ -19,54 +19,21 @@ from ep_a2a.config import FP8_DTYPE
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, handle_kwargs
+from tests.cases.tables import read_json
 from tests.unit.test_layout import every_config
 
-BF16 = {"torch_dtype": "bfloat16"}
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FLOAT8 = {"num_bits": 8, "type": "float"}
-PER_TOKEN_FP8 = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**FLOAT8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**FLOAT8, "strategy": "token", "dynamic": True},
-        }
-    },
+GROUP = {
+    "targets": ["Linear"],
+    "weights": {**FLOAT8, "strategy": "channel", "dynamic": False},
+    "input_activations": {**FLOAT8, "strategy": "token", "dynamic": True},
 }
-
-
-def moe(experts_key: str, experts: int, topk: int, hidden: int, **more: Any) -> dict[str, Any]:
-    return {experts_key: experts, "num_experts_per_tok": topk, "hidden_size": hidden, **more}
-
-
-ROUTED = "n_routed_experts"
-DEEPSEEK = moe(ROUTED, 256, 8, 7168, model_type="deepseek_v3")
-QWEN = moe("num_experts", 128, 8, 2048, model_type="qwen3_moe", **BF16)
-LLAMA = moe("num_local_experts", 16, 1, 5120)
-MIXTRAL = moe("num_local_experts", 8, 2, 4096, model_type="mixtral", **BF16)
-GPT_OSS = moe("num_local_experts", 128, 4, 2880, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
-# by name: (config.json, (hidden size, experts, top k, cast) of the op for it)
-FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int, str]]] = {
-    "Qwen3-30B-A3B": (QWEN, (2048, 128, 8, "none")),
-    "Qwen3-235B-FP8": ({**QWEN, "quantization_config": BLOCK_FP8}, (2048, 128, 8, "fp8_per_1x128")),
-    "DeepSeek-V2-Lite": (moe(ROUTED, 64, 6, 2048, model_type="deepseek_v2", **BF16), (2048, 64, 6, "none")),
-    "DeepSeek-V3": ({**DEEPSEEK, "quantization_config": BLOCK_FP8}, (7168, 256, 8, "fp8_per_1x128")),
-    "Mixtral": (MIXTRAL, (4096, 8, 2, "none")),
-    "gpt-oss": ({**GPT_OSS, "experts_per_token": 4, "model_type": "gpt_oss"}, (2880, 128, 4, "none")),
-    "GLM-4.5-FP8": (
-        moe(ROUTED, 160, 8, 5120, model_type="glm4_moe", quantization_config=PER_TOKEN_FP8),
-        (5120, 160, 8, "fp8_per_token"),
-    ),
-    "Llama-4-Scout": (
-        {"model_type": "llama4", **BF16, "vision_config": {"hidden_size": 1408}, "text_config": LLAMA},
-        (5120, 16, 1, "none"),
-    ),
-    "Qwen3-Omni": ({"thinker_config": {"text_config": QWEN}}, (2048, 128, 8, "none")),
-    "Hunyuan": ({"num_experts": 64, "moe_topk": [8, 8], "hidden_size": 4096, **BF16}, (4096, 64, 8, "none")),
-    "Ernie-4.5-VL": ({"moe_num_experts": [64, 64], "moe_k": 6, "hidden_size": 2560}, (2560, 64, 6, "none")),
-    "Nemotron-H": (moe(ROUTED, 512, 22, 4096, moe_latent_size=1024), (1024, 512, 22, "none")),
-}
+PER_TOKEN_FP8 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}}
+DEEPSEEK = {"n_routed_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168, "model_type": "deepseek_v3"}
+TABLES = read_json("models")
+FAMILIES = TABLES["families"]
+"""By name: a config.json; hidden size, experts, top k and cast of the op for it."""
 
 
 def configs_of(values: dict[str, Any], **options: Any) -> Any:
@@ -85,30 +52,7 @@ def test_the_keys_of_model_families(name):
         assert config.num_local_experts == experts // 8
 
 
-STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
-GROUP = PER_TOKEN_FP8["config_groups"]["group_0"]
-BLOCK_GROUP = {**GROUP, "weights": {**FLOAT8, "strategy": "block", "block_structure": "128x128"}}
-INT4_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}, "input_activations": None}
-
-
-@pytest.mark.parametrize(
-    ("quantization", "cast"),
-    [
-        (None, "none"),
-        (BLOCK_FP8, "fp8_per_1x128"),
-        ({**BLOCK_FP8, "weight_block_size": [64, 64]}, "none"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "none"),
-        (STATIC, "none"),
-        (PER_TOKEN_FP8, "fp8_per_token"),
-        ({**PER_TOKEN_FP8, "quant_method": "compressed_tensors"}, "fp8_per_token"),
-        ({**PER_TOKEN_FP8, "config_groups": {"g": BLOCK_GROUP}}, "fp8_per_1x128"),
-        ({**PER_TOKEN_FP8, "config_groups": {"g": INT4_GROUP}}, "none"),
-        ({**PER_TOKEN_FP8, "config_groups": {"g": GROUP, "h": {**INT4_GROUP, "targets": ["re:.*experts.*"]}}}, "none"),
-        ({**PER_TOKEN_FP8, "config_groups": {}}, "none"),
-        ({"quant_method": "mxfp4"}, "none"),
-        ({"quant_method": "awq", "bits": 4}, "none"),
-    ],
-)
+@pytest.mark.parametrize(("quantization", "cast"), TABLES["casts"])
 def test_casts_by_quantization(quantization, cast):
     for key in ("quantization_config", "compression_config"):
         assert configs_of({**DEEPSEEK, key: quantization})[0].dispatch_quant == cast
