@@ -8,12 +8,15 @@ library.
 from __future__ import annotations
 
 import ast
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ep_a2a
 
 MANAGERS = Path(ep_a2a.__file__).parent / "managers" / "external"
+PINNED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("pinned.toml").read_text(encoding="utf-8"))
 MODULES = ("mori", "deep_ep", "nvshmem", "pplx_kernels")
 
 

@@ -3,57 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ep_a2a.managers.external import deepep
-from tests.peer_contract.calls import attributes_of, calls_of
+from tests.peer_contract.calls import PINNED, attributes_of, calls_of
 from tests.peer_contract.python_source import Signature, parsed
 
-PINNED = tomllib.loads((Path(__file__).parents[1] / "peer_contract" / "pinned.toml").read_text())
-
-# calls that managers of both kinds of buffer inherit
-SHARED = {
-    "combine": ("Buffer.combine", "ElasticBuffer.combine"),
-    "destroy": ("Buffer.destroy", "ElasticBuffer.destroy"),
-}
-
-CALLS: dict[str, dict[str, str | tuple[str, ...]]] = {
-    "deepep": {
-        "deep_ep.Buffer": "Buffer",
-        "deep_ep.Buffer.get_low_latency_rdma_size_hint": "Buffer.get_low_latency_rdma_size_hint",
-        "deep_ep.Buffer.get_dispatch_config": "Buffer.get_dispatch_config",
-        "deep_ep.Buffer.get_combine_config": "Buffer.get_combine_config",
-        "deep_ep.ElasticBuffer": "ElasticBuffer",
-        "native_config.get_nvl_buffer_size_hint": "Config.get_nvl_buffer_size_hint",
-        "native_config.get_rdma_buffer_size_hint": "Config.get_rdma_buffer_size_hint",
-        "self._native.combine": SHARED["combine"],
-        "self._native.destroy": SHARED["destroy"],
-        "deep_ep.Buffer.set_num_sms": "Buffer.set_num_sms",
-        "native.get_dispatch_layout": "Buffer.get_dispatch_layout",
-        "native.dispatch": "Buffer.dispatch",
-        "self._native.low_latency_dispatch": "Buffer.low_latency_dispatch",
-        "self._native.low_latency_combine": "Buffer.low_latency_combine",
-        "self._native.dispatch": "ElasticBuffer.dispatch",
-    },
-    "pplx": {
-        "pplx_kernels.AllToAll.intranode": "AllToAll.intranode",
-        "pplx_kernels.AllToAll.internode": "AllToAll.internode",
-        "self._native.dispatch": "AllToAll.dispatch",
-        "self._native.combine": "AllToAll.combine",
-        "self._native.destroy": "AllToAll.destroy",
-        "nvshmem.nvshmem_get_unique_id": "nvshmem_get_unique_id",
-        "nvshmem.nvshmem_alloc_empty_unique_id": "nvshmem_alloc_empty_unique_id",
-        "nvshmem.nvshmem_init": "nvshmem_init",
-    },
-}
-
-
-def names_of(pinned_names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (pinned_names,) if isinstance(pinned_names, str) else pinned_names
+CALLS: dict[str, dict[str, list[str]]] = {module: PINNED["calls"][module] for module in ("deepep", "pplx")}
 
 
 def pinned(name: str) -> Signature:
@@ -67,7 +25,7 @@ def test_every_call_fits_the_signature_that_was_read(module: str) -> None:
     calls = calls_of(module)
     assert set(calls) == set(CALLS[module])
     for spelled, made in calls.items():
-        for call, name in itertools.product(made, names_of(CALLS[module][spelled])):
+        for call, name in itertools.product(made, CALLS[module][spelled]):
             signature = pinned(name)
             assert signature.problem(call.num_positional, call.keywords) == "", (spelled, call)
             assert call.num_taken in (None, signature.num_returned), (spelled, call)
@@ -75,7 +33,7 @@ def test_every_call_fits_the_signature_that_was_read(module: str) -> None:
 
 def test_every_pinned_signature_is_called() -> None:
     names = {each["name"] for part in ("deep_ep", "pplx_kernels") for each in PINNED[part]["function"]}
-    assert names == {name for calls in CALLS.values() for each in calls.values() for name in names_of(each)}
+    assert names == {name for calls in CALLS.values() for each in calls.values() for name in each}
 
 
 def test_members_of_handles_are_where_they_are_read() -> None:
