@@ -24,31 +24,11 @@ from ep_a2a.compat.deep_ep_sizes import CURRENT, hidden_bytes_of, known_ranks
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError, InputError, StateError, UnsupportedError
 from ep_a2a.managers.external.deepep import RANK_COUNTS
+from tests.cases.tables import read_table
 
 CPU = torch.device("cpu")
-# DeepEP's names in their order (its deep_ep/buffer.py of V1, commit 567632d): positional calls must land where they do
-ARGUMENTS = {
-    "__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
-    "allow_nvlink_for_low_latency_mode allow_mnnvl use_fabric explicitly_destroy enable_shrink comm",
-    "set_num_sms": "new_num_sms",
-    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
-    "get_local_buffer_tensor": "dtype size offset use_rdma_buffer",
-    "get_dispatch_config": "num_ranks",
-    "get_combine_config": "num_ranks",
-    "get_dispatch_layout": "topk_idx num_experts previous_event async_finish allocate_on_comm_stream",
-    "dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert topk_idx "
-    "topk_weights expert_alignment num_worst_tokens config previous_event async_finish allocate_on_comm_stream",
-    "combine": "x handle topk_weights bias config previous_event async_finish allocate_on_comm_stream",
-    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
-    "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
-    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 async_finish "
-    "return_recv_hook",
-    "low_latency_combine": "x topk_idx topk_weights handle use_logfmt zero_copy async_finish return_recv_hook out "
-    "combine_wait_recv_cost_stats",
-    "get_next_low_latency_combine_buffer": "handle",
-    "low_latency_update_mask_buffer": "rank_to_mask mask",
-    "low_latency_query_mask_buffer": "mask_status",
-}
+ARGUMENTS = read_table("deep_ep")["arguments"]
+"""DeepEP's names in their order (deep_ep/buffer.py of V1, commit 567632d): positional calls must land where they do."""
 
 
 @pytest.mark.parametrize("method", ARGUMENTS)
@@ -86,23 +66,11 @@ def test_impossible_configs(values):
         Config(*values)
 
 
-# DeepEP dd758ca, deep_ep/buffers/legacy.py: chunks of dispatch and of combine by ranks (nvl sent, nvl held, rdma sent,
-# rdma held), and the hints for rows of 7168 bf16, worked out apart: 10 channels, rings of 16392 bytes a token (16408
-# rdma), rdma rings of whole chunks
-TABLE = {
-    2: ((24, 256, 6, 128), (10, 256, 6, 128), 83_927_552, 0),
-    4: ((6, 256, 6, 128), (9, 256, 6, 128), 167_854_976, 0),
-    8: ((6, 256, 6, 128), (4, 256, 6, 128), 335_709_824, 0),
-    16: ((36, 288, 20, 128), (4, 288, 12, 128), 377_673_984, 91_887_744),
-    24: ((32, 288, 8, 128), (1, 288, 8, 128), 377_674_624, 126_017_792),
-    32: ((32, 288, 8, 128), (1, 288, 8, 128), 377_675_264, 168_023_680),
-    48: ((32, 288, 8, 128), (1, 288, 8, 128), 377_676_544, 252_035_584),
-    64: ((32, 288, 8, 128), (1, 288, 8, 128), 377_677_824, 336_047_360),
-    96: ((20, 480, 12, 128), (1, 480, 8, 128), 629_461_504, 519_822_720),
-    128: ((20, 560, 12, 128), (1, 560, 8, 128), 734_372_864, 693_096_960),
-    144: ((32, 720, 12, 128), (2, 720, 8, 128), 944_191_744, 779_734_144),
-    160: ((28, 720, 12, 128), (2, 720, 8, 128), 944_193_024, 866_371_200),
-}
+TABLE = {int(num_ranks): row for num_ranks, row in read_table("deep_ep")["chunks_and_hints"].items()}
+"""DeepEP dd758ca, deep_ep/buffers/legacy.py: chunks of dispatch and of combine by ranks (nvl sent, nvl held, rdma sent,
+rdma held), and the hints for rows of 7168 bf16, worked out apart: 10 channels, rings of 16392 bytes a token (16408
+rdma), rdma rings of whole chunks.
+"""
 
 
 @pytest.mark.parametrize("num_ranks", TABLE)

@@ -15,23 +15,14 @@ from ep_a2a.compat import deep_ep_sizes as sizes
 from ep_a2a.compat.deep_ep_sizes import ChunkConfig
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.layout import Region
+from tests.cases.tables import read_table
 
 HIDDEN_BYTES = 7168 * 2
 SIDE_BYTES = 8 + 128 * (8 + 4) + 128 * 4
-# ranks: multiprocessors, then tokens (nvl sent, nvl held, rdma sent, rdma held) of dispatch and of combine, then the
-# NVL and the RDMA hint for rows of 7168 bf16, worked out apart: 10 channels, rings of 16392 bytes a token (16408 rdma)
-TABLE = {
-    2: (20, (16, 256, 6, 128), (6, 256, 6, 128), 83_927_552, 0),
-    4: (20, (16, 256, 6, 128), (6, 256, 6, 128), 167_854_976, 0),
-    8: (20, (6, 256, 6, 128), (6, 256, 6, 128), 335_709_824, 0),
-    16: (20, (16, 288, 20, 128), (2, 288, 28, 128), 377_673_984, 84_011_904),
-    24: (20, (8, 288, 32, 128), (1, 288, 20, 128), 377_674_624, 126_017_792),
-    32: (20, (8, 288, 32, 128), (1, 288, 20, 128), 377_675_264, 168_023_680),
-    64: (20, (20, 288, 28, 128), (1, 288, 20, 128), 377_677_824, 336_047_360),
-    128: (20, (20, 560, 32, 128), (1, 560, 12, 128), 734_372_864, 672_094_720),
-    144: (20, (32, 720, 12, 128), (2, 720, 8, 128), 944_191_744, 756_106_624),
-    160: (20, (28, 720, 12, 128), (2, 720, 8, 128), 944_193_024, 840_118_400),
-}
+TABLE = {int(num_ranks): row for num_ranks, row in read_table("deep_ep")["chunks_and_hints_of_v1"].items()}
+"""By ranks: multiprocessors, tokens (nvl sent, nvl held, rdma sent, rdma held) of dispatch and of combine, then the
+NVL and the RDMA hint for rows of 7168 bf16, worked out apart: 10 channels, rings of 16392 bytes a token (16408 rdma).
+"""
 CONSTANTS = {"num_max_nvl_peers": 8, "num_buffer_alignment_bytes": 128}
 
 
