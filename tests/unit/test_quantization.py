@@ -88,26 +88,11 @@ def test_every_pattern_of_16_bits(dtype: torch.dtype) -> None:
     check_codes(bits.view(dtype).to(torch.float32))
 
 
-def test_every_e4m3_value_is_a_fixed_point() -> None:
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    expected = codes.clone()
-    expected[0xFF] = 0x7F
-    assert torch.equal(fp32_to_e4m3_bits(codes.view(torch.float8_e4m3fn).to(torch.float32)), expected)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_midpoints_and_one_ulp_beside_them(sign: float) -> None:
+def test_midpoints_and_one_ulp_beside_them() -> None:
     middle = MIDPOINTS.astype(np.float32)
     assert (middle == MIDPOINTS).all()
-    lower = np.arange(126)
-    offset = 128 if sign < 0 else 0
-    even = lower + lower % 2
-    below = np.nextafter(middle, np.float32(0))
-    above = np.nextafter(middle, np.float32(np.inf))
-    for points, expected in ((middle, even), (below, lower), (above, lower + 1)):
-        got = fp32_to_e4m3_bits(float32(sign * points)).numpy()
-        np.testing.assert_array_equal(got, expected + offset)
-        check_codes(float32(sign * points))
+    for points in (middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))):
+        check_codes(float32(np.concatenate([points, -points])))
 
 
 def test_random_fp32_patterns() -> None:
@@ -116,33 +101,6 @@ def test_random_fp32_patterns() -> None:
     check_codes(bits.view(torch.float32))
     near = (bits & 0x807FFFFF) | (torch.randint(115, 138, bits.shape, generator=generator).to(torch.int32) << 23)
     check_codes(near.view(torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("value", "code"),
-    [
-        (0.0, 0x00),
-        (-0.0, 0x80),
-        (math.inf, 0x7E),
-        (-math.inf, 0xFE),
-        (math.nan, 0x7F),
-        (-math.nan, 0x7F),
-        (448.0, 0x7E),
-        (464.0, 0x7E),
-        (480.0, 0x7E),
-        (1e30, 0x7E),
-        (-1e30, 0xFE),
-        (2.0**-9, 0x01),
-        (2.0**-10, 0x00),
-        (-(2.0**-10), 0x80),
-        (1.5 * 2.0**-10, 0x01),
-        (1e-45, 0x00),
-        (2.0**-6, 0x08),
-        (1.0, 0x38),
-    ],
-)
-def test_special_values(value: float, code: int) -> None:
-    assert int(fp32_to_e4m3_bits(torch.tensor(value))) == code
 
 
 def test_rounding_takes_any_shape_and_stride() -> None:
@@ -188,6 +146,8 @@ def test_groups_follow_the_formula(dtype: torch.dtype, scale_format: str) -> Non
     generator = torch.Generator().manual_seed(2)
     size = torch.logspace(-4, 4, 40)[:, None] if dtype == torch.float16 else torch.logspace(-12, 30, 40)[:, None]
     x = (torch.randn(40, 24, generator=generator) * size).to(dtype)
+    # a row of zeros, and the largest and smallest numbers there are
+    x[0], x[1, :2], x[2] = 0, torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 4
     q, scales = quantize_groups(x, scale_format)
     assert scales.dtype == (torch.uint8 if scale_format == "ue8m0" else torch.float32)
     for row, codes, stored in zip(x.to(torch.float32).numpy(), q.view(torch.uint8).numpy(), scales.tolist()):
@@ -208,15 +168,6 @@ def test_elements_are_multiplied_by_the_inverse_not_divided_by_the_scale() -> No
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
-def test_zero_rows(scale_format: str) -> None:
-    q, scales = quantize_per_token(torch.zeros(3, 256, dtype=torch.bfloat16), scale_format)
-    assert (q.view(torch.uint8) == 0).all()
-    factor, byte = numpy_scale(0.0, scale_format)
-    assert scales.tolist() == [[byte if scale_format == "ue8m0" else float(factor)]] * 3
-    assert (dequantize(q, scales, "fp8_per_token") == 0).all()
-
-
-@pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_nan_and_infinity_leave_the_scale_alone(dtype: torch.dtype, scale_format: str) -> None:
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -230,24 +181,6 @@ def test_nan_and_infinity_leave_the_scale_alone(dtype: torch.dtype, scale_format
     codes = expected.view(torch.uint8).clone()
     codes[:, 5], codes[:, 6], codes[:, 7] = 0x7F, 0x7E, 0xFE
     assert torch.equal(q.view(torch.uint8), codes)
-
-
-def test_a_row_without_finite_values() -> None:
-    q, scales = quantize_per_token(torch.tensor([[math.nan, math.inf, -math.inf]]))
-    assert q.view(torch.uint8).tolist() == [[0x7F, 0x7E, 0xFE]]
-    assert scales.item() == float(numpy_scale(0.0, "float32")[0])
-
-
-@pytest.mark.parametrize("scale_format", FORMATS)
-def test_extreme_magnitudes(scale_format: str) -> None:
-    largest = torch.finfo(torch.float32).max
-    x = torch.tensor([[largest, -largest, 0.0], [1e-45, -1e-38, 1e-30], [1e-10, 2e-10, -1e-10]])
-    q, scales = quantize_per_token(x, scale_format)
-    assert scales_to_float32(scales).isfinite().all()
-    assert (scales_to_float32(scales) > 0).all()
-    back = dequantize(q, scales, "fp8_per_token")
-    assert back.isfinite().all() if scale_format == "float32" else not back.isnan().any()
-    assert (back[1] == 0).all()
 
 
 def test_layouts_agree_with_groups() -> None:
@@ -324,13 +257,6 @@ def test_quantize_dispatches_by_type(quant_type: QuantType) -> None:
         dequantize(x.to(torch.float8_e4m3fn), torch.ones(3, 1), quant_type)
 
 
-def test_unknown_names() -> None:
-    with pytest.raises(UnknownNameError, match="fp8_per_token"):
-        quantize(torch.zeros(1, 128), "fp4")
-    with pytest.raises(UnknownNameError, match="ue8m0"):
-        quantize_per_token(torch.zeros(1, 128), "e5m2")
-
-
 Q = torch.zeros(2, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
@@ -339,6 +265,7 @@ Q = torch.zeros(2, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     [
         (lambda: quantize_per_token(torch.zeros(2, 8, dtype=torch.float64)), DtypeError),
         (lambda: quantize_per_token(Q), DtypeError),
+        (lambda: quantize_per_token(torch.zeros(1, 128), "e5m2"), UnknownNameError),
         (lambda: quantize_per_token(torch.zeros(8)), ShapeError),
         (lambda: quantize_per_token(torch.zeros(2, 0)), ShapeError),
         (lambda: quantize_groups(torch.tensor(1.0)), ShapeError),
