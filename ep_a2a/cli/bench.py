@@ -22,12 +22,6 @@ MICRO_BATCHES = "Run two micro-batches beside each other; exchanges get so many 
 MAX_SMS = "Bounds on each rank's multiprocessors (CTAs), such as 8,16; 0 = none, or its share."
 
 
-def read_bounds(option: str, text: str) -> tuple[int, ...]:
-    """Returns numbers separated by commas, each once."""
-    opt.read_names(option, text)
-    return opt.read_numbers(option, text, opt.MOST_TOKENS)
-
-
 OPTIONS = (
     opt.numbers("ranks", "Processes; more than GPUs share them. Default: one per GPU, 2 on CPU, torchrun's."),
     opt.DEVICE,
@@ -41,7 +35,7 @@ OPTIONS = (
     opt.names("combine_quant", "Cast of combine: none, fp8_blockwise, fp8_direct_cast.", "none"),
     opt.names("layout", "compact (default), rank_major (of layers), expert_major."),
     opt.names("routing", "uniform, zipf, all_to_one, ...: names in ep_a2a.routing.", "uniform"),
-    opt.Option("max_sms", str, MAX_SMS, "0", read=read_bounds),
+    opt.Option("max_sms", str, MAX_SMS, "0", read=opt.read_bounds),
     opt.flag("shared_gpu", "Put all ranks on the first GPU; 2 ranks unless --ranks says more."),
     opt.flag("cold_cache", "Time round trips behind a flushed L2, too; always where ranks share."),
     opt.numbers("gpus_per_node", "Cut virtual nodes of so many ranks; 0 = one node.", default="0"),
@@ -66,7 +60,7 @@ OPTIONS = (
     opt.flag("layer", "Time whole MoE layers with fp8 experts over ep_a2a, flashinfer, nccl_agrs.", panel=LAYERS),
     opt.number("layers", "Layers in one CUDA graph; default: 4, on CPU 1.", opt.MOST_ITERATIONS, panel=LAYERS),
     opt.numbers("intermediate", "Intermediate sizes of an expert; default: 2048 on GPUs.", panel=LAYERS),
-    opt.Option("micro_batches", str, MICRO_BATCHES, read=read_bounds, panel=LAYERS),
+    opt.Option("micro_batches", str, MICRO_BATCHES, read=opt.read_bounds, panel=LAYERS),
     opt.Option("traces", Path, "Folder for Chrome traces of rank 0.", limits={"file_okay": False}, panel=LAYERS),
 )
 

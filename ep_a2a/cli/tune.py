@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands import options as opt
 from ep_a2a.commands.messages import EXIT_MISMATCH, EXIT_OK
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
 LAYOUT = "To measure with: compact, rank_major. Entries serve, and replace those of, all layouts."
+MICRO_BATCHES = (
+    "Instead: find the multiprocessors of an exchange beside another micro-batch's experts, out of these, such as "
+    "8,12,16 (0: no bound). Sizes are of one micro-batch; default: 1024,4096. Writes no tables."
+)
 A_FOLDER = {"file_okay": False}
 
 OPTIONS = (
@@ -27,6 +31,8 @@ OPTIONS = (
     opt.Option("budget_secs", float, "Seconds of search for each size.", 60.0, limits={"min": 1}),
     opt.number("iterations", "Timed runs of each trial.", opt.MOST_ITERATIONS, 20),
     opt.Option("output", Path, "Folder; default: EP_A2A_TUNING_DIR, the checkout's configs/.", limits=A_FOLDER),
+    opt.Option("micro_batches", str, MICRO_BATCHES, read=opt.read_bounds),
+    opt.number("intermediate", "Intermediate size of an expert, with --micro-batches.", opt.MOST_HIDDEN, 2048),
     opt.AS_JSON,
     opt.SEED,
 )
@@ -49,11 +55,27 @@ def run(options: SimpleNamespace) -> int:
     world_size = options.ranks or torch.cuda.device_count()
     check_can_tune(world_size)
     note = sharing_note(world_size, torch.cuda.device_count())
-    folder = options.output or default_output(note)
     fields = ("hidden_dim", "topk", "num_experts", "dtype", "quant_type", "combine_quant", "layout", "seed")
     fixed = {name: (value,) for name, value in opt.given(opt.values_of_fields(options, fields)).items()}
+    fixed = {"world_size": (world_size,)} | fixed
+    if options.micro_batches:
+        return EXIT_OK if _tune_micro_batches(options, fixed) else EXIT_MISMATCH
+    folder = options.output or default_output(note)
     sizes = options.max_tokens or DEFAULT_SIZES
-    points = make_workloads({"world_size": (world_size,)} | fixed | {"num_tokens": sizes})
+    points = make_workloads(fixed | {"num_tokens": sizes})
     settings = TimingSettings(num_warmups=5, num_runs=options.iterations)
     complete = execute(points, settings, options.budget_secs, folder, as_json=options.as_json, note=note)
     return EXIT_OK if complete else EXIT_MISMATCH
+
+
+def _tune_micro_batches(options: SimpleNamespace, fixed: dict[str, tuple[Any, ...]]) -> bool:
+    from ep_a2a.commands.bench.layer import LayerWorkload
+    from ep_a2a.commands.measure.timing import TimingSettings
+    from ep_a2a.commands.measure.workload import make_workloads
+    from ep_a2a.commands.tune_overlap import execute
+
+    opt.refuse({"output": options.output}, "with --micro-batches, which write no tables", "Leave it out.")
+    sizes = {"num_tokens": options.max_tokens or (1024, 4096), "intermediate_dim": (options.intermediate,)}
+    points = make_workloads(fixed | sizes, LayerWorkload)
+    settings = TimingSettings(num_warmups=2, num_runs=options.iterations, num_round_trips=4, num_rounds=3)
+    return execute(points, options.micro_batches, settings, as_json=options.as_json)

@@ -186,6 +186,12 @@ def read_numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def read_bounds(option: str, text: str) -> tuple[int, ...]:
+    """Returns numbers separated by commas, each once."""
+    read_names(option, text)
+    return read_numbers(option, text, MOST_TOKENS)
+
+
 def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
-from ep_a2a.commands import tune
+from ep_a2a.commands import tune, tune_overlap
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.tune import default_output, show
@@ -164,3 +164,41 @@ def test_outcomes_become_entries_and_a_table_on_the_terminal(tmp_path, capsys):
     printed = capsys.readouterr().out
     for text in ("110.0", "99.0", "10.0%", "512"):
         assert text in printed
+
+
+def rows_of_micro_batches(num_tokens, unsplit_us, **layers_us):
+    rows = [{"contender": "in_turn", "layer_us": 100.0}, {"contender": "unsplit", "layer_us": unsplit_us}]
+    rows += [{"contender": name.replace("_", "/"), "layer_us": us} for name, us in layers_us.items()]
+    more = {"num_tokens": num_tokens, "status": "ok", "experts_us": 80.0, "exchange_us": 20.0}
+    return [each | more for each in rows]
+
+
+def test_the_fastest_number_of_multiprocessors_is_found(monkeypatch):
+    sizes = {1024: rows_of_micro_batches(1024, 95.0, overlapped_8=97.0, overlapped_0=98.0)}
+    sizes[4096] = rows_of_micro_batches(4096, 95.0, overlapped_8=91.0, overlapped_16=85.0, overlapped_0=98.0)
+    sizes[8] = [
+        each | {"status": "error", "reason": "lost"} for each in rows_of_micro_batches(8, 1.0, overlapped_8=1.0)
+    ]
+    asked = {}
+
+    def sweep(points, names, settings, runner, on_record):
+        asked.update(names=names)
+        for point in points:
+            for record in sizes[point.num_tokens]:
+                on_record(record)
+            yield sizes[point.num_tokens]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(tune_overlap, "run_sweep", sweep)
+    monkeypatch.setattr(tune_overlap.messages, "print_json", lambda found: asked.update(found))
+    options = ["tune", "--micro-batches", "8,16,0", "--json", "--max-tokens"]
+    assert CliRunner().invoke(make_app(), [*options, "1024,4096"]).exit_code == 0
+    assert asked["names"][1:] == ("in_turn", "unsplit", "overlapped/8", "overlapped/16", "overlapped/0")
+    small, large = asked["results"]
+    assert (small["num_sms"], small["split"]) == (8, False)
+    assert (large["num_sms"], large["split"], large["exposed_share"]) == (16, True, 0.25)
+    shown = CliRunner().invoke(make_app(), [each for each in options if each != "--json"] + ["4096"]).output
+    assert "25.0%" in shown
+    assert CliRunner().invoke(make_app(), [*options, "8"]).exit_code == 1
+    refused = CliRunner().invoke(make_app(), [*options, "8", "--output", "x"]).exception
+    assert "no --output with --micro-batches" in str(refused)

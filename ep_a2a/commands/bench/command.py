@@ -14,12 +14,11 @@ from ep_a2a.commands.bench.contenders import (
     BETWEEN_NODES,
     CONTENDERS,
     LAYERS,
-    MICRO_BATCHES,
     NATIVE,
     ONLY_WHEN_NAMED,
     OPS_AT_ONCE,
-    REFERENCE_PUSH,
     check_names,
+    micro_batch_names,
 )
 from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
@@ -136,8 +135,7 @@ def names_of(options: SimpleNamespace) -> tuple[str, ...]:
         UnknownNameError: there is none of a name, or it does no layers.
     """
     if options.micro_batches:
-        series, whole, overlapped = MICRO_BATCHES
-        return REFERENCE_PUSH, series, whole, *(f"{overlapped}/{num_sms}" for num_sms in options.micro_batches)
+        return micro_batch_names(options.micro_batches)
     check_names(options.contenders, LAYERS if options.layer else CONTENDERS)
     names: tuple[str, ...] = options.contenders
     return names

@@ -83,6 +83,12 @@ class Contender:
         return make(workload, context)
 
 
+def micro_batch_names(num_sms: Iterable[int]) -> tuple[str, ...]:
+    """Returns what --micro-batches runs, for these numbers of multiprocessors; 0 = no bound."""
+    in_turn, unsplit, overlapped = MICRO_BATCHES
+    return REFERENCE_PUSH, in_turn, unsplit, *(f"{overlapped}/{each}" for each in num_sms)
+
+
 def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS, option: str = "contenders") -> None:
     """Checks a choice by an option.
 
