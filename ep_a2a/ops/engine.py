@@ -93,20 +93,21 @@ class Engine(Protocol):
 
     def limit_sms(self, max_sms: int, whose: str = "caller") -> None:
         """Bound the multiprocessors of launches from now on; the least of all bounds counts, 0 = none of this name."""
-        self.kernels.limit_sms(max_sms, whose)
-        if self.kernels.made:
+        kernels = self.kernels
+        kernels.limit_sms(max_sms, whose)
+        if kernels.made and kernels.max_sms not in kernels.compiled_bounds:
             self.compile()
 
     def use_tables(self, tables: TunedTables) -> None:
         """Look launch numbers up in these tables from now on; `compile` then compiles the kernels they can name."""
         self.kernels.tables = tables
-        self.kernels.plans.clear()
+        self.kernels.forget_plans()
 
     def record_spans(self) -> None:
         """Launch kernels that note when their programs begin and end, from now on."""
         kernels = self.kernels
         kernels.spans = True
-        kernels.plans.clear()
+        kernels.forget_plans()
         if kernels.by_expert is not None:
             kernels.by_expert = ExpertMajorKernels(kernels)
         self.compile()
@@ -114,6 +115,7 @@ class Engine(Protocol):
     def warmup_split(self) -> None:
         """Compile the kernels of split calls, now and at every later `compile`."""
         self.kernels.compiled_stages = (WHOLE, SEND, RECEIVE)
+        self.kernels.compiled_bounds.clear()
         self.compile()
 
     def compile(self) -> None:
@@ -131,6 +133,7 @@ class Engine(Protocol):
         found = [each for stages in kernels.compiled_stages for each in self.compiled_kernels(stages)]
         first = kernels.config.rank % len(found)
         compile_all(found[first:] + found[:first], kernels.config)
+        kernels.compiled_bounds.add(kernels.max_sms)
 
     def compiled_kernels(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (kernel, run-time arguments) that such calls of the op can need, each once, with stand-in tensors."""

@@ -44,7 +44,8 @@ class OpKernels:
     Attributes:
         num_sms: multiprocessors of the device; 0 in the interpreter. max_sms: the most that a launch may use; 0 = all.
         made: kernels, by the choices that their constants depend on.
-        plans: launches of calls, by the form of the call.
+        plans: launches of calls under the bound in force, by the form of the call.
+        compiled_bounds: the values of max_sms for which `Engine.compile` has compiled.
         tables: tuned launch numbers; None before the first `compile`.
         spans: whether kernels note times.
         compiled_stages: the kinds of calls whose kernels `Engine.compile` compiles.
@@ -71,6 +72,8 @@ class OpKernels:
         self.shape, self.placement, self.results = shape_of(config), placement_of(config), ResultRows.of(config)
         self.made: dict[Hashable, CompiledKernel] = {}
         self.plans: dict[Hashable, Any] = {}
+        self._plans_by_bound = {self.max_sms: self.plans}
+        self.compiled_bounds: set[int] = set()
         self.tables: TunedTables | None = None
         self.spans = False
         self.compiled_stages: tuple[Stages, ...] = (WHOLE,)
@@ -90,10 +93,21 @@ class OpKernels:
         return kernel
 
     def limit_sms(self, max_sms: int, whose: str) -> None:
-        """Sets one of the bounds on multiprocessors; the least counts, 0 = none of this name."""
+        """Sets one of the bounds on multiprocessors; the least counts, 0 = none of this name.
+
+        Engines switch between two bounds in every step, so the plans of each are kept.
+        """
         self._most_sms[whose] = max_sms
-        self.max_sms = min(filter(None, self._most_sms.values()), default=0)
-        self.plans.clear()
+        bound = min(filter(None, self._most_sms.values()), default=0)
+        # one that exceeds the device bounds nothing, and needs no kernels of its own
+        self.max_sms = 0 if 0 < self.num_sms <= bound else bound
+        self.plans = self._plans_by_bound.setdefault(self.max_sms, {})
+
+    def forget_plans(self) -> None:
+        """Drops the plans of all bounds, and what is known of compiled kernels: launches will be others."""
+        for plans in self._plans_by_bound.values():
+            plans.clear()
+        self.compiled_bounds.clear()
 
     def form(self, stages: Stages, launch: Launch, *, has_weights: bool) -> LaunchForm:
         """Constants that select the stages a launch runs, and its options."""

@@ -435,3 +435,22 @@ def test_casts_need_a_newer_gpu(kind):
     while cause.__cause__ is not None:
         cause = cause.__cause__
     assert "fp8e4nv" in str(cause)
+
+
+def test_a_bound_on_multiprocessors_is_compiled_once(monkeypatch):
+    """Engines bound and free the launches of an op in every step."""
+    config = config_of()
+    engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    kernels, compiled = engine.kernels, []
+    kernels.num_sms, kernels.capability, kernels.can_depend, kernels.interpreted = NUM_SMS, (9, 0), True, False
+    monkeypatch.setattr("ep_a2a.ops.engine.compile_all", lambda *_: compiled.append(kernels.max_sms))
+    engine.compile()
+    for bound in (20, NUM_SMS, 20, 0):
+        engine.limit_sms(bound)
+        kernels.plans[bound] = "a plan"
+    assert compiled == [0, 20]
+    assert set(kernels.plans) == {NUM_SMS, 0}, "each bound has plans of its own, and a whole GPU is no bound"
+    engine.record_spans()
+    engine.limit_sms(20)
+    assert compiled == [0, 20, 0, 20], "other kernels are launched from now on"
+    assert not kernels.plans
