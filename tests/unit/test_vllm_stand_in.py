@@ -19,6 +19,15 @@ NAMES: dict[str, dict[str, Any]] = {
     f"{LAYERS}.modular_kernel": {"FusedMoEPrepareAndFinalizeModular": object},
     f"{LAYERS}.topk_weight_and_reduce": {"TopKWeightAndReduceContiguous": None, "TopKWeightAndReduceDelegate": None},
     f"{LAYERS}.utils": {"moe_kernel_quantize_input": lambda: None},
+    "vllm.v1.worker.ubatching": {
+        "dbo_current_ubatch_id": lambda: 0,
+        "dbo_enabled": lambda: False,
+        "dbo_switch_to_comm": lambda: None,
+        "dbo_switch_to_compute": lambda: None,
+        "dbo_switch_to_compute_sync": lambda: None,
+        "dbo_yield_and_switch_from_comm_to_compute": lambda: None,
+        "dbo_yield_and_switch_from_compute_to_comm": lambda: None,
+    },
     "vllm.config.parallel": {"ParallelConfig": object},
     "vllm.envs": {},
 }
@@ -53,7 +62,7 @@ def prepare_finalize(vllm):
 def test_whatever_ends_a_step_closes_the_op(prepare_finalize, error):
     closed: list[str] = []
     layer = prepare_finalize.EpA2APrepareAndFinalize(SimpleNamespace(combines_in_halves=False), None, 8)
-    layer._op = SimpleNamespace(close=lambda: closed.append("op"))
+    layer._ops = [SimpleNamespace(close=lambda: closed.append("op"))]
     experts = SimpleNamespace(apply=lambda: (_ for _ in ()).throw(error()))
     layer._close_op_when_experts_fail(experts)
     with pytest.raises(error):
@@ -69,7 +78,7 @@ def test_rays_first_executor_is_refused(vllm, executor, is_second, refused):
     from ep_a2a.integrations.vllm.parallel_config import _check_parallel
 
     vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND = is_second
-    parallel = SimpleNamespace(distributed_executor_backend=executor, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(distributed_executor_backend=executor, pipeline_parallel_size=1, use_ubatching=False)
     with pytest.raises(UnsupportedError, match="ray") if refused else contextlib.nullcontext():
         _check_parallel(SimpleNamespace(parallel_config=parallel, lora_config=None))
 
@@ -89,7 +98,8 @@ def test_a_layers_dispatches_carry_its_number(prepare_finalize, monkeypatch):
     # the first layer is built again, with other weights
     for moe in (*shapes, shapes[0]):
         layer = prepare_finalize.EpA2APrepareAndFinalize(manager, moe, 8)
-        layer._exchange, layer._layer_number = SimpleNamespace(dispatch=dispatch), manager.layer_number(moe)
+        op = SimpleNamespace(dispatch=dispatch, config=SimpleNamespace(max_num_inp_token_per_rank=8))
+        layer._ops, layer._exchanges, layer._layer_number = [op], [op], manager.layer_number(moe)
         layer.prepare(torch.zeros(1, 8), torch.ones(1, 1), torch.zeros(1, 1), 2, None, False, None)
     assert [options["tag"] for options in calls] == [1, 2, 3, 1]
 

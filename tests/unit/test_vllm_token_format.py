@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, token_format_of
+from ep_a2a.integrations.vllm.token_format import (
+    RAW,
+    TokenFormat,
+    micro_batch_tokens,
+    token_format_of,
+    tokens_per_rank,
+)
 
 HIDDEN = 7168
 SCALE = torch.ones(1)
@@ -90,3 +96,13 @@ def test_hidden_sizes():
 def test_block_scales_are_rounded_where_vllm_rounds_them():
     assert format_of(PER_BLOCK, powers_of_two=True) == TokenFormat("fp8_per_1x128", "float32_power_of_two")
     assert format_of(PER_TOKEN, powers_of_two=True).scale_format == "float32"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_micro_batch_has_room_for_what_the_others_leave(number):
+    """vLLM rounds down for all but the last one; ranks then share a micro-batch, and round up."""
+    for most in range(1, 40):
+        for sharing in (1, 2, 3, 8):
+            room = micro_batch_tokens(tokens_per_rank(most, sharing), number)
+            last = most // number + most % number
+            assert tokens_per_rank(last, sharing) <= room <= tokens_per_rank(most, sharing) + number - 1

@@ -15,6 +15,7 @@ from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement
 from ep_a2a.integrations.vllm.cpu import patch_runner
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+from ep_a2a.integrations.vllm.micro_batches import patch_micro_batches
 from ep_a2a.integrations.vllm.worker import patch_worker
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     manager = communicator.__dict__.pop("all2all_manager", None)
     communicator.__class__ = type(f"EpA2A{original.__name__}", (CarriesManager, original), {})
     communicator._vllm_manager = manager  # noqa: SLF001 - set by this module
+    if parallel.use_ubatching:
+        patch_micro_batches()
+        communicator._num_micro_batches = parallel.num_ubatches  # noqa: SLF001
     logger.debug("the communicator of %s carries the ep_a2a manager", communicator.unique_name)
     return communicator
 
@@ -73,6 +77,7 @@ class CarriesManager:
 
     _vllm_manager: Any = None
     """vLLM's own, for hidden states."""
+    _num_micro_batches = 1
     _manager: VllmAll2AllManager | None = None
     _destroyed = False
 
@@ -80,7 +85,7 @@ class CarriesManager:
     def all2all_manager(self) -> VllmAll2AllManager | None:
         """Our manager, made on first access; making it allocates no device memory. None after `destroy`."""
         if self._manager is None and not self._destroyed:
-            self._manager = VllmAll2AllManager(self, self._vllm_manager)
+            self._manager = VllmAll2AllManager(self, self._vllm_manager, self._num_micro_batches)
         return self._manager
 
     @all2all_manager.setter

@@ -48,6 +48,7 @@ class VllmAll2AllManager(NativeAll2AllManager):
     Args:
         communicator: vLLM's, of the expert-parallel group.
         vllm_manager: vLLM's allgather_reducescatter manager of the same group.
+        num_micro_batches: into so many parts vLLM may split a step (dual batch overlap); 1 = it splits none.
 
     Attributes:
         counters: of the layers; None without EP_A2A_COUNTERS.
@@ -64,14 +65,14 @@ class VllmAll2AllManager(NativeAll2AllManager):
     commit_ep_size = _refusal("commit_ep_size", "elastic expert parallelism")
     mask_remote_ranks = _refusal("mask_remote_ranks", "elastic expert parallelism")
 
-    def __init__(self, communicator: Any, vllm_manager: Any) -> None:
+    def __init__(self, communicator: Any, vllm_manager: Any, num_micro_batches: int = 1) -> None:
         from vllm.distributed import parallel_state
 
         super().__init__(communicator.cpu_group)
         self.device = communicator.device
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
-        self._vllm_manager = vllm_manager
+        self._vllm_manager, self._num_micro_batches = vllm_manager, num_micro_batches
         self._ops: list[EpDispatchCombineOp] = []
         self._layers: list[Any] = []
         self._step_timeout_secs: float | None = None
@@ -100,7 +101,8 @@ class VllmAll2AllManager(NativeAll2AllManager):
             self._ops.append(op)
             if self._step_timeout_secs is not None:
                 op.set_timeout(self._step_timeout_secs)
-            if self.rank == 0:
+            # the op of whole steps is the last one of a shape
+            if self.rank == 0 and index == 0:
                 found = self.explain(kwargs.get("gpu_per_node"), op.config.max_num_inp_token_per_rank)
                 over = "" if op.config.internode_transport == "auto" else f" over {op.config.internode_transport}"
                 logger.info(
@@ -113,6 +115,25 @@ class VllmAll2AllManager(NativeAll2AllManager):
                     self.num_buffer_bytes / MIB,
                 )
         return op
+
+    def micro_batch_ops(self, kwargs_of: Callable[[int], Mapping[str, Any]]) -> list[EpDispatchCombineOp]:
+        """Returns the op of each micro-batch, of which the first also serves whole steps. Collective where new.
+
+        Where vLLM splits steps, it bounds the multiprocessors of calls while it does: kernels for that are compiled.
+
+        Args:
+            kwargs_of: returns the handle kwargs for one of so many micro-batches.
+        """
+        number = self._num_micro_batches
+        others = [self.get_handle(kwargs_of(number), index) for index in range(1, number)]
+        ops = [self.get_handle(kwargs_of(1)), *others]
+        if number > 1:
+            from vllm import envs
+
+            for op in ops:
+                op.set_max_sms(envs.VLLM_DBO_COMM_SMS)
+                op.set_max_sms(self.max_sms_used() or 0)
+        return ops
 
     def _wait_as_vllm_does(self) -> Rendezvous:
         """Returns the rendezvous, with vLLM's time-out: ranks load, compile and capture at their own pace."""

@@ -6,17 +6,25 @@ this module and applies the patches. No environment variable is needed, and othe
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
 from vllm.config.parallel import ParallelConfig
 
+from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, unreadable_variable, warn_once
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, replacement, unreadable_variable, warn_once
 from ep_a2a.integrations.vllm.engine_error import patch_engine
 from ep_a2a.memory.transport_choice import name_network_devices
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 COMMUNICATOR_FACTORY = "ep_a2a.integrations.vllm.communicator.make_communicator"
+
+ACCEPTED_BACKEND = "deepep_low_latency"
+"""A name on vLLM's list of the backends with which it splits steps; no other check of vLLM concerns it."""
 
 ONE_REPLICA = (
     "--all2all-backend ep_a2a has no effect here: with data parallel size 1 vLLM has all tokens on each of its "
@@ -58,7 +66,11 @@ def choose(config: ParallelConfig) -> None:
 
 
 def activate() -> None:
-    """Applies `communicator-class` and `config-check` to this process's platform. Idempotent; imports no layers."""
+    """Applies `communicator-class`, `config-check` and `micro-batch-backend` in this process.
+
+    Idempotent; imports no layers.
+    """
+    from vllm.config.vllm import VllmConfig
     from vllm.platforms import current_platform
 
     if "get_device_communicator_cls" in vars(current_platform):
@@ -71,13 +83,34 @@ def activate() -> None:
         check_options(vllm_config)
         result = check_and_update_config(vllm_config)
         # a process that makes such a configuration becomes the client of an engine
-        if vllm_config.parallel_config.all2all_backend == BACKEND_NAME:
+        parallel = vllm_config.parallel_config
+        if parallel.all2all_backend == BACKEND_NAME:
             patch_engine()
+            if parallel.use_ubatching and not _why_inactive(parallel):
+                # what follows is vLLM's check of the name
+                parallel.all2all_backend = ACCEPTED_BACKEND
         return result
 
     # on the platform object, in front of its class, which keeps the original
     current_platform.get_device_communicator_cls = lambda: COMMUNICATOR_FACTORY
     current_platform.check_and_update_config = check_options_too
+    VllmConfig.__post_init__ = _giving_the_name_back(VllmConfig.__post_init__)
+
+
+def _giving_the_name_back(post_init: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `VllmConfig.__post_init__`, which refuses to split steps with backends that are not on its own list."""
+
+    @replacement
+    @functools.wraps(post_init)
+    def __post_init__(self: Any, *args: Any) -> None:
+        try:
+            post_init(self, *args)
+        finally:
+            parallel = self.parallel_config
+            if isinstance(parallel, EpA2AParallelConfig) and parallel.all2all_backend == ACCEPTED_BACKEND:
+                parallel.all2all_backend = BACKEND_NAME
+
+    return __post_init__
 
 
 def check_options(vllm_config: Any) -> None:
@@ -114,15 +147,17 @@ def _uses_old_ray_executor(parallel: Any) -> bool:
 
 def _check_parallel(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
+    if parallel.use_ubatching and env.COUNTERS.get():
+        raise UnsupportedError(
+            f"no {env.COUNTERS.name} with --enable-dbo: a layer's counters cannot tell micro-batches apart",
+            env.COUNTERS.name,
+            f"Unset {env.COUNTERS.name}, or leave --enable-dbo out.",
+        )
     refused = {
         "--enable-lora": (vllm_config.lora_config, "vLLM's LoRA layers work with its own backend only"),
         "--enable-elastic-ep": (
             getattr(parallel, "enable_elastic_ep", False),
             "groups that change their size need vLLM's own communicator",
-        ),
-        "--enable-dbo": (
-            getattr(parallel, "enable_dbo", False),
-            "vLLM runs two micro-batches with the backends on its own list only",
         ),
         "--prefill-context-parallel-size": (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,11 +14,27 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.v1.worker.ubatching import (
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    dbo_switch_to_comm,
+    dbo_switch_to_compute,
+    dbo_switch_to_compute_sync,
+    dbo_yield_and_switch_from_comm_to_compute,
+    dbo_yield_and_switch_from_compute_to_comm,
+)
 
 from ep_a2a.errors import StateError, TooManyTokensError, UnsupportedError
 from ep_a2a.integrations.vllm.cpu import local_ids
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, handle_kwargs, token_format_of, tokens_per_rank
+from ep_a2a.integrations.vllm.token_format import (
+    RAW,
+    TokenFormat,
+    handle_kwargs,
+    micro_batch_tokens,
+    token_format_of,
+    tokens_per_rank,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,6 +87,10 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
     profiled. Combine sends the experts' rows from where they lie. So vLLM's allocate_fused_expert_output (from 0.32)
     is not overridden: memory of ours would save no copy.
 
+    With dual batch overlap (DBO) vLLM runs a step as micro-batches, each in a thread. Each micro-batch has an op, whose
+    calls run on vLLM's communication stream. The thread hands over before each call, so that another micro-batch
+    computes meanwhile. Steps that vLLM does not split use the first op, on the current stream.
+
     Args:
         manager: of the expert-parallel group.
         moe: vLLM's FusedMoEConfig of the layer.
@@ -84,8 +105,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self._combines_in_halves = manager.combines_in_halves
         self._format: TokenFormat = RAW
         self._layer_number = 0
-        self._op: EpDispatchCombineOp | None = None
-        self._exchange: EpDispatchCombineOp | InstrumentedOp | None = None
+        self._ops: list[EpDispatchCombineOp] = []
+        self._exchanges: list[EpDispatchCombineOp | InstrumentedOp] = []
 
     @property
     def activation_format(self) -> Any:
@@ -111,15 +132,18 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         return True
 
     def supports_dbo(self) -> bool:
-        """False: vLLM runs two micro-batches with the backends on its own list only."""
-        return False
+        """True: a layer may be called by several micro-batches in turn."""
+        return True
 
     def supports_async(self) -> bool:
-        """Whether vLLM runs shared experts between the halves of combine, instead of on its second stream."""
-        return self._combines_in_halves
+        """Whether vLLM calls `prepare_async` and `finalize_async`; it asks in each step.
+
+        It then runs shared experts while combine is under way, instead of on its second stream.
+        """
+        return self._combines_in_halves or dbo_enabled()
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Builds the op for these experts. Collective."""
+        """Builds the op of each micro-batch for these experts. Collective."""
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
         moe = self._moe
@@ -129,25 +153,33 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             expects_unquantized=fused_experts.expects_unquantized_inputs,
             powers_of_two=is_deep_gemm_e8m0_used(),
         )
-        self._op = self._manager.get_handle(
-            handle_kwargs(
-                self._format,
-                rank=self._manager.rank,
-                world_size=self._manager.world_size,
-                dtype=moe.in_dtype,
-                hidden_dim=moe.hidden_dim,
-                topk=moe.experts_per_token,
-                num_experts=moe.num_experts,
-                num_local_experts=moe.num_local_experts,
-                max_num_tokens=self._max_num_tokens,
-            )
-        )
+        self._ops = self._manager.micro_batch_ops(self._kwargs)
         if self._combines_in_halves:
-            self._op.warmup_split()
-        self._exchange = self._manager.exchange_of(self._op, moe)
+            self._ops[0].warmup_split()
+        self._exchanges = [self._manager.exchange_of(op, moe) for op in self._ops]
         self._layer_number = self._manager.layer_number(moe)
         self._raise_row_limit(fused_experts)
         self._close_op_when_experts_fail(fused_experts)
+
+    def _kwargs(self, num_micro_batches: int) -> dict[str, Any]:
+        """Returns the handle kwargs of an op for steps, or for one of so many micro-batches of a step."""
+        moe = self._moe
+        return handle_kwargs(
+            self._format,
+            rank=self._manager.rank,
+            world_size=self._manager.world_size,
+            dtype=moe.in_dtype,
+            hidden_dim=moe.hidden_dim,
+            topk=moe.experts_per_token,
+            num_experts=moe.num_experts,
+            num_local_experts=moe.num_local_experts,
+            max_num_tokens=micro_batch_tokens(self._max_num_tokens, num_micro_batches),
+        )
+
+    @property
+    def _op(self) -> EpDispatchCombineOp:
+        """The op of the micro-batch that this thread runs; the first one outside of micro-batches."""
+        return self._ops[int(dbo_current_ubatch_id())]
 
     def _raise_row_limit(self, fused_experts: Any) -> None:
         """Raises the row limit by which CUTLASS's and Humming's experts size their scratch memory (vLLM below 0.32).
@@ -179,16 +211,20 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         try:
             yield
         except BaseException:
-            if self._op is not None:
+            if self._ops:
                 self._op.close()
             raise
 
     def _ready(self) -> EpDispatchCombineOp | InstrumentedOp:
-        if self._exchange is None:
+        if not self._exchanges:
             raise StateError("post_init_setup before a step", "none", "Build a FusedMoEKernel of this object.")
-        return self._exchange
+        return self._exchanges[int(dbo_current_ubatch_id())]
 
-    def prepare(
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `prepare_async`, and returns the result."""
+        return self.prepare_async(*args, **kwargs)()
+
+    def prepare_async(
         self,
         a1: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -198,8 +234,11 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         apply_router_weight_on_input: bool,
         quant_config: Any,
         defer_input_quant: bool = False,
-    ) -> Any:
+    ) -> Callable[[], Any]:
         """Dispatches a1 [T, H] with its ids and weights [T, K].
+
+        In a micro-batch, dispatch runs on vLLM's communication stream, and the compute stream waits for it. Inputs and
+        their copies live until then.
 
         Args:
             a1: this rank's tokens.
@@ -211,6 +250,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             defer_input_quant: vLLM's; without effect: the token format says it already.
 
         Returns:
+            A function that returns
             (rows [W * t, H], their scales or None, None, ids [W * t, K] int32 global, weights [W * t, K]).
         """
         exchange = self._ready()
@@ -220,37 +260,51 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                     "one expert per token where its weight applies to the input", str(topk_ids.shape[1])
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
-        tokens, weights, scales, ids, _ = exchange.dispatch(
-            a1.contiguous(),
-            topk_weights.float().contiguous(),
+        tokens, weights, ids = a1.contiguous(), topk_weights.float().contiguous(), topk_ids.int().contiguous()
+        dbo_yield_and_switch_from_compute_to_comm()
+        received, received_weights, scales, received_ids, _ = exchange.dispatch(
+            tokens,
+            weights,
             None,
-            topk_ids.int().contiguous(),
-            max_num_tokens=agreed_max_tokens(self._max_num_tokens, self._moe.moe_parallel_config.sp_size),
+            ids,
+            max_num_tokens=agreed_max_tokens(
+                self._op.config.max_num_inp_token_per_rank, self._moe.moe_parallel_config.sp_size
+            ),
             pad_id=num_experts - 1 if self._manager.rank == 0 else 0,
             # layers of one shape share the op: a rank that leaves one out must not get another one's rows
             tag=self._layer_number,
         )
+        dbo_switch_to_compute_sync()
+        return lambda: self._rows_for_experts(
+            received, scales, received_ids, cast("torch.Tensor", received_weights), expert_map, quant_config
+        )
+
+    def _rows_for_experts(
+        self,
+        tokens: torch.Tensor,
+        scales: torch.Tensor | None,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        quant_config: Any,
+    ) -> Any:
+        """Returns what `prepare` does, of the rows that dispatch has received [W, t, ...]."""
         rows = tokens.flatten(0, 1)
         row_scales = None if scales is None else scales.flatten(0, 1)
         if self._format.quantize_after:
             with self._closing_op_on_error():
                 rows, row_scales = self._quantized(tokens, quant_config)
-        row_ids, row_weights = ids.flatten(0, 1), cast("torch.Tensor", weights).flatten(0, 1)
+        row_ids, row_weights = ids.flatten(0, 1), weights.flatten(0, 1)
         if rows.device.type == "cpu":
             row_ids, row_weights = local_ids(row_ids, row_weights, expert_map)
         return rows, row_scales, None, row_ids, row_weights
-
-    def prepare_async(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """Runs `prepare` to its end, and returns a function that returns its result."""
-        result = self.prepare(*args, **kwargs)
-        return lambda: result
 
     def _quantized(self, tokens: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Quantises received rows [W, t, H] by vLLM's helper; returns rows [W * t, ...] and their scales."""
         import torch
 
         if self._format.by_whole_tensor:
-            counts = cast("EpDispatchCombineOp", self._op).recv_counts
+            counts = self._op.recv_counts
             is_token = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
             tokens = torch.where(is_token[:, :, None], tokens, 0)
         options = {
@@ -306,7 +360,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
     ) -> Callable[[], None]:
         """Sends the experts' rows back. Returns a function that receives this rank's and adds them into `output`.
 
-        Arguments are those of `finalize`.
+        In a micro-batch, the whole of combine runs on vLLM's communication stream, and the function makes the compute
+        stream wait for it. Arguments are those of `finalize`.
         """
         exchange = self._ready()
         with self._closing_op_on_error():
@@ -314,6 +369,11 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
             )
             combined = self._combined_rows(output)
+            if dbo_enabled():
+                dbo_yield_and_switch_from_compute_to_comm()
+                exchange.combine(rows, None, None, out=combined)
+                dbo_switch_to_compute()
+                return functools.partial(self._wait_for_combine, output, combined, rows)
             exchange.combine_send(rows, None, None, out=combined)
 
         def receive() -> None:
@@ -322,6 +382,17 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 _fill(output, combined)
 
         return receive
+
+    def _wait_for_combine(self, output: torch.Tensor, combined: torch.Tensor, rows: torch.Tensor) -> None:
+        """Makes the compute stream wait for a micro-batch's combine, behind which the other micro-batches compute.
+
+        Args:
+            output, combined: those of `finalize_async`.
+            rows: held so that no other tensor gets their memory while combine reads them.
+        """
+        dbo_switch_to_comm()
+        dbo_yield_and_switch_from_comm_to_compute()
+        _fill(output, combined)
 
     def _reduced(
         self,

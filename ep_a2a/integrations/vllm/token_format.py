@@ -68,6 +68,11 @@ def tokens_per_rank(num_tokens: int, sequence_parallel_size: int) -> int:
     return -(-num_tokens // sequence_parallel_size)
 
 
+def micro_batch_tokens(num_tokens: int, num_micro_batches: int) -> int:
+    """Returns the most tokens of the last of so many micro-batches, which takes what the others leave."""
+    return num_tokens // num_micro_batches + num_micro_batches - 1
+
+
 def handle_kwargs(
     token_format: TokenFormat,
     *,

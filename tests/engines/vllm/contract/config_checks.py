@@ -197,7 +197,6 @@ def check_the_platform_is_patched_once() -> None:
 OPTIONS = {
     "--enable-lora": ("lora_config", object()),
     "--enable-elastic-ep": ("enable_elastic_ep", True),
-    "--enable-dbo": ("enable_dbo", True),
     "--prefill-context-parallel-size": ("prefill_context_parallel_size", 2),
     "--pipeline-parallel-size": ("pipeline_parallel_size", 2),
 }
@@ -205,8 +204,8 @@ OPTIONS = {
 
 def config_of(**parallel: Any) -> SimpleNamespace:
     """As much of a configuration as our check of options looks at."""
-    values = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "data_parallel_rank": 0} | parallel
-    given = SimpleNamespace(all2all_backend=NAME, enable_expert_parallel=True, **values)
+    values = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "data_parallel_rank": 0, "use_ubatching": False}
+    given = SimpleNamespace(all2all_backend=NAME, enable_expert_parallel=True, **values | parallel)
     return SimpleNamespace(parallel_config=given, lora_config=None)
 
 
@@ -282,6 +281,34 @@ def check_options_are_refused_by_the_real_configuration() -> None:
     from ep_a2a.errors import UnsupportedError
 
     VllmConfig(parallel_config=chosen())
-    for option in ("--enable-dbo", "--prefill-context-parallel-size", "--pipeline-parallel-size"):
+    for option in ("--prefill-context-parallel-size", "--pipeline-parallel-size"):
         with refused(UnsupportedError, option):
             VllmConfig(parallel_config=chosen(**dict([OPTIONS[option]])))
+
+
+def check_vllm_splits_steps_with_our_name() -> None:
+    """By ubatch_size, since --enable-dbo is switched off on CPU. Otherwise vLLM asserts that it knows the name."""
+    from vllm.config import VllmConfig
+
+    from ep_a2a.errors import UnsupportedError
+
+    def config_of_two(**options: Any) -> Any:
+        given = chosen(ubatch_size=2, data_parallel_size=2, **options)
+        try:
+            VllmConfig(parallel_config=given)
+        except AttributeError as error:
+            # up to vLLM 0.32 a model's field is set behind the check of the name, and here is none
+            if error.name != "disable_cascade_attn":
+                raise
+        return given
+
+    parallel = config_of_two()
+    assert parallel.all2all_backend == NAME
+    assert (parallel.use_ubatching, parallel.num_ubatches) == (True, 2)
+    with refused(ValueError, f"{NAME} is not supported"):
+        config_of_two(enable_expert_parallel=False)
+    with (
+        mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"),
+        refused(UnsupportedError, "EP_A2A_COUNTERS", "leave --enable-dbo out"),
+    ):
+        config_of_two()

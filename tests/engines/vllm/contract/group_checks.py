@@ -39,7 +39,13 @@ class OneRank:
 
 @contextlib.contextmanager
 def communicator_of(
-    unique_name: str = EP, *, ep: bool = True, dp: int = 2, backend: str = NAME, kind: str = CPU
+    unique_name: str = EP,
+    *,
+    ep: bool = True,
+    dp: int = 2,
+    backend: str = NAME,
+    kind: str = CPU,
+    num_micro_batches: int = 0,
 ) -> Iterator[Any]:
     """A communicator made as vLLM's GroupCoordinator makes one of `kind`, by the platform's word."""
     import torch
@@ -50,6 +56,7 @@ def communicator_of(
 
     config = VllmConfig(parallel_config=chosen(all2all_backend=backend, enable_expert_parallel=ep))
     config.parallel_config.data_parallel_size = dp
+    config.parallel_config.ubatch_size = num_micro_batches
     options: dict[str, Any] = {"cpu_group": group(), "device": torch.device("cpu"), "device_group": group()}
     if "use_all2all" in inspect.signature(DeviceCommunicatorBase.__init__).parameters:
         options["use_all2all"] = dp > 1
@@ -114,6 +121,22 @@ def check_the_communicator_of_experts_carries_our_manager() -> None:
             assert communicator.all2all_manager is manager
             assert manager._arena is None, "memory before the first op"
             assert type(manager._vllm_manager).__name__ == "AgRsAll2AllManager"
+
+
+def check_steps_in_micro_batches_are_known() -> None:
+    from vllm.v1.worker.ubatching import UBatchContext
+
+    name = "_cpu_yield"
+    before = getattr(UBatchContext, name)
+    for kind in (CPU, CUDA):
+        with communicator_of(kind=kind) as communicator:
+            assert communicator.all2all_manager._num_micro_batches == 1
+    assert getattr(UBatchContext, name) is before
+    for _ in range(2):
+        with communicator_of(num_micro_batches=3) as communicator:
+            assert communicator.all2all_manager._num_micro_batches == 3
+            patched = getattr(UBatchContext, name)
+    assert patched.__wrapped__ is before, "patched once"
 
 
 def check_other_communicators_are_the_platforms_own() -> None:
@@ -235,7 +258,7 @@ def check_layers_get_our_prepare_and_finalize() -> None:
             assert made.activation_format is mk.FusedMoEActivationFormat.Standard
             assert made.output_is_reduced()
             assert not made.supports_async()
-            assert not made.supports_dbo()
+            assert made.supports_dbo()
             refusals_when_made(all2all_utils.maybe_make_prepare_finalize)
 
 
@@ -267,6 +290,6 @@ def check_our_methods_take_what_vllm_passes() -> None:
 
     classes = (EpA2APrepareAndFinalize, mk.FusedMoEPrepareAndFinalizeModular)
     assert not EpA2APrepareAndFinalize.__abstractmethods__
-    for name in ("prepare", "finalize", "finalize_async", "post_init_setup"):
+    for name in ("prepare_async", "finalize", "finalize_async", "post_init_setup"):
         ours, theirs = (list(inspect.signature(getattr(each, name)).parameters) for each in classes)
         assert ours == theirs, name

@@ -205,13 +205,13 @@ def _set_up() -> None:
 
 
 @contextlib.contextmanager
-def manager_of(context: RankContext) -> Iterator[Any]:
+def manager_of(context: RankContext, num_micro_batches: int = 1) -> Iterator[Any]:
     """The manager that the expert-parallel group's communicator would carry."""
     _set_up()
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
     communicator = SimpleNamespace(cpu_group=context.group, device=context.device, device_group=context.group)
-    manager = VllmAll2AllManager(communicator, None)
+    manager = VllmAll2AllManager(communicator, None, num_micro_batches)
     try:
         yield manager
     finally:
@@ -247,11 +247,11 @@ def kernel_of(case: Layer, manager: Any, sp_size: int = 1, moe: Any = None) -> A
     return mk.FusedMoEKernel(EpA2APrepareAndFinalize(manager, moe, case.max_tokens), experts)
 
 
-def run_kernel(case: Layer, kernel: Any, rank: int) -> torch.Tensor:
-    """One step, as vLLM's layers make it."""
+def run_kernel(case: Layer, kernel: Any, rank: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """One step, as vLLM's layers make it; rows: numbers of the tokens that it has, None = all."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    tokens, weights, ids = case.inputs(rank)
+    tokens, weights, ids = (each if rows is None else each[rows] for each in case.inputs(rank))
     first, end = expert_ranges(case.num_experts, 2)[rank]
     local = torch.full((case.num_experts,), -1, dtype=torch.int32)
     local[first:end] = torch.arange(end - first, dtype=torch.int32)
@@ -272,8 +272,10 @@ def run_kernel(case: Layer, kernel: Any, rank: int) -> torch.Tensor:
     return result
 
 
-def check_result(case: Layer, result: torch.Tensor, rank: int) -> None:
+def check_result(case: Layer, result: torch.Tensor, rank: int, rows: torch.Tensor | None = None) -> None:
     expected = case.expected(rank)[:, : case.hidden - case.dropped]
+    if rows is not None:
+        expected = expected[rows]
     assert result.shape == expected.shape
     assert result.dtype == torch.bfloat16
     largest = expected.abs().max().item() if expected.numel() else 1.0

@@ -297,7 +297,7 @@ def check_nothing_is_counted_by_default(context: RankContext) -> None:
     with replaced(counters.StepCounters, "__init__", fail), manager_of(context) as manager:
         kernel = kernel_of(case, manager)
         assert manager.counters is None
-        assert kernel.prepare_finalize._exchange is kernel.prepare_finalize._op
+        assert kernel.prepare_finalize._exchanges == [kernel.prepare_finalize._op]
         names = launched(kernel, case, context.rank)
         manager.end_warm_up(45.0)
     # the interpreter sends and receives in two launches

@@ -14,7 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.testing import RankPool
-from tests.engines.vllm.contract import config_checks, engine_checks, group_checks, layer_checks, worker_checks
+from tests.engines.vllm.contract import (
+    config_checks,
+    engine_checks,
+    group_checks,
+    layer_checks,
+    micro_batch_checks,
+    worker_checks,
+)
 from tests.engines.vllm.contract.checks import use_cpu
 
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ def checks_of(*modules: ModuleType) -> dict[str, Callable[..., None]]:
 
 IN_BOTH_FORMS = {name: partial(layer_checks.in_both_forms, case=case) for name, case in layer_checks.FORMS.items()}
 LAYER_CHECKS = IN_BOTH_FORMS | checks_of(layer_checks)
+MICRO_BATCH_CHECKS = checks_of(micro_batch_checks)
 # those of a user who has not chosen the backend come first
 CHECKS = checks_of(config_checks, worker_checks, group_checks, engine_checks)
 
@@ -55,9 +63,10 @@ def run(call: Callable[[str], Any], names: list[str]) -> None:
 
 
 def main(names: list[str]) -> None:
-    if names[0] in LAYER_CHECKS:
+    on_two_ranks = LAYER_CHECKS | MICRO_BATCH_CHECKS
+    if names[0] in on_two_ranks:
         with RankPool(2, timeout_secs=POOL_TIMEOUT_SECS) as pool:
-            run(lambda name: pool.run(LAYER_CHECKS[name]), names)
+            run(lambda name: pool.run(on_two_ranks[name]), names)
     else:
         use_cpu()
         run(lambda name: CHECKS[name](), names)

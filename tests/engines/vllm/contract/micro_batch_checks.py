@@ -1,0 +1,133 @@
+"""Checks of steps that vLLM splits (dual batch overlap); each runs on both ranks. See micro_batch_cases."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tests.engines.vllm.contract.layer_cases import Layer, check_result, manager_of
+from tests.engines.vllm.contract.micro_batch_cases import (
+    COMM,
+    COMPUTE,
+    NUM_SMS,
+    FirstRunner,
+    Model,
+    SecondRunner,
+    on_stub_streams,
+    runners,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ep_a2a.testing import RankContext
+
+TOKENS = 11
+COMM_SMS = 20
+"""vLLM's default of VLLM_DBO_COMM_SMS."""
+CASES = [
+    Layer(tokens=(TOKENS, TOKENS)),
+    Layer(tokens=(TOKENS, TOKENS), seed=1, reduce="Contiguous"),
+    Layer(tokens=(TOKENS, TOKENS), seed=2, hidden=256, quant="per_block"),
+]
+
+
+def require_results(model: Model, found: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """Those of every layer must be the dense layer's; the number of rows."""
+    results, rows = found
+    sizes = [case.hidden - case.dropped for case in model.cases]
+    for case, result in zip(model.cases, results.split(sizes, 1)):
+        check_result(case, result, model.manager.rank, rows)
+    return len(rows)
+
+
+def require_streams(model: Model, num_micro_batches: int) -> None:
+    """Exchanges run on vLLM's communication stream, and everything waits for what it reads."""
+    assert model.device.late == []
+    assert len(model.device.works) == 4 * len(model.cases) * num_micro_batches
+    for (kind, *_), stream in model.device.works:
+        assert stream == (COMM if kind in ("dispatch", "combine") else COMPUTE), kind
+
+
+def in_micro_batches(context: RankContext, number: int, sp_size: int = 1, **changes: Any) -> None:
+    """Split steps, whole ones, and steps that a graph captures, by each of vLLM's model runners."""
+    with manager_of(context, number) as manager, on_stub_streams(manager) as device:
+        model = Model([replace(case, **changes) for case in CASES], manager, device, sp_size)
+        ops = model.kernels[0].prepare_finalize._ops
+        most = [op.config.max_num_inp_token_per_rank for op in ops]
+        assert most == [16, *[16 // number + number - 1] * (number - 1)]
+        assert [op.index for op in ops] == list(range(number))
+        for run in runners(model, number):
+            for options in run.forms:
+                device.begin_step()
+                model.bounds.clear()
+                num_rows = require_results(model, run(TOKENS, **options))
+                if options.get("whole"):
+                    assert num_rows == -(-TOKENS // sp_size)
+                    assert {stream for _, stream in device.works} == {COMPUTE}
+                    assert set(model.bounds) <= {0, NUM_SMS}
+                else:
+                    assert num_rows == TOKENS if sp_size == 1 else TOKENS // sp_size <= num_rows < TOKENS
+                    require_streams(model, number)
+                    assert set(model.bounds) == {COMM_SMS}
+
+
+def check_steps_of_two_micro_batches(context: RankContext) -> None:
+    in_micro_batches(context, 2)
+
+
+def check_steps_of_three_micro_batches(context: RankContext) -> None:
+    """Of experts that drop the columns of padding."""
+    in_micro_batches(context, 3, dropped=48)
+
+
+def check_sequence_parallel_micro_batches(context: RankContext) -> None:
+    in_micro_batches(context, 2, sp_size=2)
+
+
+def require_failure(run: Callable[..., Any], error: Exception) -> None:
+    """A step must raise this error, itself or as a cause, and leave no thread behind."""
+    found: BaseException | None = None
+    before = threading.active_count()
+    try:
+        run(TOKENS)
+    except Exception as raised:  # noqa: BLE001 - compared below
+        found = raised
+    assert error in (found, found and found.__cause__), found
+    assert threading.active_count() == before
+
+
+FAILURES = ((2, (0, 0)), (2, (1, 2)), (3, (1, 1)))
+"""Numbers of micro-batches, and the micro-batch and layer that fail: at once; when the others have done nearly all."""
+
+
+def check_a_failure_in_one_micro_batch_ends_the_step(context: RankContext) -> None:
+    threading.excepthook = lambda _: None
+    for number, failing in FAILURES:
+        # an op that has been closed serves no other runner
+        for kind in (FirstRunner, SecondRunner):
+            with manager_of(context, number) as manager, on_stub_streams(manager) as device:
+                model = Model(CASES, manager, device)
+                for run in runners(model, number):
+                    if isinstance(run, kind):
+                        model.failing = failing
+                        require_failure(run, model.error)
+
+
+def check_a_failure_of_our_call_ends_the_step(context: RankContext) -> None:
+    threading.excepthook = lambda _: None
+    for call in ("dispatch", "combine"):
+        with manager_of(context, 2) as manager, on_stub_streams(manager) as device:
+            model = Model(CASES, manager, device)
+            error = TimeoutError("a rank did not come")
+
+            def fail(*_: Any, error: Exception = error, **__: Any) -> None:
+                raise error
+
+            setattr(model.kernels[1].prepare_finalize._exchanges[0], call, fail)
+            require_failure(runners(model)[0], error)
+            # the step of the other micro-batch, which has been left open
+            manager.close_open_steps()
