@@ -47,6 +47,8 @@ SMALL = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.12}
 """So that engines of several tests fit on one GPU; the first bounds the cache, the second is what must be free."""
 CAPTURED = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}
 EAGER = {"enforce_eager": True}
+SPLIT = {"enable_dbo": True, "dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 16}
+"""Dual batch overlap in most steps of `tokens`."""
 FOR_TWO_RANKS = pytest.mark.skipif(
     NUM_RANKS > 2, reason="half of the tokens are equal on two ranks only: on more, float32 and the two modes judge"
 )
@@ -159,6 +161,39 @@ def test_tokens_are_those_of_one_rank_in_float32(model, tmp_path):
     }
     difference = compare(ours, expected)
     assert difference.is_rounding(LOGPROB_TOLERANCES["float32"]), difference
+
+
+@pytest.mark.parametrize("mode", [pytest.param(CAPTURED, id="graphs"), pytest.param(EAGER, id="eager")])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_tokens_with_dbo_are_those_without(model, tmp_path, family, mode):
+    """Of a model with shared experts, and of one without; in float32 where vLLM's attention takes it."""
+    more, variables = (FLOAT32, IEEE) if family == "qwen3_moe" else ({}, {})
+    engine = mode | more | {"worker_extension_cls": EXTENSION}
+    actions = [tokens("first"), {"action": "split_steps", "label": "split"}]
+    variables |= Changes(counts_splits=True).variables()
+    split, whole = (
+        run(tmp_path / name, model(family), OURS, actions, engine | options, **variables)
+        for name, options in (("split", SPLIT), ("whole", {}))
+    )
+    for done, is_split in ((split, True), (whole, False)):
+        assert done.error == ""
+        assert all((number > 0) == is_split for report in done.of("split") for number in report["workers"])
+    difference = compare(*(each.completions("first") for each in (split, whole)))
+    assert difference.is_rounding(LOGPROB_TOLERANCES[engine.get("dtype", "bfloat16")]), difference
+
+
+def test_a_stopped_rank_is_named_with_dbo(model, tmp_path):
+    """Without graphs, so that threads of micro-batches are waiting for each other when it stops."""
+    file = tmp_path / "stop"
+    engine = EAGER | SPLIT | {"worker_extension_cls": EXTENSION}
+    action = tokens("first", num_tokens=MANY) | {"action": "tokens_until_failure", "few": FEW, "file": str(file)}
+    variables = Changes(STOPPED_RANK, stop_file=str(file)).variables() | {"EP_A2A_TIMEOUT_SECS": str(WAIT_SECS)}
+    done = run(tmp_path, model("qwen3_moe"), OURS, [action], engine, **variables)
+    assert file.read_text() == "dispatch"
+    cause = f"ep_a2a: expected every rank within timeout_secs = {WAIT_SECS}; got rank {STOPPED_RANK} is late"
+    for survivor in done.of("first", num_ranks=NUM_RANKS - 1):
+        assert cause in survivor["error"]
+        assert survivor["secs"] < WAIT_SECS + END_SECS
 
 
 @needs_own_gpus(4, "vLLM")

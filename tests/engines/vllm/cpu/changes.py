@@ -29,12 +29,14 @@ class Changes:
         ranks_per_node: of virtual nodes; 0 = none.
         routed: folder for a file RANK.routed of each rank, with a line of JSON for each dispatch: the `ids` that it is
             given, and the bound of its waits, `timeout_secs`. A line null marks the end of warm-up. "" = none.
+        counts_splits: steps that vLLM splits, or captures split, are counted in `split_steps`.
     """
 
     rank: int = 1
     stop_file: str = ""
     ranks_per_node: int = 0
     routed: str = ""
+    counts_splits: bool = False
 
     def variables(self) -> dict[str, str]:
         """For the environment of workers."""
@@ -57,6 +59,28 @@ class Changes:
             cut_nodes(self.ranks_per_node)
         if self.routed:
             record_routing(Path(self.routed))
+        if self.counts_splits:
+            count_splits()
+
+
+split_steps: list[int] = []
+"""The multiprocessors that vLLM has granted to the exchange of each split step."""
+
+
+def count_splits() -> None:
+    """See `Changes.counts_splits`. vLLM grants all multiprocessors when the step has ended."""
+    import torch
+
+    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+
+    set_num_sms = VllmAll2AllManager.set_num_sms
+
+    def counted(self: Any, num_sms: int) -> None:
+        if num_sms < torch.cuda.get_device_properties(self.device).multi_processor_count:
+            split_steps.append(num_sms)
+        set_num_sms(self, num_sms)
+
+    VllmAll2AllManager.set_num_sms = counted  # type: ignore[method-assign]
 
 
 def record_routing(folder: Path) -> None:

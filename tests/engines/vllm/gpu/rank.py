@@ -192,6 +192,11 @@ class Rank:
         self._settle()
         return {"workers": self.llm.collective_rpc("ep_a2a_counters")}
 
+    def split_steps(self) -> dict[str, Any]:
+        """How many steps vLLM has split into micro-batches; see `Changes.counts_splits`."""
+        self._settle()
+        return {"workers": self.llm.collective_rpc("num_split_steps")}
+
     def throughput(self, batch: int, prompt: int, output: int, repeats: int = 2) -> dict[str, Any]:
         """Seconds for `batch` prompts per rank that start all at once, best of some: to `few` tokens, and to the end.
 
