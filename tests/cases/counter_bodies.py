@@ -10,7 +10,7 @@ import torch
 from ep_a2a import clock
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
-from tests.cases.op_cases import Case, Inputs, make_inputs, make_op, same_bits
+from tests.cases.op_cases import Case, Inputs, make_inputs, make_op, read_bodies, same_bits
 from tests.cases.op_checks import synchronize
 from tests.late import await_others, tell
 from tests.replay import CapturedStep
@@ -230,33 +230,4 @@ def waits_of_a_late_rank(context: RankContext, case: Case) -> None:
             assert got[f"max_{name}"] == max(each[name] for each in got["latest_steps"])
 
 
-THREE = {"world_size": 3, "num_experts": 7, "topk": 3}
-DIRECT = {"flagged_max_tokens": 0}
-CHANGING = ((16, 9, 0), (1, 3, 16), (0, 0, 0))
-COUNTER_BODIES: dict[str, tuple[Callable[..., None], Case]] = {
-    "counted": (
-        counted,
-        Case(tokens=CHANGING, num_steps=4, layout="rank_major", max_num_tokens=(None, 16), **THREE),
-    ),
-    "counted-direct": (counted, Case(tokens=CHANGING, num_steps=4, layout="rank_major", options=DIRECT, **THREE)),
-    "counted-compact": (counted, Case(tokens=CHANGING, num_steps=4, options=DIRECT, **THREE)),
-    "counted-cast": (
-        counted,
-        Case(tokens=((7, 16),), layout="rank_major", quant_type="fp8_per_1x128", hidden_dim=256, world_size=2),
-    ),
-    "counted-cast-in-combine": (
-        counted,
-        Case(tokens=((7, 16),), quant_type="fp8_blockwise", hidden_dim=256, world_size=2),
-    ),
-    "counted-by-one-rank": (counted_by_one_rank, Case(tokens=((9, 16),), layout="rank_major", world_size=2)),
-    "counted-replays": (counted_replays, Case(tokens=((16, 9, 0),), layout="rank_major", **THREE)),
-    "counted-replays-direct": (
-        counted_replays,
-        Case(tokens=((16, 9),), layout="rank_major", world_size=2, options=DIRECT),
-    ),
-    "waits-of-a-late-rank": (waits_of_a_late_rank, Case(tokens=((5,),), layout="rank_major", world_size=2)),
-    "waits-of-a-late-rank-direct": (
-        waits_of_a_late_rank,
-        Case(tokens=((5,),), layout="rank_major", world_size=2, options=DIRECT),
-    ),
-}
+COUNTER_BODIES = read_bodies("counter_bodies", globals())

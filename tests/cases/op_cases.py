@@ -30,6 +30,7 @@ from ep_a2a.reference import (
     reduce_experts_reference,
 )
 from ep_a2a.routing import ROUTINGS
+from tests.cases.tables import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -551,6 +552,13 @@ def set_first_epoch(op: EpDispatchCombineOp, case: Case, arena: Arena) -> None:
 
     if case.first_epoch:
         arena.together("setting the epoch", set_epoch)
+
+
+def read_bodies(group: str, functions: dict[str, Any]) -> dict[str, tuple[Callable[..., None], Case]]:
+    """A group of special_cases.json: by name a body, which is one of the functions, and the case that it gets."""
+    return {
+        name: (functions[body], Case(**fields)) for name, (body, fields) in read_table("special_cases")[group].items()
+    }
 
 
 def run_case(context: RankContext, case: Case) -> None:

@@ -19,7 +19,7 @@ UNEVEN = ((8, 5, 0, 3), (0, 9, 1, 2), (2, 3, 8, 0))
 LAYOUTS = ("compact", "rank_major")
 
 
-def _listed(group: str) -> dict[str, Case]:
+def listed(group: str) -> dict[str, Case]:
     """The cases of a group of op_matrix.json: each says what differs from the case without a name, the first one."""
     base = Case(**_GROUPS[group][""])
     return {name: replace(base, **fields) for name, fields in _GROUPS[group].items() if name}
@@ -125,25 +125,25 @@ def _some_routings() -> dict[str, Case]:
     return {name: case for name, case in _routings().items() if case.routing in chosen}
 
 
-SHAPES, DTYPES, CASTS, CONTRACTS = map(_listed, ("shapes", "dtypes", "casts", "contracts"))
-UNUSUAL, HALVES = map(_listed, ("unusual", "halves"))
+SHAPES, DTYPES, CASTS, CONTRACTS = map(listed, ("shapes", "dtypes", "casts", "contracts"))
+UNUSUAL, HALVES = map(listed, ("unusual", "halves"))
 DIRECT = _direct(_some_routings() | CONTRACTS | DTYPES | CASTS | _worlds() | HALVES | UNUSUAL)
 # What differs from the flagged way in payload only, which both ways share: enough on GPUs, where it takes no time.
 DIRECT_PAYLOADS = _direct(DTYPES | CASTS | _worlds()).keys()
 
 CASES: dict[str, Case] = (
     _expert_major()
-    | _listed("expert_major")
+    | listed("expert_major")
     | _routings()
     | CONTRACTS
     | DTYPES
     | CASTS
     | SHAPES
     | _worlds()
-    | _listed("combine_quants")
+    | listed("combine_quants")
     | UNUSUAL
     | HALVES
-    | _listed("both_dispatches")
+    | listed("both_dispatches")
     | _look_back()
     | _three_dispatches()
     | _counted_alone()

@@ -29,6 +29,7 @@ from tests.cases.op_cases import (
     combine_by_nodes,
     make_inputs,
     make_op,
+    read_bodies,
     reference_of,
     run_case,
     run_step,
@@ -563,93 +564,8 @@ interleaved = functools.partial(run_order, name="interleaved")
 order_of_calls = functools.partial(run_order, name="of-calls")
 overlapping_halves = functools.partial(run_order, name="overlapping-halves")
 closed_in_the_middle = functools.partial(run_order, name="closed-in-the-middle")
-DIRECT = {"flagged_max_tokens": 0}
-BODIES: dict[str, tuple[Callable[..., None], Case]] = {
-    "late-rank": (late_rank, Case(world_size=3, num_experts=6)),
-    "late-in-the-first-step": (late_in_the_first_step, Case(world_size=3, num_experts=6)),
-    "late-in-the-first-step-direct": (late_in_the_first_step, Case(world_size=2, options=DIRECT)),
-    "dropped-in-a-step": (dropped_in_a_step, Case(world_size=2, tokens=((4, 3),), layout="rank_major")),
-    "order-interleaved": (interleaved, Case(tokens=((8, 5, 0, 3),))),
-    "overlapping-halves": (
-        overlapping_halves,
-        Case(tokens=((16, 9, 0), (0, 3, 16)), world_size=3, num_experts=7, layout="rank_major"),
-    ),
-    "overlapping-halves-unusual": (
-        overlapping_halves,
-        Case(tokens=((16, 9),), world_size=2, num_experts=6, unusual=True),
-    ),
-    "overlapping-halves-direct": (
-        overlapping_halves,
-        Case(tokens=((16, 9),), world_size=2, num_experts=6, layout="rank_major", options=DIRECT),
-    ),
-    "order-of-calls": (order_of_calls, Case(tokens=((9, 16),), world_size=2, num_experts=6)),
-    "order-of-calls-direct": (order_of_calls, Case(tokens=((9, 16),), world_size=2, num_experts=6, options=DIRECT)),
-    "closed-in-the-middle": (closed_in_the_middle, Case(tokens=((16, 9),), world_size=2, num_experts=6)),
-    "closed-in-the-middle-direct": (
-        closed_in_the_middle,
-        Case(tokens=((16, 9),), world_size=2, num_experts=6, layout="rank_major", options=DIRECT),
-    ),
-    "sequential-ops-share-memory": (
-        sequential_ops_share_memory,
-        Case(layout="rank_major", tokens=((8, 5, 0, 3),)),
-    ),
-    "nothing-waits-for-garbage-collection": (nothing_waits_for_garbage_collection, Case()),
-    "graph-compact": (graph, Case(tokens=((8, 5, 0, 3),))),
-    "graph-rank-major": (
-        graph,
-        Case(world_size=3, num_experts=7, tokens=((8, 5, 0),), layout="rank_major", max_num_tokens=(16,)),
-    ),
-    "graph-cast": (
-        graph,
-        Case(world_size=2, tokens=((4, 9),), layout="rank_major", quant_type="fp8_per_1x128", hidden_dim=256),
-    ),
-    "graph-of-halves": (graph, Case(world_size=2, num_experts=6, tokens=((16, 9),), split="all")),
-    "graph-of-halves-direct": (
-        graph,
-        Case(world_size=2, num_experts=6, tokens=((16, 0),), layout="rank_major", options=DIRECT, split="all"),
-    ),
-    "graph-of-halves-quantised": (
-        graph,
-        Case(
-            world_size=2,
-            num_experts=6,
-            tokens=((5, 9),),
-            quant_type="fp8_blockwise",
-            hidden_dim=256,
-            unusual=True,
-            split="all",
-        ),
-    ),
-    "graph-expert-major": (graph, Case(world_size=2, tokens=((8, 5),), layout="expert_major", topk=3)),
-    "expert-major-checks": (expert_major_checks, Case(world_size=2, tokens=((8, 5),), layout="expert_major", topk=3)),
-    "device-failures": (device_failures, Case(tokens=((9,),))),
-    "graphs-of-other-steps": (graphs_of_other_steps, Case(world_size=2, tokens=((3, 2),), layout="rank_major")),
-    "graphs-of-other-steps-expert-major": (
-        graphs_of_other_steps,
-        Case(world_size=2, tokens=((3, 2),), layout="expert_major", options=DIRECT),
-    ),
-    "memory-that-peers-overwrite": (
-        memory_that_peers_overwrite,
-        Case(world_size=2, tokens=((3, 2),), num_experts=2, topk=2, layout="rank_major"),
-    ),
-    "cap-overflow": (cap_overflow, Case()),
-    "host-checks": (host_checks, Case(tokens=((9,),))),
-    "construction-mismatches": (construction_mismatches, Case()),
-    "combine-inputs-in-rank-major": (
-        combine_inputs_in_rank_major,
-        Case(layout="rank_major", tokens=((3,),), max_num_tokens=(3,)),
-    ),
-    "weights-on-some-ranks": (weights_on_some_ranks, Case()),
-    "memory-of-closed-ops-is-used-again": (memory_of_closed_ops_is_used_again, Case()),
-    "group-without-rank-0": (group_without_rank_0, Case(num_experts=9)),
-    "late-rank-direct": (late_rank, Case(world_size=3, num_experts=6, options=DIRECT)),
-    "graph-compact-direct": (graph, Case(world_size=2, tokens=((9, 5),), options=DIRECT)),
-    "graph-both": (
-        graph,
-        Case(world_size=2, tokens=((4, 3), (9, 16)), max_num_tokens=(4, 16), options={"flagged_max_tokens": 4}),
-    ),
-    "device-failures-direct": (device_failures, Case(world_size=2, tokens=((9,),), options=DIRECT)),
-    "cap-overflow-direct": (cap_overflow, Case(options=DIRECT)),
+BODIES = {
+    **read_bodies("op_special", globals()),
     # programs that fail have told their counts to those behind them
     "device-failures-look-back": (
         device_failures,

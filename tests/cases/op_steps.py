@@ -16,13 +16,12 @@ from tests.cases.op_cases import (
     Step,
     make_inputs,
     make_op,
+    read_bodies,
     run_step,
 )
 from tests.cases.op_checks import raised, synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ep_a2a.testing import RankContext
 
 
@@ -100,35 +99,4 @@ def error_of_fp8(context: RankContext, case: Case) -> None:
             torch.testing.assert_close(got, exact, rtol=7e-2, atol=0.0)
 
 
-CAST_BEFORE = Case(
-    world_size=2,
-    tokens=((16, 0), (0, 9)),
-    num_experts=5,
-    quant_type="fp8_per_1x128",
-    hidden_dim=256,
-    num_steps=4,
-)
-EIGHT = {"world_size": 2, "num_experts": 6}
-STEP_BODIES: dict[str, tuple[Callable[..., None], Case]] = {
-    "cast-by-some-ranks": (
-        cast_by_some_ranks,
-        Case(tokens=((16, 9),), quant_type="fp8_per_1x128", hidden_dim=256, unusual=True, **EIGHT),
-    ),
-    "cast-by-some-ranks-direct": (
-        cast_by_some_ranks,
-        Case(tokens=((16, 9),), quant_type="fp8_per_token", options={"flagged_max_tokens": 0}, unusual=True, **EIGHT),
-    ),
-    **{
-        f"cast-before-{layout}": (cast_before, replace(CAST_BEFORE, layout=layout))
-        for layout in ("compact", "rank_major", "expert_major")
-    },
-    "cast-before-direct": (
-        cast_before,
-        replace(CAST_BEFORE, quant_type="fp8_per_token", hidden_dim=64, options={"flagged_max_tokens": 0}),
-    ),
-    "error-of-fp8-blockwise": (error_of_fp8, Case(quant_type="fp8_blockwise", hidden_dim=1152, topk=4, **EIGHT)),
-    "error-of-fp8-direct-cast": (
-        error_of_fp8,
-        Case(quant_type="fp8_direct_cast", hidden_dim=256, topk=4, dtype=torch.float32, layout="rank_major", **EIGHT),
-    ),
-}
+STEP_BODIES = read_bodies("op_steps", globals())

@@ -16,7 +16,8 @@ from ep_a2a.ops import ignored_options
 from ep_a2a.ops.rings import rows_from_other_nodes
 from tests.cases.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.cases.op_checks import synchronize
-from tests.cases.op_matrix import CASES, UNEVEN
+from tests.cases.op_matrix import CASES, UNEVEN, listed
+from tests.cases.tables import read_table
 from tests.messages import messages_of
 
 if TYPE_CHECKING:
@@ -38,29 +39,7 @@ def rings(chunk_tokens: int, ring_chunks: int, num_channels: int) -> dict[str, A
 SMALL_RINGS = rings(3, 2, 2)
 OF_FOUR_RANKS = (
     *(name for name in CASES if name.startswith("rank_major-") and not name.endswith("-direct")),
-    "compact-uniform",
-    "compact-out_of_range",
-    "expert_major-zipf",
-    "expert_major-aligned-cast",
-    "no-weights",
-    "combine-without-weights",
-    "bias",
-    "biases-in-halves",
-    "max-num-tokens-compact",
-    "max-num-tokens-rank-major",
-    "pad-id",
-    "cap",
-    "nobody-has-tokens",
-    "fp32",
-    "fp8-byte-scales",
-    "fp16-combine",
-    "fp8_per_token-ue8m0",
-    "fp8_per_1x128-float32_power_of_two",
-    "fp8_blockwise-four-ranks",
-    "biases-fp8",
-    "cast-fp16-odd-hidden",
-    "unusual-four-ranks",
-    "epoch-2**32",
+    *read_table("op_matrix")["of_four_ranks"],
 )
 FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)
 GRIDS = {
@@ -84,43 +63,7 @@ GRIDS = {
         (2, 1, "expert_major"),
     )
 }
-SHAPES: dict[str, Case] = {
-    # every role of a channel must go on while another has no room
-    "one-channel-one-chunk": replace(FEW, options=rings(1, 1, 1)),
-    "one-channel-one-chunk-compact": replace(FEW, layout="compact", options=rings(2, 1, 1)),
-    "more-channels-than-programs": replace(FEW, options=rings(2, 1, 5)),
-    "one-chunk-holds-all": replace(FEW, options={"chunk_tokens": 64}),
-    "biases": replace(FEW, num_biases=2, options=SMALL_RINGS),
-    "halves": replace(FEW, split="mixed", options=SMALL_RINGS),
-    "halves-whole-steps": replace(FEW, split="mixed", kernel="AsyncLL", num_steps=4),
-    "whole-steps": replace(FEW, kernel="InterNodeV1LL", options=rings(64, 1, 3)),
-    "whole-steps-cast": replace(
-        FEW, kernel="InterNodeV1LL", layout="compact", quant_type="fp8_per_1x128", hidden_dim=256
-    ),
-    "combine-cast": replace(FEW, quant_type="fp8_direct_cast", hidden_dim=1040, options=SMALL_RINGS),
-    "combine-cast-whole-steps": replace(
-        FEW, kernel="InterNodeV1LL", layout="compact", quant_type="fp8_blockwise", hidden_dim=640, unusual=True
-    ),
-    "both-casts-expert_major": replace(
-        FEW,
-        layout="expert_major",
-        quant_type="fp8_blockwise",
-        hidden_dim=256,
-        options=SMALL_RINGS | {"dispatch_quant_type": "fp8_per_1x128"},
-    ),
-    "many-tokens": Case(
-        world_size=2,
-        num_nodes=2,
-        num_experts=5,
-        hidden_dim=8,
-        max_tokens=400,
-        tokens=((390, 257),),
-        num_steps=1,
-        routing="some_dropped",
-        layout="rank_major",
-        options={"chunk_tokens": 64},
-    ),
-} | GRIDS
+SHAPES = listed("rings") | GRIDS
 SHAPES_AND_FLAT = SHAPES | {"flat": replace(FEW, kernel="InterNode", split="mixed")}
 """The flat form sends to any rank's memory, which puts do not reach."""
 SPECIAL = (
