@@ -24,5 +24,5 @@ def _value(value: Any) -> Any:
         return tuple(map(_value, value))
     if isinstance(value, dict):
         return {name: _value(each) for name, each in value.items()}
-    is_dtype = isinstance(value, str) and value.startswith("torch.")
-    return getattr(torch, value.removeprefix("torch."), value) if is_dtype else value
+    named = getattr(torch, value.removeprefix("torch."), None) if str(value).startswith("torch.") else None
+    return named if isinstance(named, torch.dtype) else value

@@ -8,42 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from ep_a2a.commands.demo.view import show_report
+from tests.cases.tables import read_table
 
 
 def report_of(**changes: Any) -> dict[str, Any]:
-    wire = {"dispatch": 6000, "combine": 5000, "total": 11000}
-    report = {
-        "matches": True,
-        "text": "a.txt",
-        "tokens_available": 20,
-        "tokens_per_rank": (4, 8),
-        "ranks": 2,
-        "note": "",
-        "device": "cpu",
-        "hidden_dim": 128,
-        "intermediate_dim": 64,
-        "experts": 4,
-        "topk": 2,
-        "quant_type": "none",
-        "topology": "1 node",
-        "backend": "ep_a2a",
-        "backend_reason": "the default",
-        "kernel": "IntraNode",
-        "kernel_reason": "all ranks on one node",
-        "rows": [[3, 4], [0, 8]],
-        "row_bytes": 512,
-        "wire_bytes": wire,
-        "wire_bytes_without_deduplication": {"dispatch": 12000, "combine": 10000, "total": 22000},
-        "wire_bytes_gathered": None,
-        "comparison": {
-            "max_error": 1e-3,
-            "tolerance": 1e-2,
-            "worst_share": 0.1,
-            "max_output": 1.0,
-            "rows_as_routed": True,
-        },
-    }
-    return report | changes
+    return read_table("demo_report") | changes
 
 
 def printed(report: dict[str, Any], width: int = 80, *, verbose: bool = False) -> str:

@@ -15,23 +15,13 @@ from ep_a2a.errors import EnvironmentVariableError, EpA2AError
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.memory.transport_choice import choose_transport
 from ep_a2a.tuning.tables import load_tables
+from tests.cases.tables import read_table
 from tests.unit.test_config import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEFAULTS = {
-    "EP_A2A_BACKEND": "",
-    "EP_A2A_CONFIG": "",
-    "EP_A2A_TIMEOUT_SECS": 30.0,
-    "EP_A2A_FIRST_TIMEOUT_SECS": 300.0,
-    "EP_A2A_TUNING_DIR": "",
-    "EP_A2A_COUNTERS": 0,
-    "EP_A2A_SHARED_EXPERTS": "stream",
-    "EP_A2A_INTERNODE_TRANSPORT": "auto",
-    "EP_A2A_RDMA_DEVICES": "",
-    "EP_A2A_LOG_LEVEL": "WARNING",
-}
+DEFAULTS = read_table("variables")["defaults"]
 NAMES = tuple(DEFAULTS)
 
 
@@ -61,29 +51,10 @@ def test_defaults(variable, monkeypatch):
     assert variable.get() == default
 
 
-@pytest.mark.parametrize(
-    ("variable", "text", "value"),
-    [
-        (env.BACKEND, "naive", "naive"),
-        (env.CONFIG, "configs/single_node.toml", "configs/single_node.toml"),
-        (env.TIMEOUT_SECS, "2.5", 2.5),
-        (env.TIMEOUT_SECS, "120", 120.0),
-        (env.TIMEOUT_SECS, "1e-3", 0.001),
-        (env.COUNTERS, "0", 0),
-        (env.COUNTERS, "65536", 65536),
-        (env.INTERNODE_TRANSPORT, "torch.distributed", "torch.distributed"),
-        (env.RDMA_DEVICES, "mlx5_0", "mlx5_0"),
-        (env.RDMA_DEVICES, "mlx5_0,rocep1s0f0-2.1", "mlx5_0,rocep1s0f0-2.1"),
-        (env.RDMA_DEVICES, " mlx5_0 , mlx5_1 ", "mlx5_0,mlx5_1"),
-        (env.RDMA_DEVICES, "^mlx5_7,mlx5_8", "^mlx5_7,mlx5_8"),
-        (env.RDMA_DEVICES, " ^ mlx5_7", "^mlx5_7"),
-        (env.LOG_LEVEL, "debug", "DEBUG"),
-        (env.LOG_LEVEL, "Info", "INFO"),
-        (env.LOG_LEVEL, "ERROR", "ERROR"),
-    ],
-)
-def test_values(variable, text, value, monkeypatch):
-    monkeypatch.setenv(variable.name, text)
+@pytest.mark.parametrize(("name", "text", "value"), read_table("variables")["values"])
+def test_values(name, text, value, monkeypatch):
+    monkeypatch.setenv(name, text)
+    (variable,) = (each for each in env.VARIABLES if each.name == name)
     assert variable.get() == value
     assert type(variable.get()) is type(value)
 

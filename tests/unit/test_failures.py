@@ -7,25 +7,19 @@ import pickle
 
 import pytest
 
-from ep_a2a.errors import (
-    AlternationError,
-    CapacityError,
-    ConfigMismatchError,
-    EpA2AError,
-    ForeignIndicesError,
-    RankTimeoutError,
-    ShapeError,
-    without_section,
-)
+from ep_a2a import errors
+from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError, ShapeError, without_section
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
 from ep_a2a.memory.peers import Verdict
 from ep_a2a.ops.failures import Failure
 from ep_a2a.ops.timeouts import Timeouts
 from ep_a2a.ops.wire_word import describe_wire_word, tag_mask, tag_of, tagged, wire_word
+from tests.cases.tables import read_table
 
 DISPATCH, COMBINE = 1, 2
 TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS = 1, 2, 3, 4, 5, 6
+CODE_NAMES = ("TIMEOUT", "ALTERNATION", "STEP_TOKENS_MISMATCH", "CAPACITY", "FOREIGN_INDICES", "WEIGHTS_MISSING")
 NOBODY = 0xFFFF
 VERDICT = Verdict(missing=(2,))
 M = 16
@@ -49,8 +43,7 @@ def error_of(failed: Failure) -> EpA2AError:
 
 
 def test_codes_are_those_of_the_kernels():
-    codes = ("TIMEOUT", "ALTERNATION", "STEP_TOKENS_MISMATCH", "CAPACITY", "FOREIGN_INDICES", "WEIGHTS_MISSING")
-    values = [getattr(primitives, name).value for name in codes]
+    values = [getattr(primitives, name).value for name in CODE_NAMES]
     assert values == [TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS]
     assert primitives.NOBODY.value == NOBODY
 
@@ -68,95 +61,22 @@ def test_the_record_is_read_word_by_word():
     assert Failure.from_record([*header, 0, 1, 0, 1, 77], 4) == Failure(TIMEOUT, 3, COMBINE, -5, 11, (0, 1, 0, 1))
 
 
+CODES = dict(zip(CODE_NAMES, (TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS)))
+
+
+def failure_of(code: str, per_rank: str | tuple[int, ...] = (0, 0, 0, 0), **fields: int) -> Failure:
+    """A row's failure; `per_rank` may be the name of wire words, of which rank 1's is this rank's."""
+    if "of_peer" in fields:
+        return Failure.of_peer(CODES[code], fields["of_peer"])
+    if isinstance(per_rank, str):
+        per_rank = {"strides": STRIDES, "tagged": TAGGED}[per_rank]
+        fields["detail"] = per_rank[1]
+    return failure(CODES[code], per_rank=per_rank, **fields)
+
+
 CASES = {
-    "timeout in dispatch": (
-        failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 0, 1, 1)),
-        RankTimeoutError,
-        ("timeout_secs = 2.5", "rank 2 is gone (ended", "ranks [2, 3] had not come when dispatch 7"),
-    ),
-    "timeout in the first step": (
-        failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 0, 0, 1), epoch=1),
-        RankTimeoutError,
-        ("first_timeout_secs = 40", "rank 2 is gone", "dispatch 1 on rank 1", "EP_A2A_FIRST_TIMEOUT_SECS"),
-    ),
-    "timeout in combine": (
-        failure(TIMEOUT, 0, COMBINE, per_rank=(1, 0, 0, 0)),
-        RankTimeoutError,
-        ("ranks [0] had not come when", "combine 7 on rank 1", "EP_A2A_TIMEOUT_SECS"),
-    ),
-    "timeout of a late rank": (
-        failure(TIMEOUT, 1, DISPATCH, per_rank=(0, 1, 0, 0)),
-        RankTimeoutError,
-        ("dispatch 7 on rank 1 began when others had given up, and left at once",),
-    ),
-    "timeout that another rank has reported": (
-        Failure.of_peer(TIMEOUT, 3),
-        RankTimeoutError,
-        ("timeout_secs = 2.5", "rank 2 is gone", "a call on another rank, which reported it to rank 1"),
-    ),
-    # a rank that a peer has poisoned may itself miss nobody
-    "timeout seen by another rank": (
-        failure(TIMEOUT, 2, DISPATCH),
-        RankTimeoutError,
-        ("rank 2 is gone", "all ranks' flags had come when dispatch 7"),
-    ),
-    "alternation": (
-        failure(ALTERNATION, 2, DISPATCH),
-        AlternationError,
-        ("two in a row", "at dispatch 7 on rank 1", "first seen by rank 2", "graph", "(kwargs, index)", "op.reset()"),
-    ),
-    "mismatch": (
-        failure(MISMATCH, NOBODY, DISPATCH, STRIDES[1], STRIDES),
-        ConfigMismatchError,
-        (
-            "rank 0: max_num_tokens 16 with weights, no scales, not cast inside dispatch",
-            "rank 1: max_num_tokens 15 with weights, no scales",
-            "rank 2: max_num_tokens 16 with no weights, scales",
-            "rank 3: max_num_tokens 16 with weights, scales, cast inside dispatch",
-            "dispatch 7 on rank 1",
-            "op.reset()",
-        ),
-    ),
-    "mismatch of tags": (
-        failure(MISMATCH, NOBODY, DISPATCH, TAGGED[1], TAGGED),
-        ConfigMismatchError,
-        (
-            "the same call (tag)",
-            "got rank 0: tag 0, rank 1: tag 3, rank 2: tag 3, rank 3: tag 60 at dispatch 7 on rank 1",
-            "left out or repeated a call",
-            "op.reset()",
-        ),
-    ),
-    "capacity": (
-        failure(CAPACITY, 1, DISPATCH, 40, (10, 10, 10, 10)),
-        CapacityError,
-        ("max_total_recv_tokens", "more on rank 1", "dispatch 7 on rank 1, 40 rows", "op.reset()"),
-    ),
-    "capacity, reported by another rank": (
-        failure(CAPACITY, 2, DISPATCH),
-        CapacityError,
-        ("more on rank 2 (seen at dispatch 7 on rank 1)", "build another op"),
-    ),
-    "weights missing": (
-        failure(WEIGHTS, NOBODY, COMBINE, 1, (0, 1, 1, 0)),
-        ConfigMismatchError,
-        ("weights on all ranks or on none", "none on ranks [1, 2]", "combine 7 on rank 1", "op.reset()"),
-    ),
-    "weights missing, told by another rank": (
-        failure(WEIGHTS, NOBODY, COMBINE),
-        ConfigMismatchError,
-        ("none on a rank that another rank has seen", "Pass weights to combine on every rank or on none", "op.reset()"),
-    ),
-    "mismatch, told by another rank": (
-        failure(MISMATCH, NOBODY, COMBINE, 0, (0, 1, 0, 0)),
-        ConfigMismatchError,
-        ("all ranks to agree", "combine 7 on rank 1", "That rank's error says what differs", "op.reset()"),
-    ),
-    "foreign indices": (
-        failure(FOREIGN, 0, COMBINE, 12),
-        ForeignIndicesError,
-        ("token 12", "combine 7 on rank 1", "topk_ids", "op.reset()"),
-    ),
+    name: (failure_of(**fields), getattr(errors, kind), words)
+    for name, (fields, kind, words) in read_table("failures").items()
 }
 
 
@@ -193,14 +113,7 @@ def test_the_section_is_named_once():
 
 
 def test_every_code_has_a_case():
-    assert {failed.code for failed, _, _ in CASES.values()} == {
-        TIMEOUT,
-        ALTERNATION,
-        MISMATCH,
-        CAPACITY,
-        FOREIGN,
-        WEIGHTS,
-    }
+    assert {failed.code for failed, _, _ in CASES.values()} == set(CODES.values())
 
 
 @pytest.mark.parametrize("accused", [0, 1, 2, 3, NOBODY])

@@ -12,27 +12,11 @@ import torch
 from ep_a2a.config import EpDispatchCombineConfig, num_owned_experts
 from ep_a2a.kernels.layout import OpLayout, Region, padded
 from tests.cases.configs import deepseek_v3
+from tests.cases.tables import read_table
 
 WORLD_SIZES = (1, 2, 3, 8, 72)
 BLOCKS = ("control", "dispatch", "combine", "local", "result", "expert")
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "rank_major": {"layout": "rank_major"},
-    "expert_major": {"layout": "expert_major"},
-    "expert_major_cast": {"layout": "expert_major", "quant_type": "fp8_per_1x128"},
-    "cap": {"max_total_recv_tokens": 100},
-    "cap_beyond_all": {"max_total_recv_tokens": 10**6},
-    "per_token": {"quant_type": "fp8_per_token"},
-    "per_1x128": {"quant_type": "fp8_per_1x128"},
-    "per_1x128_ue8m0": {"quant_type": "fp8_per_1x128", "scale_format": "ue8m0", "max_total_recv_tokens": 33},
-    "fp8_with_scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 5, "scale_type_size": 1},
-    "fp32_combine": {"combine_dtype": torch.float32},
-    "blockwise_combine": {"quant_type": "fp8_blockwise"},
-    "direct_combine_and_cast": {"quant_type": "fp8_direct_cast", "dispatch_quant_type": "fp8_per_1x128"},
-    "few_flagged": {"flagged_max_tokens": 9},
-    "none_flagged": {"flagged_max_tokens": 0, "max_num_inp_token_per_rank": 17},
-    "byte_scales": {"quant_type": "fp8_per_token", "scale_format": "ue8m0"},
-}
+VARIANTS = read_table("configs")["layouts"]
 
 
 def config_of(world_size: int, **changes: Any) -> EpDispatchCombineConfig:

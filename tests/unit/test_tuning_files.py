@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import math
 import tomllib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from ep_a2a.errors import ConfigError
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import Phase, choose_launch
 from ep_a2a.tuning.tables import TunedLaunch, TunedTables
+from tests.cases.tables import read_json
 from tests.unit.test_tuning import (
     BF16_ROW_BYTES,
     COMBINE,
@@ -41,31 +42,12 @@ def _clean_environment(monkeypatch):
 # --- files ---
 
 
+TABLES = read_json("tuning_tables")
+
+
 def good_table() -> dict[str, Any]:
-    return {
-        "about": "a table",
-        "entries": [
-            {
-                "key": {"hidden_dim": 7168, "topk": 8, "cast": "bfloat16", "max_num_tokens": 16},
-                "launch": {
-                    "num_warps": 4,
-                    "num_senders": 1,
-                    "num_receivers": 2,
-                    "send_elements": 1024,
-                    "add_elements": 1024,
-                    "pause_ns": 0,
-                },
-                "evidence": {
-                    "us": 1.5,
-                    "gb_per_s": 2,
-                    "remote_rows": 3,
-                    "device": "a GPU",
-                    "versions": {},
-                    "date": "2026-11-21",
-                },
-            }
-        ],
-    }
+    table: dict[str, Any] = copy.deepcopy(TABLES["good"])
+    return table
 
 
 def refused(content: Any, tmp_path: Path, phase: str = "combine") -> ConfigError:
@@ -87,32 +69,7 @@ def test_a_good_table_is_read(tmp_path):
     assert (read.evidence.us, read.evidence.note) == (1.5, "")
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "value", "expected"),
-    [
-        ("launch", "num_warps", 3, "num_warps in launch of entry 0 of .* to be a power of two from 1 to 32"),
-        ("launch", "num_warps", 64, "a power of two from 1 to 32"),
-        ("launch", "num_warps", 0, "a power of two from 1 to 32"),
-        ("launch", "num_warps", True, "a power of two"),
-        ("launch", "num_warps", 4.0, "a power of two"),
-        ("launch", "num_senders", -1, "an integer from 0 to"),
-        ("launch", "num_receivers", "2", "an integer from 0 to"),
-        ("launch", "send_elements", 1000, "a power of two from 128 to"),
-        ("launch", "add_elements", 64, "a power of two from 128 to"),
-        ("launch", "pause_ns", -5, "an integer from 0 to"),
-        ("launch", "num_wraps", 4, "only the fields .*num_warps.* in launch of entry 0"),
-        ("launch", "num_programs", 4, "only the fields"),
-        ("key", "max_num_tokens", 0, "an integer from 1 to"),
-        ("key", "hidden_dim", None, "an integer from 1 to"),
-        ("key", "cast", "", "text"),
-        ("key", "phase", "combine", "only the fields"),
-        ("evidence", "us", math.nan, "a finite number"),
-        ("evidence", "us", "fast", "a finite number"),
-        ("evidence", "gb_per_s", -1, "a finite number"),
-        ("evidence", "versions", {"torch": 2}, "an object of text"),
-        ("evidence", "note", 7, "text"),
-    ],
-)
+@pytest.mark.parametrize(("part", "name", "value", "expected"), TABLES["wrong_fields"])
 def test_a_wrong_field_is_named(part, name, value, expected, tmp_path):
     table = good_table()
     table["entries"][0][part][name] = value
