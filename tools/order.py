@@ -128,8 +128,8 @@ def _accesses(ptx: str) -> list[tuple[str, str]]:
     for line in ptx.splitlines():
         if place := PLACE.match(line):
             file, number, caller, caller_number = place.groups()
-            inner = _function_at(files[file], int(number))
-            function = inner or (_function_at(files[caller], int(caller_number)) if caller else "") or function
+            inner = function_at(files[file], int(number))
+            function = inner or (function_at(files[caller], int(caller_number)) if caller else "") or function
         elif access := ACCESS.match(line):
             text = access[1] or access[2]
             if kind := PLAIN.fullmatch(text):
@@ -148,7 +148,7 @@ def _functions(path: Path) -> list[tuple[int, int, str]]:
     return [(node.lineno, node.end_lineno or 0, node.name) for node in nodes if isinstance(node, ast.FunctionDef)]
 
 
-def _function_at(file: str, line: int) -> str:
+def function_at(file: str, line: int) -> str:
     """The device function at a line; empty where the file is not one of the kernels'."""
     path = Path(file)
     if path.parent.name != KERNELS.name or not path.exists():

@@ -1,0 +1,252 @@
+"""Prints what the kernels compile to, without a GPU: instructions of their loops, registers, stack, seconds.
+
+    python tools/instructions.py                          # at 2, 4, 8, 16 and 64 ranks
+    python tools/instructions.py --ranks 8 --match combine
+    python tools/instructions.py --write --ranks 72       # measure at 8 and 72 ranks, and write the bounds of tests
+    python tools/instructions.py --write --ranks 72 --match combine     # the same of some kernels, others stay
+
+Kernels are compiled offline for compute capability 9.0, with the Triton that is installed: figures of different
+versions cannot be compared. The bounds, in tests/instruction_bounds.toml, are of PINNED.
+
+The first table has a row per kernel. Its figures are of the whole code, counted once: instructions, barriers, loads of
+addresses from the op's table. Seconds are CPU time of a compilation without Triton's cache.
+
+The second table has a row per loop, indented inside the loop around it. Figures are of one turn, for one warp:
+
+arrived: the longest way through a turn on which no wait is entered, since all that is waited for is there.
+polled: the longest way when each wait inside looks once more than that. Of a wait itself: its shortest turn.
+barriers, table loads: on the way that `arrived` counts; of a wait on its shortest turn.
+
+A loop inside another counts with one turn there. A wait is an innermost loop that reads the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PROJECT))
+
+from tools import compare_ptx, order  # noqa: E402
+from tools.loops import Work, blocks_of, loops_of, parse, works_of  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tools.loops import Loop
+
+PINNED = "3.9"
+BOUNDS = PROJECT / "tests" / "instruction_bounds.toml"
+WORLD_SIZES = (2, 4, 8, 16, 64)
+SLACK = 2.0
+"""Factor of seconds in a bound: CPU time of one compilation differs from run to run."""
+BASE_RANKS = 8
+"""Ranks with which more ranks are compared."""
+FEW_SMS = 24
+"""The bound on multiprocessors of variants whose name has `few`."""
+MARKS = {"COUNTS_ALONE": "alone", "DEPENDENT_LAUNCH": "dependent", "SPARSE_POLLS": "sparse"}
+"""Constants that tell variants of a kernel apart, and how names have them."""
+FORMS = (
+    ("bf16", {}, ("dispatch", "combine")),
+    ("cast", compare_ptx.FP8_DISPATCH, ("dispatch",)),
+    ("back", compare_ptx.FP8_COMBINE, ("combine",)),
+)
+"""Name, changes of the config, and kernels: rows as they are, cast inside dispatch, cast on the way back."""
+
+
+class Figures(NamedTuple):
+    """Figures of a compiled kernel.
+
+    Attributes:
+        registers, stack: of a thread; bytes of stack. seconds: of CPU time, to compile it.
+        work: all its code, counted once.
+        loops: each with its work when all has arrived, and when waits inside look once more.
+    """
+
+    registers: int
+    stack: int
+    seconds: float
+    work: Work
+    loops: list[tuple[Loop, Work, Work]]
+
+
+def figures_of(variant: Any, args: tuple[Any, ...]) -> Figures:
+    """Compiles a variant and counts."""
+    from triton import knobs
+
+    start = _cpu_seconds()
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        cubin = compare_ptx.compiled(variant, args, calls_nvshmem=False)["cubin"]
+    seconds = _cpu_seconds() - start
+    sizes = compare_ptx.measures(cubin)
+    blocks = blocks_of(*parse(listing_of(cubin)))
+    total = functools.reduce(Work.plus, (block.work for block in blocks.values()))
+    work = Work(sizes["instructions"], total.barriers, total.table_loads)
+    loops = [(loop, *works_of(loop, blocks)) for loop in loops_of(blocks)]
+    return Figures(sizes["registers"], sizes["stack"], seconds, work, loops)
+
+
+def listing_of(cubin: bytes) -> str:
+    """nvdisasm's listing of a kernel, with the places in files that instructions come from."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.nvdisasm.path, "-c", "-gi", path]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def variants(world_size: int) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """(name, variant, arguments) of the kernels of an op inside a node, layout rank_major, DeepSeek-V3's shape."""
+    for max_sms in (0, FEW_SMS):
+        for form, changes, roles in FORMS:
+            engine = compare_ptx.kernels_of(world_size, layout="rank_major", max_sms=max_sms, **changes)
+            for variant, args in engine.compiled_kernels():
+                kernel = variant.kernel.__name__.removesuffix("_kernel")
+                if kernel.endswith(roles):
+                    constants = variant.named_constants
+                    marks = [mark for name, mark in MARKS.items() if constants.get(name)]
+                    yield "-".join([kernel, form, *(["few"] if max_sms else []), *marks]), variant, args
+
+
+def show(found: Iterable[tuple[str, int, Figures]]) -> None:
+    """Prints a row for each kernel as soon as it is compiled, then the table of loops."""
+    row = "{:38} {:>5} {:>9} {:>5} {:>12} {:>8} {:>11} {:>7}".format
+    print(row("kernel", "ranks", "registers", "stack", "instructions", "barriers", "table loads", "seconds"))
+    kept = []
+    for name, world_size, figures in found:
+        numbers = (figures.registers, figures.stack, *figures.work, f"{figures.seconds:.1f}")
+        print(row(name, world_size, *numbers), flush=True)
+        kept.append((name, world_size, figures))
+    row = "{:38} {:>5}  {:38} {:>7} {:>6} {:>8} {:>11}".format
+    print("\n" + row("kernel", "ranks", "loop", "arrived", "polled", "barriers", "table loads"))
+    for name, world_size, figures in kept:
+        for loop, arrived, polled in figures.loops:
+            shown = f"{'  ' * loop.depth}{loop.function}{' (wait)' if loop.is_wait else ''}"
+            counts = ("" if loop.is_wait else arrived.instructions, polled.instructions)
+            print(row(name, world_size, shown, *counts, arrived.barriers, arrived.table_loads))
+
+
+class Bound(NamedTuple):
+    """What a kernel may take.
+
+    Attributes:
+        ranks: most ranks for which the kernel is compiled in a test.
+        registers: at BASE_RANKS. stack: bytes, at BASE_RANKS and at `ranks`. seconds: of CPU time at `ranks`.
+        register_growth, instruction_growth: at `ranks`, by those at BASE_RANKS.
+    """
+
+    ranks: int
+    registers: int
+    stack: int
+    seconds: float
+    register_growth: float
+    instruction_growth: float
+
+    @classmethod
+    def of(cls, base: Figures, most: Figures, ranks: int) -> Bound:
+        """What a kernel takes: figures at BASE_RANKS and at `ranks`."""
+        return cls(
+            ranks,
+            base.registers,
+            max(base.stack, most.stack),
+            most.seconds,
+            most.registers / base.registers,
+            most.work.instructions / base.work.instructions,
+        )
+
+
+TARGET = Bound(ranks=72, registers=255, stack=0, seconds=15.0, register_growth=1.15, instruction_growth=1.15)
+"""Where all kernels are to come."""
+TEXT = """\
+# What the kernels of an op inside a node may take, compiled for compute capability 9.0 by Triton {pinned}.
+# tests/unit/test_instructions.py holds kernels to these bounds, and tools/instructions.py --write renews them: to lower
+# them, never to raise them. Bound and TARGET in tools/instructions.py say what they mean and where they are to come.
+"""
+
+
+def read_bounds() -> dict[str, Bound]:
+    """The bounds in the file, by kernel."""
+    return {name: Bound(**values) for name, values in tomllib.loads(BOUNDS.read_text(encoding="utf-8")).items()}
+
+
+def write_bounds(bounds: dict[str, Bound]) -> None:
+    """Writes the file. Where a target is met, the target is the bound."""
+    parts = [TEXT.format(pinned=PINNED)]
+    for name, bound in sorted(bounds.items()):
+        parts.append(f"\n[{name}]\n")
+        for key, value in bound._asdict().items():
+            parts.append(f"{key} = {value}\n")
+    BOUNDS.write_text("".join(parts), encoding="utf-8")
+
+
+def bound_of(found: Bound) -> Bound:
+    """The bound for what a kernel takes today: the target where it is met, else today's figure."""
+    return Bound(
+        ranks=found.ranks,
+        registers=found.registers,
+        stack=max(found.stack, TARGET.stack),
+        seconds=max(TARGET.seconds, math.ceil(found.seconds * SLACK)),
+        register_growth=max(TARGET.register_growth, _rounded_up(found.register_growth)),
+        instruction_growth=max(TARGET.instruction_growth, _rounded_up(found.instruction_growth)),
+    )
+
+
+def _rounded_up(number: float) -> float:
+    return math.ceil(number * 100) / 100
+
+
+def measure_bounds(ranks: int, match: str) -> None:
+    """Measures the kernels whose names contain `match`, and writes their bounds."""
+    bounds = read_bounds() if BOUNDS.exists() else {}
+    at_most = {name: (variant, args) for name, variant, args in variants(ranks)}
+    for name, variant, args in variants(BASE_RANKS):
+        if match in name:
+            found = Bound.of(figures_of(variant, args), figures_of(*at_most[name]), ranks)
+            print(name, found, flush=True)
+            write_bounds(bounds | {name: bound_of(found)})
+            bounds = read_bounds()
+
+
+def main() -> int:
+    """Compiles and prints; the exit code."""
+    import triton
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, action="append", help="only this number of ranks; may be repeated")
+    parser.add_argument("--match", default="", help="only kernels whose name contains this")
+    parser.add_argument("--write", action="store_true", help="write bounds of these kernels at 8 and at --ranks")
+    options = parser.parse_args()
+    if options.write:
+        if order.INSTALLED != PINNED:
+            parser.error(f"bounds are of Triton {PINNED}; {order.INSTALLED} is installed")
+        measure_bounds((options.ranks or [TARGET.ranks])[0], options.match)
+        return 0
+    print(f"Triton {triton.__version__}, compute capability 9.0")
+    show(
+        (name, world_size, figures_of(variant, args))
+        for world_size in options.ranks or WORLD_SIZES
+        for name, variant, args in variants(world_size)
+        if options.match in name
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
