@@ -58,7 +58,7 @@ from ep_a2a.kernels.send_kernels import (
     store_at_all,
     targets_of,
 )
-from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -72,25 +72,32 @@ DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
 QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
 COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
 WAIT = tl.constexpr(Span.WAIT.value)
+PREPARE = tl.constexpr(Span.PREPARE.value)
+ARRIVE = tl.constexpr(Span.ARRIVE.value)
+POST = tl.constexpr(Span.POST.value)
+ACCEPT_ROWS = tl.constexpr(Span.ACCEPT_ROWS.value)
+FINISH = tl.constexpr(Span.FINISH.value)
 
 
 @portable
 def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     table, rank = step.table, step.rank
-    begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+    begin_span(FORM.SPANS, table, ACCEPT_ROWS, S.WORLD_SIZE)
     if poison == 0:
         poison = accept_counts(step, S, BULK.COUNT_LANES)
+    next_span(FORM.SPANS, table, ACCEPT_ROWS, WAIT, S.WORLD_SIZE)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
         poison = wait_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, patience)
+    next_span(FORM.SPANS, table, WAIT, FINISH, S.WORLD_SIZE)
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, step.epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
         receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    end_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
     finish_stage(table, DISPATCH_RECEIVE, 0, 1, S.WORLD_SIZE)
+    end_span(FORM.SPANS, table, FINISH, S.WORLD_SIZE)
 
 
 class Loaded(NamedTuple):
@@ -219,7 +226,7 @@ def send_rows(
         if S.COMPACT:
             poison = wait_all_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    begin_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+    next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
     if poison == 0:
         first_rows = first_rows_of(bases, rank, S.WORLD_SIZE, S.WORLD_LANES)
         for token in range(first, last):
@@ -229,7 +236,7 @@ def send_rows(
             loaded = send_token(given, step, token, last, rows, loaded, S, ROW, LINE, FORM)
             record_route(routes, sent_ids, sent, token, before, own, S, BULK.COUNT_BITS)
             before = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
-    end_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+    next_span(FORM.SPANS, table, QUANT_AND_PUT, ARRIVE, S.WORLD_SIZE)
     return poison
 
 
@@ -237,6 +244,8 @@ def send_rows(
 def finish_sending(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
     """The last program to come here raises the flags, and receives if the launch does."""
     is_last, any_poisoned = arrive_last(step.table, step.rank, step.num_programs, poison, S.WORLD_SIZE)
+    # only the last program ends the second one
+    next_span(FORM.SPANS, step.table, ARRIVE, POST, S.WORLD_SIZE)
     if is_last:
         poison = tl.full((), 0, tl.int32)
         if any_poisoned:
@@ -244,6 +253,7 @@ def finish_sending(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.c
             poison += poison_of(step.table, step.rank, S.WORLD_SIZE)
         else:
             post_all(step.table, DISPATCH_FLAGS, step.epoch, step.rank, S.WORLD_SIZE, S.WORLD_LANES, True)
+        end_span(FORM.SPANS, step.table, POST, S.WORLD_SIZE)
         finish_stage(step.table, DISPATCH_SEND, 0, 1, S.WORLD_SIZE)
         if FORM.RECEIVE:
             receive_rows(step, poison, S, BULK, FORM)
@@ -275,6 +285,8 @@ def bulk_dispatch_kernel(
     poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
+    if FORM.SEND:
+        begin_span(FORM.SPANS, table, PREPARE, S.WORLD_SIZE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
     answer = load_poison(poison_word, BULK.POISON_LANES)

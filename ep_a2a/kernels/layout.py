@@ -164,6 +164,11 @@ class Span(enum.IntEnum):
     COPY_AND_PUT = 7
     RECV_WAIT = 8
     TOPK_REDUCE = 9
+    PREPARE = 10
+    ARRIVE = 11
+    POST = 12
+    ACCEPT_ROWS = 13
+    FINISH = 14
 
 
 class FlagProgram(enum.IntEnum):

@@ -43,7 +43,7 @@ from ep_a2a.kernels.receive_kernels import (
 )
 from ep_a2a.kernels.routing_kernels import field_of, fields_before, fields_of_token, fields_of_tokens, record_route
 from ep_a2a.kernels.send_kernels import load_choices, load_tile
-from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -56,6 +56,7 @@ DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
 QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
 COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
 WAIT = tl.constexpr(Span.WAIT.value)
+PREPARE = tl.constexpr(Span.PREPARE.value)
 
 COUNT_PUBLISHER = tl.constexpr(FlagProgram.COUNT_PUBLISHER.value)
 FLAG_POSTER = tl.constexpr(FlagProgram.FLAG_POSTER.value)
@@ -294,7 +295,7 @@ def send_rows(
         post_counts(table, counts, step.wire_word, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         end_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
     if (sender >= 0) & (sender < num_senders):
-        begin_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+        next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
     for token in range(sender, end, num_senders):
         loaded = SentToken(token, tile, token_ids, token_weights, before, own)
         send_token(given, step, places, loaded, poison, S, ROW, LL, FORM)
@@ -371,6 +372,8 @@ def ll_dispatch_kernel(
     poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
+    if FORM.SEND:
+        begin_span(FORM.SPANS, table, PREPARE, S.WORLD_SIZE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     roles = Roles(program == COUNT_PUBLISHER, program == FLAG_POSTER, num_senders, num_receivers)
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)

@@ -16,19 +16,26 @@ WORDS_PER_SPAN = tl.constexpr(SPAN_WORDS)
 def begin_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """Notes when this program begins a span of the op's current step; nothing without SPANS."""
     if SPANS:
-        note_time(table, span, 0, WORLD_SIZE)
+        note_time(table, -1, span, WORLD_SIZE)
 
 
 @portable
 def end_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """Notes when this program ends a span of the op's current step; nothing without SPANS."""
     if SPANS:
-        note_time(table, span, 1, WORLD_SIZE)
+        note_time(table, span, -1, WORLD_SIZE)
 
 
 @portable
-def note_time(table, span: tl.constexpr, edge: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Notes the time of an edge, 0 start or 1 end, of a span; all threads of the program must come here.
+def next_span(SPANS: tl.constexpr, table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes when this program ends one span and begins the next; nothing without SPANS."""
+    if SPANS:
+        note_time(table, ended, begun, WORLD_SIZE)
+
+
+@portable
+def note_time(table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Notes the time as the end of one span and the start of another, -1 for none; all threads must come here.
 
     A step's number is that of the combines that have ended, so it is the same in all launches of the step. A note takes
     a barrier and some loads, about as long as what is noted for the shortest spans.
@@ -40,9 +47,9 @@ def note_time(table, span: tl.constexpr, edge: tl.constexpr, WORLD_SIZE: tl.cons
     program = tl.program_id(0)
     if program < KEPT_PROGRAMS:
         lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
-        line = lines + (((step % KEPT_STEPS) * KEPT_PROGRAMS + program) * NUM_SPANS + span) * WORDS_PER_SPAN
-        if edge == 1:
-            tl.store(line + 1, now)
-        else:
-            tl.store(line, now)
-            tl.store(line + 2, step + 1)
+        line = lines + ((step % KEPT_STEPS) * KEPT_PROGRAMS + program) * NUM_SPANS * WORDS_PER_SPAN
+        if ended >= 0:
+            tl.store(line + ended * WORDS_PER_SPAN + 1, now)
+        if begun >= 0:
+            tl.store(line + begun * WORDS_PER_SPAN, now)
+            tl.store(line + begun * WORDS_PER_SPAN + 2, step + 1)

@@ -209,8 +209,8 @@ class EPLowLatencyAllToAllLayer:
     def dump_dispatch_trace(self, folder: str | Path = TRACE_FOLDER) -> Path | None:
         """Writes the spans of the last dispatches to `folder`/ll_dispatch_RANK_<rank>.json, for Perfetto. Local.
 
-        The spans are quant_and_put, count_put, wait and postprocess; docs/profiling.md describes them. Times are those
-        of the host's monotonic clock, so that ranks' files are aligned. Waits for the device.
+        The spans are prepare, quant_and_put, count_put, wait and postprocess; docs/profiling.md describes them. Times
+        are those of the host's monotonic clock, so that ranks' files are aligned. Waits for the device.
 
         Returns:
             The file; None without enable_profiling, when nothing is written.
