@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from ep_a2a.commands.bench.experts import (
     FP8,
     Matrices,
     MoEWeights,
+    Share,
     dense_experts,
     grouped_product,
     make_weights,
@@ -21,10 +23,12 @@ from ep_a2a.commands.bench.experts import (
     quantize_rows,
     quantize_whole_rows,
     run_experts,
+    tile_of,
 )
 from ep_a2a.commands.bench.layer import Gate, LayerWorkload
 from ep_a2a.commands.bench.layer_kernels import (
     count_pairs_kernel,
+    grouped_product_kernel,
     quantize_rows_kernel,
     scatter_rows_kernel,
     sum_rows_kernel,
@@ -48,7 +52,7 @@ def make_expert_weights() -> MoEWeights:
         values, scales = quantize_whole_rows(drawn)
         return Matrices(values.view(NUM_LOCAL, num_out, num_in), scales.view(NUM_LOCAL, num_out))
 
-    return MoEWeights(torch.empty(0), matrices(2 * WIDTH, HIDDEN), matrices(HIDDEN, WIDTH), FIRST)
+    return MoEWeights(torch.empty(0, 12), matrices(2 * WIDTH, HIDDEN), matrices(HIDDEN, WIDTH), FIRST)
 
 
 def make_ids(num_rows: int) -> torch.Tensor:
@@ -117,10 +121,50 @@ def test_grouped_product_with_empty_groups() -> None:
     rows, scales = quantize_whole_rows(torch.randn(48, 16))
     values, matrix_scales = quantize_whole_rows(torch.randn(4 * 8, 16))
     matrices = Matrices(values.view(4, 8, 16), matrix_scales.view(4, 8))
-    product = grouped_product(rows, scales, matrices, torch.tensor([0, 0, 16, 16, 32], dtype=torch.int32))
+    product = grouped_product(rows, scales, matrices, torch.tensor([0, 0, 16, 16, 32], dtype=torch.int32), 16)
     wide = rows.float() * scales[:, None]
     torch.testing.assert_close(product[:16], (wide[:16] @ matrices.of(1).T).bfloat16())
     torch.testing.assert_close(product[16:32], (wide[16:32] @ matrices.of(3).T).bfloat16())
+
+
+def test_kernel_of_the_product() -> None:
+    width, depth = 64, 256
+    rows, scales = quantize_whole_rows(torch.randn(112, depth))
+    values, matrix_scales = quantize_whole_rows(torch.randn(4 * width, depth))
+    matrices = Matrices(values.view(4, width, depth), matrix_scales.view(4, width))
+    # More rows than a tile has, none, and a part of a tile.
+    bounds = torch.tensor([0, 80, 80, 96, 96], dtype=torch.int32)
+    out = torch.full((112, width), 7.0, dtype=torch.bfloat16)
+    parts = (rows, scales, matrices.values, matrices.scales, bounds, out, 4)
+    grouped_product_kernel.interpret(
+        (3,), *parts, EXPERT_LANES=4, WIDTH=width, DEPTH=depth, ROWS=32, COLUMNS=32, STEP=128
+    )
+    torch.testing.assert_close(out[:96], grouped_product(rows, scales, matrices, bounds, 16)[:96])
+    assert bool((out[96:] == 7.0).all())
+
+
+@pytest.mark.parametrize(("num_rows", "rows"), [(1, 64), (512, 128)])
+def test_product_compiles_to_fp8_of_the_tensor_cores(num_rows: int, rows: int) -> None:
+    tile = tile_of(num_rows, 4096, 7168)
+    warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
+    assert (tile, stages) == ({"ROWS": rows, "COLUMNS": 256, "STEP": 128}, 4 if rows == 64 else 3)
+    parts = tensors(FP8, FLOAT, FP8, FLOAT, INT, BF16)
+    sizes = {"EXPERT_LANES": 64, "WIDTH": 4096, "DEPTH": 7168}
+    made = compile_offline(grouped_product_kernel, (*parts, 5), sizes | tile, warps)
+    assert re.search(r"wgmma\.mma_async\S+f32\.e4m3\.e4m3", made["ptx"])
+    assert ".local" not in made["ptx"]
+
+
+def test_programs_of_a_product() -> None:
+    work = 1000 * 2 * 7168
+    assert Share(num_free=8).programs(132, work) == 124
+    assert Share().programs(132, work) == 132
+    assert Share(yields=True).programs(132, work) == 1000
+    assert Share(yields=True).programs(132, 5) == 132
+
+
+def test_tiles_divide_small_matrices() -> None:
+    assert tile_of(1, 192, 96) == {"ROWS": 64, "COLUMNS": 64, "STEP": 32, "num_warps": 8, "num_stages": 4}
 
 
 def test_weights_are_made_once() -> None:

@@ -33,11 +33,11 @@ _NAMES = {
     "nccl": ("nccl_agrs", "nccl_all_to_all"),
     "flashinfer": ("flashinfer",),
     "deepep": ("deepep", "deepep_low_latency"),
-    "overlap": ("in_turn", "unsplit", "overlapped"),
+    "overlap": ("in_turn", "unsplit", "overlapped", "yielding"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 MICRO_BATCHES = _NAMES["overlap"]
-"""Contenders of --micro-batches. The last one's name goes on with /N, the multiprocessors of its exchanges."""
+"""Contenders of --micro-batches. The names of the last two go on with /N, the multiprocessors of their exchanges."""
 CONTENDERS = tuple(name for name in _MODULES if name not in MICRO_BATCHES)
 """Contenders that do round trips, in the order of reports."""
 LAYERS = (REFERENCE_PUSH, NATIVE, "flashinfer", "nccl_agrs")
@@ -85,8 +85,8 @@ class Contender:
 
 def micro_batch_names(num_sms: Iterable[int]) -> tuple[str, ...]:
     """Returns what --micro-batches runs, for these numbers of multiprocessors; 0 = no bound."""
-    in_turn, unsplit, overlapped = MICRO_BATCHES
-    return REFERENCE_PUSH, in_turn, unsplit, *(f"{overlapped}/{each}" for each in num_sms)
+    in_turn, unsplit, *beside = MICRO_BATCHES
+    return REFERENCE_PUSH, in_turn, unsplit, *(f"{name}/{each}" for each in num_sms for name in beside)
 
 
 def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS, option: str = "contenders") -> None:
@@ -101,7 +101,7 @@ def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS, option:
 
 
 def make_contender(name: str) -> Contender:
-    """Returns the contender of this name: the one in its module's tuple `CONTENDERS`, or `overlapped/N`.
+    """Returns the contender of this name: the one in its module's tuple `CONTENDERS`, or one with /N.
 
     Raises:
         UnknownNameError: there is none.
@@ -109,7 +109,7 @@ def make_contender(name: str) -> Contender:
     base, _, number = name.partition("/")
     check_names([base], _MODULES)
     module = importlib.import_module(f"ep_a2a.commands.bench.{_MODULES[base]}")
-    known: tuple[Contender, ...] = (module.overlapped(int(number)),) if number else module.CONTENDERS
+    known: tuple[Contender, ...] = (module.beside(base, int(number)),) if number else module.CONTENDERS
     return next(each for each in known if each.name == name)
 
 

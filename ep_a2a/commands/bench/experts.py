@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ep_a2a.commands.bench.layer_kernels import (
     count_pairs_kernel,
+    grouped_product_kernel,
     quantize_rows_kernel,
     scatter_rows_kernel,
     sum_rows_kernel,
@@ -34,7 +36,11 @@ SLOT_ALIGNMENT = 16
 NO_PAIR = -1.0
 """Weight of a slot between the last pair of an expert and the first of the next."""
 WEIGHTS_SEED = 77
-HOPPER = (9, 0)
+ADA = (8, 9)
+SHORT_DEPTH = 2 * 7168
+"""Depth of the matrices, times tiles, of a program that yields: it takes about 0.1 ms on an H100."""
+MOST_FEW_ROWS = 96
+"""Rows of an expert up to which a tile of a product has 64 of them, in place of 128."""
 MAX_BLOCK = 1024
 PROGRAMS_PER_SM = 32
 """More than run at once: a launch that waits for multiprocessors gets them before the last program has begun."""
@@ -115,6 +121,28 @@ def quantize_whole_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return (rows / scales[:, None]).to(FP8), scales
 
 
+@dataclass(frozen=True)
+class Share:
+    """Multiprocessors that products take.
+
+    Attributes:
+        num_free: those that are left for others.
+        yields: whether programs end early, so that launches of higher priority find multiprocessors when they come.
+            Else each of them stays to the end.
+    """
+
+    num_free: int = 0
+    yields: bool = False
+
+    def programs(self, num_sms: int, work: int) -> int:
+        """Returns the programs of a product: its tiles, each times the depth of the matrices, are `work`."""
+        most = max(1, num_sms - self.num_free)
+        return max(most, work // SHORT_DEPTH) if self.yields else most
+
+
+ALL = Share()
+
+
 class Slots(NamedTuple):
     """Places of (row, own expert) pairs in the order of experts; S slots in all, R rows.
 
@@ -150,10 +178,15 @@ def run_experts(received: Received, weights: MoEWeights) -> None:
     finish_experts(begin_experts(received, weights), received, weights)
 
 
-def begin_experts(received: Received, weights: MoEWeights) -> Projected:
-    """Runs the first half: sorts the rows by experts, casts them and multiplies by w1."""
+def begin_experts(received: Received, weights: MoEWeights, share: Share = ALL) -> Projected:
+    """Runs the first half: sorts the rows by experts, casts them and multiplies by w1.
+
+    Args:
+        received: the rows. weights: of the experts.
+        share: of the product.
+    """
     rows, scales, ids, row_weights, _ = received
-    num_rows, hidden_dim = rows.shape
+    hidden_dim = rows.shape[1]
     topk, device = ids.shape[1], rows.device
     positions, bounds, num_slots = place_pairs(ids, weights.first_expert, weights.w1.values.shape[0])
     slots = torch.empty_like(positions)
@@ -161,7 +194,7 @@ def begin_experts(received: Received, weights: MoEWeights) -> Projected:
     input_scales, slot_weights = torch.empty(num_slots, device=device), torch.full((num_slots,), NO_PAIR, device=device)
     launch(
         scatter_rows_kernel,
-        num_rows,
+        len(rows),
         rows,
         row_weights if scales is None else scales,
         ids,
@@ -173,7 +206,7 @@ def begin_experts(received: Received, weights: MoEWeights) -> Projected:
         input_scales,
         slot_weights,
         weights.first_expert,
-        num_rows,
+        len(rows),
         TOPK=topk,
         TOPK_LANES=lanes(topk),
         HIDDEN=hidden_dim,
@@ -182,10 +215,12 @@ def begin_experts(received: Received, weights: MoEWeights) -> Projected:
         HAS_SCALES=scales is not None,
         num_warps=WIDE_WARPS,
     )
-    return Projected(grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds), slots, slot_weights, bounds)
+    num_rows = rows_of_expert(received, weights)
+    values = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, num_rows, share)
+    return Projected(values, slots, slot_weights, bounds)
 
 
-def finish_experts(projected: Projected, received: Received, weights: MoEWeights) -> None:
+def finish_experts(projected: Projected, received: Received, weights: MoEWeights, share: Share = ALL) -> None:
     """Runs the second half: SwiGLU and router weights, the product by w2, sums per row into `received.out`."""
     values, slots, slot_weights, bounds = projected
     num_slots, width, out = values.shape[0], weights.w2.values.shape[2], received.out
@@ -202,10 +237,16 @@ def finish_experts(projected: Projected, received: Received, weights: MoEWeights
         WIDTH=width,
         LANES=lanes(width),
     )
-    contributions = grouped_product(activated.view(FP8), activated_scales, weights.w2, bounds)
+    num_rows = rows_of_expert(received, weights)
+    contributions = grouped_product(activated.view(FP8), activated_scales, weights.w2, bounds, num_rows, share)
     hidden_dim = out.shape[1]
     sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden_dim, "BLOCK": min(lanes(hidden_dim), MAX_BLOCK)}
     launch(sum_rows_kernel, len(out), contributions, slots, out, len(out), **sizes)
+
+
+def rows_of_expert(received: Received, weights: MoEWeights) -> int:
+    """Returns the rows of an expert where all get as many: the received rows are those of all ranks, or padding."""
+    return received.ids.numel() // weights.router.shape[1]
 
 
 def place_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> Slots:
@@ -227,30 +268,37 @@ def place_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> Slots:
     return Slots(positions, bounds, -(-num_slots // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
 
 
-def grouped_product(rows: torch.Tensor, scales: torch.Tensor, matrices: Matrices, bounds: torch.Tensor) -> torch.Tensor:
+def grouped_product(
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+    matrices: Matrices,
+    bounds: torch.Tensor,
+    rows_of_expert: int,
+    share: Share = ALL,
+) -> torch.Tensor:
     """Multiplies the rows of each expert by its matrix transposed; rows behind the last bound give anything.
 
     Args:
         rows: float8_e4m3fn `[S, in]`. scales: float32 `[S]`, of the rows.
         matrices: of the experts.
         bounds: int32 `[E + 1]`, each expert's rows are bounds[e] ... bounds[e + 1] - 1.
+        rows_of_expert: rows of an expert, about.
+        share: of the multiprocessors.
 
     Returns:
         bf16 `[S, out]`.
     """
+    num_experts, width, depth = matrices.values.shape
+    out = torch.empty(rows.shape[0], width, dtype=torch.bfloat16, device=rows.device)
     if rows.device.type == "cuda":
-        multiply: Any = torch._scaled_grouped_mm  # noqa: SLF001 - the only name that torch 2.11 and earlier have
-        result: torch.Tensor = multiply(
-            rows,
-            matrices.values.transpose(-2, -1),
-            scales,
-            matrices.scales,
-            offs=bounds[1:],
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        return result
-    out = torch.zeros(rows.shape[0], matrices.values.shape[1], dtype=torch.bfloat16)
+        tile = tile_of(rows_of_expert, width, depth)
+        num_tiles = num_experts * (rows_of_expert // tile["ROWS"] + 1) * (width // tile["COLUMNS"])
+        num_sms = torch.cuda.get_device_properties(rows.device).multi_processor_count
+        parts = (rows, scales, matrices.values, matrices.scales, bounds, out, num_experts)
+        sizes = {"EXPERT_LANES": lanes(num_experts), "WIDTH": width, "DEPTH": depth}
+        kernel: Any = grouped_product_kernel
+        kernel[(share.programs(num_sms, num_tiles * depth),)](*parts, **sizes, **tile)
+        return out
     edges = bounds.tolist()
     for expert, (start, end) in enumerate(itertools.pairwise(edges)):
         wide = rows[start:end].to(torch.float32) * scales[start:end, None]
@@ -258,19 +306,33 @@ def grouped_product(rows: torch.Tensor, scales: torch.Tensor, matrices: Matrices
     return out
 
 
+def tile_of(num_rows: int, width: int, depth: int) -> dict[str, int]:
+    """Returns the constants and launch numbers of a product.
+
+    Args:
+        num_rows: an expert's rows, about.
+        width, depth: of a matrix.
+    """
+    few = num_rows <= MOST_FEW_ROWS
+    sizes = {"ROWS": 64 if few else 128, "COLUMNS": min(width & -width, 256), "STEP": min(depth & -depth, 128)}
+    return sizes | {"num_warps": WIDE_WARPS, "num_stages": 4 if few else 3}
+
+
 def product_of(device: torch.device) -> str:
-    """Returns the name of the grouped product that runs on the device, for reports.
+    """Returns what multiplies on the device, for reports.
 
     Raises:
-        UnsupportedError: torch has none for this GPU.
+        UnsupportedError: the GPU multiplies no fp8.
     """
     if device.type == "cpu":
         return "float32 products on CPU"
     capability = torch.cuda.get_device_capability(device)
-    if capability != HOPPER or not hasattr(torch, "_scaled_grouped_mm"):
-        got = f"compute capability {capability[0]}.{capability[1]}, torch {torch.__version__}"
-        raise UnsupportedError("torch's grouped fp8 product, which Hopper GPUs have", got, "Leave --layer out.")
-    return "torch._scaled_grouped_mm"
+    if capability < ADA:
+        got = f"compute capability {capability[0]}.{capability[1]}"
+        raise UnsupportedError(
+            "a GPU that multiplies fp8, of compute capability 8.9 or later", got, "Leave --layer out."
+        )
+    return "grouped fp8 products in Triton"
 
 
 def dense_experts(x: torch.Tensor, ids: torch.Tensor, row_weights: torch.Tensor, weights: MoEWeights) -> torch.Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import FP8_MAX, MIN_AMAX, e4m3_bits, quantize_tile, round_to
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import reduce_max
+from ep_a2a.kernels.primitives import reduce_max, reduce_sum, running_sum
 
 
 @portable(do_not_specialize=["first_expert", "num_pairs"])
@@ -93,6 +93,57 @@ def scatter_rows_kernel(
                 if target >= 0:
                     tl.store(inputs + tl.cast(target, tl.int64) * HIDDEN + elements, bits, mask=inside)
                     tl.store(input_scales + target + tl.arange(0, 1), scale)
+
+
+@portable(do_not_specialize=["num_experts"])
+def grouped_product_kernel(
+    rows,
+    row_scales,
+    matrices,
+    matrix_scales,
+    bounds,
+    out,
+    num_experts,
+    EXPERT_LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """out[slot] = rows[slot] times the matrix [WIDTH, DEPTH] of its expert transposed, times both scales, in bf16.
+
+    Slots bounds[e] ... bounds[e + 1] - 1 are expert e's. A program takes every num_programs-th tile [ROWS, COLUMNS].
+    """
+    experts = tl.arange(0, EXPERT_LANES)
+    own = experts < num_experts
+    starts = tl.load(bounds + experts, mask=own, other=0)
+    row_tiles = (tl.load(bounds + experts + 1, mask=own, other=0) - starts + ROWS - 1) // ROWS
+    ends = running_sum(row_tiles * (WIDTH // COLUMNS), 0)
+    for tile in range(tl.program_id(0), reduce_max(ends, 0), tl.num_programs(0)):
+        before = ends <= tile
+        expert = reduce_sum(before.to(tl.int32), 0)
+        first = reduce_max(tl.where(before, ends, 0), 0)
+        start = tl.load(bounds + expert)
+        num_rows = tl.load(bounds + expert + 1) - start
+        num_row_tiles = (num_rows + ROWS - 1) // ROWS
+        row = (tile - first) % num_row_tiles * ROWS + tl.arange(0, ROWS)
+        column = (tile - first) // num_row_tiles * COLUMNS + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, STEP)
+        inside = row < num_rows
+        slot = tl.cast(start, tl.int64) + row
+        output = tl.cast(expert, tl.int64) * WIDTH + column
+        left = rows + slot[:, None] * DEPTH + depth[None, :]
+        right = matrices + output[:, None] * DEPTH + depth[None, :]
+        total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+        for _ in range(0, DEPTH, STEP):
+            values = tl.load(left, mask=inside[:, None], other=0.0)
+            total = tl.dot(values, tl.trans(tl.load(right)), total)
+            left += STEP
+            right += STEP
+        total *= tl.load(row_scales + slot, mask=inside, other=0.0)[:, None] * tl.load(matrix_scales + output)[None, :]
+        where = out + slot[:, None] * WIDTH + column[None, :]
+        tl.store(where, round_to(total, tl.bfloat16), mask=inside[:, None])
 
 
 @portable

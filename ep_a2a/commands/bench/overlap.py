@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.bench.contenders import MICRO_BATCHES, Contender
-from ep_a2a.commands.bench.experts import begin_experts, finish_experts, run_experts
+from ep_a2a.commands.bench.experts import Share, begin_experts, finish_experts, run_experts
 from ep_a2a.commands.bench.layer import Layer, Layers, LayerWorkload
 from ep_a2a.commands.bench.own import op_refusal
 from ep_a2a.commands.measure.session import OpRoundTrip, OpVariant
@@ -55,20 +55,6 @@ class Lanes:
             torch.cuda.current_stream().wait_stream(self._beside)
 
 
-@contextlib.contextmanager
-def products_leave_free(num_sms: int) -> Iterator[None]:
-    """Lets torch's grouped products launched inside leave so many multiprocessors free."""
-    carve_out: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
-    if num_sms == 0 or carve_out is None or not torch.cuda.is_available():
-        yield
-        return
-    carve_out(num_sms)
-    try:
-        yield
-    finally:
-        carve_out(None)
-
-
 class Pair:
     """Two micro-batches that run beside each other, between two runs: both have their tokens, the second its rows.
 
@@ -87,28 +73,28 @@ class Pair:
         self.lanes.join()
         run_experts(self.batches[1].received, self.batches[1].weights)
 
-    def run(self, num_sms: int) -> list[torch.Tensor]:
+    def run(self, num_sms: int, share: Share) -> list[torch.Tensor]:
         """Runs a layer of both; returns the results that have come, one of each.
 
         Args:
-            num_sms: multiprocessors of an exchange, which products leave free; 0 = no bound.
+            num_sms: multiprocessors of an exchange; 0 = no bound.
+            share: of products.
         """
         for batch in self.batches:
             batch.communication.op.set_max_sms(num_sms)
         first, second = self.batches
         results = {}
-        with products_leave_free(num_sms):
-            for ahead, behind in ((first, second), (second, first)):
-                with self.lanes.exchange():
-                    results[behind] = behind.combine()
-                projected = begin_experts(ahead.received, ahead.weights)
-                self.lanes.join()
-                # The next layer's gate needs the combined tokens, and all multiprocessors.
-                behind.gate()
-                with self.lanes.exchange():
-                    behind.dispatch()
-                finish_experts(projected, ahead.received, ahead.weights)
-                self.lanes.join()
+        for ahead, behind in ((first, second), (second, first)):
+            with self.lanes.exchange():
+                results[behind] = behind.combine()
+            projected = begin_experts(ahead.received, ahead.weights, share)
+            self.lanes.join()
+            # The next layer's gate needs the combined tokens, and all multiprocessors.
+            behind.gate()
+            with self.lanes.exchange():
+                behind.dispatch()
+            finish_experts(projected, ahead.received, ahead.weights, share)
+            self.lanes.join()
         return [results[batch] for batch in self.batches]
 
     def end_steps(self) -> None:
@@ -131,16 +117,16 @@ class Overlapped(Layers):
     Args:
         workload: of one micro-batch.
         context: this rank.
-        num_sms: as of `Pair.run`.
+        num_sms, share: as of `Pair.run`.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int) -> None:
-        self._pair, self._num_sms = _pair(workload, context), num_sms
+    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int, share: Share) -> None:
+        self._pair, self._num_sms, self._share = _pair(workload, context), num_sms, share
         super().__init__(context, self._pair.batches)
 
     def run(self) -> list[torch.Tensor]:
         """Runs a layer of both."""
-        return self._pair.run(self._num_sms)
+        return self._pair.run(self._num_sms, self._share)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """Returns the layer only; in_turn has its experts and its exchanges alone."""
@@ -174,10 +160,11 @@ def unsplit(workload: LayerWorkload, context: RankContext) -> Layers:
     return Layers(context, [Layer(replace(workload, num_tokens=size, max_num_tokens=size), context, OpRoundTrip)])
 
 
-def overlapped(num_sms: int) -> Contender:
-    """Returns the contender whose exchanges have so many multiprocessors; 0 = no bound."""
-    make = functools.partial(Overlapped, num_sms=num_sms)
-    return Contender(f"{MICRO_BATCHES[2]}/{num_sms}", layer=make, unavailable=_refusal)
+def beside(name: str, num_sms: int) -> Contender:
+    """Returns the contender of this name whose exchanges have so many multiprocessors; 0 = no bound."""
+    share = Share(num_sms) if name == MICRO_BATCHES[2] else Share(yields=True)
+    make = functools.partial(Overlapped, num_sms=num_sms, share=share)
+    return Contender(f"{name}/{num_sms}", layer=make, unavailable=_refusal)
 
 
 _refusal = functools.partial(op_refusal, OpVariant())
