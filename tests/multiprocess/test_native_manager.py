@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 import ep_a2a
-from ep_a2a.errors import ClosedError, ConfigError, ConfigMismatchError, StateError, UnknownNameError, UnsupportedError
+from ep_a2a.errors import ConfigError, ConfigMismatchError, StateError, UnsupportedError
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.op import EpDispatchCombineOp
-from ep_a2a.tuning.policy import FLAG_PROGRAMS, Phase
 from tests.cases.manager_cases import kwargs_of
-from tests.cases.op_cases import Case, Step, make_inputs, run_step
+from tests.cases.op_cases import Case, Step, run_step
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
@@ -104,49 +103,7 @@ def test_ranks_that_ask_for_different_handles(ranks):
     ranks(ranks_that_differ, 4)
 
 
-def bounded(context: RankContext) -> None:
-    unbound = FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + 16 + 4 * 16
-    with create(context) as manager:
-        before = manager.get_handle(kwargs_of(CASE, context.rank))
-        manager.set_num_sms(4)
-        after = manager.get_handle(kwargs_of(CASE, context.rank), 1)
-        own = manager.get_handle(kwargs_of(CASE, context.rank, max_sms=3))
-        for op in (before, after):
-            # as on a GPU: the interpreter has no multiprocessors
-            op.engine.kernels.num_sms = 132
-            assert op.get_launch_config(is_dispatch=True)[0] == 4
-            run_step(CASE, op, 0, context.device)
-        manager.set_num_sms(0)
-        assert [op.get_launch_config(is_dispatch=True)[0] for op in (before, after)] == [unbound] * 2
-        assert own.config.max_sms == 3
-
-
-def test_the_bound_on_multiprocessors_reaches_all_ops(ranks):
-    ranks(bounded, 4)
-
-
 # --- nodes ---
-
-
-def explain(context: RankContext) -> None:
-    with create(context) as manager:
-        assert manager.explain() == {
-            "backend": "ep_a2a",
-            "kernel": "IntraNode",
-            "kernel_reason": "all ranks on one node",
-            "device": "cpu",
-            "topology": "1 node(s) of 4 rank(s) each: found by host identity and a probe of /dev/shm",
-        }
-        two_nodes = manager.explain(gpu_per_node=2)
-        assert two_nodes["kernel"] == "InterNodeV1LL or InterNodeV1"
-        assert "2 nodes" in two_nodes["kernel_reason"]
-        assert "virtual, cut by gpu_per_node=2; really 1 node(s)" in two_nodes["topology"]
-        assert not manager.internode
-        assert manager._arena is None
-
-
-def test_explain(ranks):
-    ranks(explain, 4)
 
 
 def ask_for_virtual_nodes(context: RankContext) -> None:
@@ -168,42 +125,6 @@ def test_uneven_nodes_are_refused_with_a_way_out(ranks):
 
 
 # --- the end ---
-
-
-def destroy(context: RankContext) -> None:
-    manager = create(context)
-    op = manager.get_handle(kwargs_of(CASE, context.rank))
-    run_step(CASE, op, 0, context.device)
-    arena = manager.arena
-    manager.destroy()
-    manager.destroy()
-    manager.close()
-    assert arena.closed
-    assert len(manager.handle_cache) == 0
-    inputs = make_inputs(CASE, 0, context.rank)
-    for call, remedy in (
-        (lambda: op.dispatch(inputs.tokens, inputs.weights, None, inputs.ids), ""),
-        (op.check, "get_handle"),
-        (op.reset, ""),
-        (lambda: manager.get_handle(kwargs_of(CASE, context.rank)), "create_manager"),
-        (lambda: manager.arena, ""),
-    ):
-        with pytest.raises(ClosedError, match=remedy):
-            call()
-
-
-def test_destroy_closes_ops_and_arena(ranks):
-    ranks(destroy, 4)
-
-
-def one_after_another(context: RankContext) -> None:
-    for _ in range(3):
-        with create(context) as manager:
-            run_step(CASE, manager.get_handle(kwargs_of(CASE, context.rank)), 0, context.device)
-
-
-def test_managers_one_after_another(ranks):
-    ranks(one_after_another, 4)
 
 
 def without_global_rank_0(context: RankContext) -> Any:
@@ -253,12 +174,3 @@ def chosen_by_environment(context: RankContext, name: str | None) -> str:
 )
 def test_the_environment_chooses_the_backend(ranks, name, expected):
     assert ranks(chosen_by_environment, 4, name) == [expected] * 4
-
-
-def wrong_name(context: RankContext) -> None:
-    with pytest.raises(UnknownNameError, match=r"got 'ep_a2s'\. Did you mean 'ep_a2a'\?"):
-        chosen_by_environment(context, "ep_a2s")
-
-
-def test_a_wrong_name_in_the_environment_is_named(ranks):
-    ranks(wrong_name, 4)
