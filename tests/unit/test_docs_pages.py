@@ -90,13 +90,6 @@ def test_the_parts_know_everything_they_list():
     assert all(patch.name in pages.part("vllm_patches") for patch in PATCHES)
 
 
-@pytest.mark.parametrize("page", [path for path in PAGES if path.name != "index.md"], ids=lambda path: path.stem)
-def test_a_page_opens_with_what_the_reader_gets(page: Path):
-    heading, _, opening = page.read_text().partition("\n\n")
-    assert heading.startswith("# ")
-    assert opening.startswith("This page ")
-
-
 def test_every_page_is_in_the_index():
     listed = (DOCS / "index.md").read_text().splitlines()
     assert not [path for path in PAGES if path.name != "index.md" and str(path.relative_to(DOCS))[:-3] not in listed]

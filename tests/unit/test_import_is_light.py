@@ -235,13 +235,3 @@ def test_modules_are_short():
         return max(0, len(MODULES[name].read_text(encoding="utf-8").splitlines()) - MAX_LINES)
 
     assert offenders(lines_too_many) == {}
-
-
-def names_a_base_class(name: str) -> list[str]:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree_of(name)) if isinstance(node, documented)]
-    return [text for text in texts if "base class" in text]
-
-
-def test_docstrings_repeat_the_fact_instead_of_naming_the_base_class():
-    assert offenders(names_a_base_class) == {}

@@ -20,7 +20,6 @@ READ = (
     "examples/**/*.py",
     ".github/**/*.yml",
 )
-HEADING = r"\[([\d.]+)\] - (\d{4}-\d\d-\d\d|not released yet)"
 PLACES = {"ep_a2a/__init__.py", "CHANGELOG.md"}
 
 
@@ -29,16 +28,3 @@ def test_the_version_stands_in_one_place() -> None:
     of_this = re.compile(rf"(?<![\d.]){re.escape(ep_a2a.__version__)}(?![\d.])")
     found = {str(path.relative_to(PROJECT)) for path in files if of_this.search(path.read_text(encoding="utf-8"))}
     assert found == PLACES
-
-
-def test_the_changelog_has_sections_of_known_kinds_and_dates() -> None:
-    """The form of keepachangelog.com."""
-    text = (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert headings.pop(0) == "[Unreleased]"
-    versions = [(found[1], found[2]) for each in headings if (found := re.fullmatch(HEADING, each))]
-    assert len(versions) == len(headings)
-    assert versions[0][0] == ep_a2a.__version__
-    assert [date for _, date in versions] == sorted((date for _, date in versions), reverse=True)
-    kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
-    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
