@@ -9,36 +9,20 @@ import torch
 from ep_a2a.commands.plan.model import model_of
 from ep_a2a.commands.plan.sizes import plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, vllm_configs, vllm_plan
-from ep_a2a.config import FP8_DTYPE, num_owned_experts
+from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.integrations.vllm.token_format import TokenFormat, handle_kwargs
 from ep_a2a.managers.registry import create_manager
 from tests.cases import manager_cases
 from tests.cases.op_cases import Case
+from tests.cases.tables import read_table
 
 if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 WORLD_SIZE, HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS = 2, 256, 3, 129, 150
-CASTS = {"quant_dtype": FP8_DTYPE, "quant_type": "fp8_per_1x128"}
-# experts are uneven, and so many that a rank with one more has a larger local block
-CASES: dict[str, dict[str, Any]] = {
-    "compact": {},
-    "compact-cap": {"max_total_recv_tokens": 33},
-    "compact-cast-ue8m0-cap": {**CASTS, "scale_format": "ue8m0", "max_total_recv_tokens": 100},
-    "rank_major-cast": {**CASTS, "layout": "rank_major"},
-    "rank_major-per-token-few-flagged": {
-        **CASTS,
-        "quant_type": "fp8_per_token",
-        "layout": "rank_major",
-        "flagged_max_tokens": 7,
-    },
-    "rank_major-combine-cast": {"quant_type": "fp8_blockwise", "layout": "rank_major", "flagged_max_tokens": 0},
-    "expert_major": {"layout": "expert_major", "max_num_tokens_per_dp_rank": 9},
-    "expert_major-cast": {**CASTS, "layout": "expert_major", "max_num_tokens_per_dp_rank": 9},
-    "wider-combine": {"combine_dtype": torch.float32},
-    "quantised-before": {"quant_dtype": FP8_DTYPE, "scale_dim": 5, "scale_type_size": 1},
-}
+CASES = read_table("configs")["planned"]
+"""Experts are uneven, and so many that a rank with one more has a larger local block."""
 MODEL = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,

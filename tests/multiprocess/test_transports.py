@@ -1,4 +1,4 @@
-"""One config, one answer, whatever the kernels are and whatever carries tokens between nodes."""
+"""One config on every kernel and transport between nodes, against the oracle."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from ep_a2a.config import INTERNODE_TRANSPORTS, EpDispatchCombineKernelType
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
-from ep_a2a.reference import combine_reference, combine_weights_reference, reduce_experts_reference
 from ep_a2a.topology import classify, gather_report
-from tests.cases.op_cases import Case, Step, place_expert_rows, place_rows, same_bits
+from tests.cases.op_cases import Case, Step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.ring_cases import REPLAYED, other_numbers_of_programs, rings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.reference import DispatchReference
     from ep_a2a.testing import RankContext
 
@@ -41,12 +38,6 @@ def case_of(form: str) -> Case:
     return replace(FORMS[form], topk=3, num_experts=9, tokens=UNEVEN, routing="out_of_range")
 
 
-def small_integers(num_rows: int, case: Case, rank: int, step: int) -> torch.Tensor:
-    """Rows whose sums are exact in any order, rounded or cast in between or not."""
-    generator = torch.Generator().manual_seed(31 * step + rank)
-    return torch.randint(-2, 3, (num_rows, case.hidden_dim), generator=generator).to(torch.bfloat16)
-
-
 def check_shapes(step: Step, expected: DispatchReference) -> None:
     """The whole of each returned tensor, padding included; the reference has none in layout compact."""
     most_rows = (step.case.world_size * (step.case.stride(step.number) or step.case.max_tokens),)
@@ -57,44 +48,10 @@ def check_shapes(step: Step, expected: DispatchReference) -> None:
             assert tuple(found.shape) == (*lead, *right.shape[len(lead) :])
 
 
-def combine(step: Step, op: EpDispatchCombineOp) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The step's combine, of rows of small integers."""
-    case, rank, number, references = step.case, op.config.rank, step.number, step.reference
-    rows = torch.empty(*step.got[0].shape[:-1], case.hidden_dim, dtype=op.config.combined_dtype)
-    by_expert = case.layout == "expert_major"
-    if by_expert:
-        own = references[rank]
-        assert own.expert_counts is not None
-        blocks = small_integers(rows.shape[0] * rows.shape[1], case, rank, number).view(rows.shape)
-        place_expert_rows(own, blocks, rows)
-    else:
-        place_rows(references[rank], small_integers(references[rank].total_recv, case, rank, number), rows)
-    weights = None if by_expert else step.got[1]
-    if case.in_halves(number, rank, "combine"):
-        op.combine_send(rows, weights, step.ids)
-        return op.combine_recv()
-    return op.combine(rows, weights, step.ids)
-
-
-def expected_sums(step: Step) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """By rank: results, and weight sums but for layout expert_major."""
-    case, references, number = step.case, step.reference, step.number
-    if case.layout == "expert_major":
-        rows = []
-        for rank, each in enumerate(references):
-            blocks = small_integers(each.tokens.shape[0] * each.tokens.shape[1], case, rank, number)
-            results = blocks.view(*each.tokens.shape[:2], case.hidden_dim)
-            rows.append(reduce_experts_reference(results, each, torch.bfloat16))
-        return combine_reference(rows, references, step.counts, torch.bfloat16), None
-    rows = [small_integers(each.total_recv, case, rank, number) for rank, each in enumerate(references)]
-    weights = [each.valid_rows(each.weights) for each in references if each.weights is not None]
-    sums = combine_weights_reference(weights, references, step.counts)
-    return combine_reference(rows, references, step.counts, torch.bfloat16), sums
-
-
 def one_answer(context: RankContext, transport: str, kernel: str, form: str) -> None:
     case, rank = case_of(form), context.rank
     gpus_per_node = case.world_size if transport == "shared_memory" else 2
+    case = replace(case, num_nodes=case.world_size // gpus_per_node)
     with Arena(context.group, context.device) as arena:
         factory = OpFactory(arena)
         config = case.config(
@@ -109,23 +66,11 @@ def one_answer(context: RankContext, transport: str, kernel: str, form: str) -> 
             step = Step.dispatch(case, op, number, context.device)
             check_shapes(step, step.reference[rank])
             step.check_dispatched()
-            result, sums = combine(step, op)
-            results, weight_sums = expected_sums(step)
-            same_results(case, result[: step.counts[rank]], results[rank])
-            if sums is not None and weight_sums is not None:
-                torch.testing.assert_close(sums[: step.counts[rank]], weight_sums[rank], rtol=1e-6, atol=0)
+            step.combine()
         assert len(op.get_launch_config()) == 3
         op.check()
         op.close()
         factory.close()
-
-
-def same_results(case: Case, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit where rows and sums are integers; layout expert_major multiplies by weights, which rounds."""
-    if case.layout == "expert_major":
-        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
-    else:
-        same_bits(got, expected, "combine")
 
 
 def chosen() -> Iterator[Any]:
