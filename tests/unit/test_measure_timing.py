@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.commands.measure.timing import (
+    PAIRS_IN_A_ROW,
     Clock,
     TimingSettings,
+    pair_periods,
     summarize,
     time_apart,
     time_calls,
@@ -102,6 +104,14 @@ def test_the_cache_is_flushed_before_each_round_trip_and_outside_its_time():
     run = ["flush", "align", "mark", "dispatch", "combine", "mark"]
     assert clock.events == ["dispatch", "combine", "synchronize", *run * 2, "synchronize"]
     assert times == [3.0] * 2
+
+
+def test_the_period_is_that_of_pairs_behind_others_without_a_barrier_between():
+    clock = RecordingClock()
+    periods = pair_periods(Recording(clock.events).round_trip, clock)
+    row = ["dispatch", "combine"] * PAIRS_IN_A_ROW
+    assert clock.events == [*["align", *row, "mark", *row, "mark"] * 4, "synchronize"]
+    assert periods == [(2 * PAIRS_IN_A_ROW + 1) / PAIRS_IN_A_ROW] * 4
 
 
 def test_the_wall_clock_counts_microseconds(monkeypatch):

@@ -53,6 +53,7 @@ ROUND_TRIP: Columns = {
     "dispatch µs": lambda record: f"{record['dispatch_us']:.1f}",
     "combine µs": lambda record: f"{record['combine_us']:.1f}",
     "round trip µs": lambda record: f"{record['round_trip_us']:.1f}",
+    "pair period µs": lambda record: _if_known("{:.1f}", record.get("pair_period_us")),
     "p99 µs": lambda record: f"{record['round_trip_p99_us']:.1f}",
     "host µs": lambda record: "/".join(f"{record[name]:.1f}" for name in HOST_TIMES if name in record),
     "GB/s": lambda record: f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",
@@ -84,8 +85,8 @@ WHERE_ANY: Columns = {
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
     "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of reference_push "
-    "by this one's. cold: a single round trip behind a flush of the L2. round trip: the period of chained pairs of a "
-    "dispatch and a combine."
+    "by this one's. cold: a single round trip behind a flush of the L2. pair period: of a dispatch and a combine in a "
+    "long row of them, median over ranks."
 )
 BOUNDED_EXPLANATION = (
     " program µs / token: dispatch µs by tokens, times programs. sender µs / row: combine µs by rows to other ranks, "

@@ -30,6 +30,10 @@ FALLBACK_CLOCK_KHZ = 1_980_000
 HOST_CALLS_PER_BATCH = 50
 """Calls queued between two synchronisations; a full launch queue would make the host wait."""
 CAPTURE_WARMUPS = 4
+PAIRS_IN_A_ROW = 128
+"""Round trips in one graph whose period is taken; as many before them, untimed, fill the pipeline."""
+NUM_CHAINS = 4
+"""Times that such a graph is replayed."""
 FLUSH_BYTES = 256 << 20
 """Bytes written to empty a GPU's L2 of everything else: twice the largest L2, or more."""
 
@@ -158,6 +162,7 @@ class Timer:
         Returns:
             `dispatch_us` and `combine_us` behind a barrier, whose skew is in them; `round_trip_us`; the same with
             `_p99_us`; `round_trip_cold_us` with nothing in the L2, None where it was not asked for, and on CPU;
+            `pair_period_us` of PAIRS_IN_A_ROW round trips behind as many others, the median of the ranks, None on CPU;
             `in_graph`; on GPUs `dispatch_host_us` and `combine_host_us`, which an eager call keeps the host busy.
         """
 
@@ -167,7 +172,7 @@ class Timer:
         clock, settings = self._clock, self._settings
         dispatch_us, combine_us = time_apart(dispatch, combine, clock, settings)
         round_trip_us = time_calls(round_trip, clock, settings)
-        cold_us, host = None, {}
+        cold_us, period_us, host = None, None, {}
         if self._is_cold:
             cold_us = self._over_ranks(time_calls(round_trip, clock, settings, flushes=True))[0]
         if self.on_gpu:
@@ -175,10 +180,13 @@ class Timer:
             own = time_on_host(dispatch, combine, clock, settings.num_host_calls)
             slowest = map(max, zip(*self._rendezvous.exchange("host time", own)))
             host = dict(zip(("dispatch_host_us", "combine_host_us"), slowest, strict=True))
+            periods_us = self._rendezvous.exchange("periods", pair_periods(round_trip, clock))
+            # A rate, which ranks that wait for each other share: the median, where a latency is that of the slowest.
+            period_us = statistics.median(map(statistics.median, periods_us))
         found: dict[str, Any] = {}
         for phase, times_us in (("dispatch", dispatch_us), ("combine", combine_us), ("round_trip", round_trip_us)):
             found[f"{phase}_us"], found[f"{phase}_p99_us"] = self._over_ranks(times_us)
-        return found | {"round_trip_cold_us": cold_us, "in_graph": self.on_gpu} | host
+        return found | {"round_trip_cold_us": cold_us, "pair_period_us": period_us, "in_graph": self.on_gpu} | host
 
     def _over_ranks(self, times_us: list[float]) -> tuple[float, float]:
         return summarize(self._rendezvous.exchange("times", times_us))
@@ -261,6 +269,18 @@ class CallsInARow:
         clock.synchronize()
         return [clock.elapsed_us(start, end) / self._num_calls for start, end in marks]
 
+    def periods_us(self, num_chains: int) -> list[float]:
+        """Returns microseconds of one call of a row that follows another row at once, per chain, on this rank."""
+        clock, marks = self._clock, []
+        for _ in range(num_chains):
+            clock.align()
+            self._run()
+            start = clock.mark()
+            self._run()
+            marks.append((start, clock.mark()))
+        clock.synchronize()
+        return [clock.elapsed_us(start, end) / self._num_calls for start, end in marks]
+
     def close(self) -> None:
         """Frees the graph."""
         if self._graph is not None:
@@ -275,6 +295,14 @@ def time_calls(
     times_us = calls.times_us(settings, flushes=flushes)
     calls.close()
     return times_us
+
+
+def pair_periods(round_trip: Callable[[], Any], clock: Clock) -> list[float]:
+    """Returns the period of round trips that never stop, per chain, on this rank, in microseconds."""
+    calls = CallsInARow(round_trip, clock, PAIRS_IN_A_ROW)
+    periods_us = calls.periods_us(NUM_CHAINS)
+    calls.close()
+    return periods_us
 
 
 def capture(
