@@ -5,12 +5,14 @@ Real processes run each layout over each transport: tests/multiprocess/test_cove
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ep_a2a.ops import expert_major
-from tests.cases.op_cases import run_case
+from tests.cases.op_cases import Case, run_case
 from tests.cases.op_matrix import CASES, DIRECT_PAYLOADS
 from tests.simulator.runs import run_on_ranks
 
@@ -28,3 +30,39 @@ def test_more_rows_than_a_program_numbers_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(expert_major, "NUMBERED_IDS", 8)
     case = replace(CASES[MANY_ROWS], world_size=2, max_tokens=6, tokens=((3, 2),), topk=3, num_experts=6)
     run_on_ranks(run_case, case.world_size, case)
+
+
+CASTS: dict[str, dict[str, Any]] = {
+    "bf16": {"hidden_dim": 8},
+    "cast": {"hidden_dim": 128, "quant_type": "fp8_blockwise"},
+}
+"""Rows as they are, and rows that are cast inside dispatch and on the way back."""
+QUICK = (9, "rank_major", "bulk", "cast")
+
+
+def many_ranks() -> list[Any]:
+    """More ranks than a host has, in every layout, by either dispatch."""
+    names = itertools.product((9, 16), ("compact", "rank_major", "expert_major"), ("low_latency", "bulk"), CASTS)
+    return [
+        pytest.param(*name, id="-".join(map(str, name)), marks=[] if name == QUICK else pytest.mark.full)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "dispatch", "cast"), many_ranks())
+def test_many_ranks(world_size: int, layout: str, dispatch: str, cast: str) -> None:
+    options: dict[str, Any] = {"flagged_max_tokens": 0} if dispatch == "bulk" else {}
+    options |= {"dispatch_quant_type": "fp8_per_1x128"} if cast == "cast" else {}
+    case = Case(
+        world_size=world_size,
+        num_experts=2 * world_size + 1,
+        topk=3,
+        max_tokens=3,
+        tokens=((2, 0, 1), (1, 2, 0)),
+        num_steps=2,
+        routing="out_of_range",
+        layout=layout,
+        options=options,
+        **CASTS[cast],
+    )
+    run_on_ranks(run_case, world_size, case)
