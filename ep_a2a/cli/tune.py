@@ -16,6 +16,7 @@ MICRO_BATCHES = (
     "Instead: find the multiprocessors of an exchange beside another micro-batch's experts, out of these, such as "
     "8,12,16 (0: no bound). Sizes are of one micro-batch; default: 1024,4096. Writes no tables."
 )
+MAX_SMS = "Bounds on each rank's multiprocessors (CTAs) to tune for, such as 8,16,24; 0 = none."
 A_FOLDER = {"file_okay": False}
 
 OPTIONS = (
@@ -26,7 +27,8 @@ OPTIONS = (
     opt.number("experts", "Experts over all ranks.", opt.MOST_EXPERTS, 256),
     opt.Option("dtype", str, "bfloat16, float16, float32.", "bfloat16"),
     opt.Option("quant", str, "Cast of dispatch: none, fp8_per_token, fp8_per_1x128.", "fp8_per_1x128"),
-    opt.Option("combine_quant", str, "Cast of combine: none, fp8_blockwise, fp8_direct_cast.", "none"),
+    opt.names("combine_quant", "Casts of combine: none, fp8_blockwise, fp8_direct_cast.", "none"),
+    opt.Option("max_sms", str, MAX_SMS, "0", read=opt.read_bounds),
     opt.Option("layout", str, LAYOUT, "rank_major"),
     opt.Option("budget_secs", float, "Seconds of search for each size.", 60.0, limits={"min": 1}),
     opt.number("iterations", "Timed runs of each trial.", opt.MOST_ITERATIONS, 20),
@@ -55,14 +57,14 @@ def run(options: SimpleNamespace) -> int:
     world_size = options.ranks or torch.cuda.device_count()
     check_can_tune(world_size)
     note = sharing_note(world_size, torch.cuda.device_count())
-    fields = ("hidden_dim", "topk", "num_experts", "dtype", "quant_type", "combine_quant", "layout", "seed")
+    fields = ("hidden_dim", "topk", "num_experts", "dtype", "quant_type", "layout", "seed")
     fixed = {name: (value,) for name, value in opt.given(opt.values_of_fields(options, fields)).items()}
-    fixed = {"world_size": (world_size,)} | fixed
+    fixed = {"world_size": (world_size,), "combine_quant": options.combine_quant} | fixed
     if options.micro_batches:
         return EXIT_OK if _tune_micro_batches(options, fixed) else EXIT_MISMATCH
     folder = options.output or default_output(note)
     sizes = options.max_tokens or DEFAULT_SIZES
-    points = make_workloads(fixed | {"num_tokens": sizes})
+    points = make_workloads(fixed | {"max_sms": options.max_sms, "num_tokens": sizes})
     settings = TimingSettings(num_warmups=5, num_runs=options.iterations)
     complete = execute(points, settings, options.budget_secs, folder, as_json=options.as_json, note=note)
     return EXIT_OK if complete else EXIT_MISMATCH

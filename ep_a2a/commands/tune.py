@@ -20,6 +20,7 @@ from ep_a2a.commands.measure.session import OpRoundTrip, make_config
 from ep_a2a.commands.measure.timing import Timer
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.tables import new_table
+from ep_a2a.config import QuantType
 from ep_a2a.errors import CheckFailedError, ConfigError, UnsupportedError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
@@ -45,6 +46,7 @@ VALUES = {
     "send_elements": (1024, 2048, 4096, 8192),
     "add_elements": (512, 1024, 2048),
     "pause_ns": (0, 100, 500),
+    "send_rows": (1, 2, 4),
 }
 """Values to try, by launch number; numbers of programs are scaled instead."""
 SCALES = (0.5, 0.75, 1.5, 2.0)
@@ -82,14 +84,14 @@ def execute(
     outcomes: list[Outcome] = []
     with Progress("tuning", len(points), messages.notices()) as progress:
         for point in points:
-            progress.begin(f"{point.max_num_tokens} tokens, {budget_secs:g} s at most")
+            progress.begin(f"{_point_text(point)}, {budget_secs:g} s at most")
             result = tune_point(point, settings, budget_secs, folder)
             if isinstance(result, str):
                 progress.end(result, "red")
             else:
                 outcomes.append(result)
                 times = f"{result.default_us:.1f} -> {result.best_us:.1f} µs"
-                progress.end(f"{result.workload.max_num_tokens} tokens: {times}")
+                progress.end(f"{_point_text(result.workload)}: {times}")
     if as_json:
         results = [each.as_json_object() for each in outcomes]
         messages.print_json({"folder": str(folder), "note": note, "results": results})
@@ -98,6 +100,12 @@ def execute(
     if outcomes:
         messages.note(f"tables: {folder}")
     return len(outcomes) == len(points)
+
+
+def _point_text(point: Workload) -> str:
+    bound = f" on {point.max_sms} multiprocessors" if point.max_sms else ""
+    cast = f", {point.combine_quant} back" if point.combine_quant != QuantType.NONE else ""
+    return f"{point.max_num_tokens} tokens{bound}{cast}"
 
 
 def default_output(note: str = "") -> Path:
@@ -136,7 +144,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
         for number, phase in enumerate(outcome.default):
             first = number == 0
             cells = (_text(outcome.default[phase], phase), _text(outcome.best[phase], phase))
-            size = str(outcome.workload.max_num_tokens) if first else ""
+            size = _point_text(outcome.workload).replace(" tokens", "") if first else ""
             table.add_row(size, phase, *cells, *(times if first else ("",) * len(times)))
     messages.output().print(table)
 
@@ -175,7 +183,8 @@ class Outcome:
     def as_json_object(self) -> dict[str, Any]:
         """Returns what was found, for --json."""
         found = {name: value for name, value in asdict(self).items() if name != "workload"}
-        return {"max_num_tokens": self.workload.max_num_tokens} | found
+        point = {name: getattr(self.workload, name) for name in ("max_num_tokens", "max_sms", "combine_quant")}
+        return point | found
 
 
 def neighbours(phase: str, launch: TunedLaunch) -> Iterator[TunedLaunch]:
@@ -236,7 +245,7 @@ def tables_of(config: EpDispatchCombineConfig, launches: Mapping[str, TunedLaunc
     size = config.max_num_inp_token_per_rank
     return TunedTables(
         {
-            phase: (TableEntry(shape_key(config, phase, size), launch, nothing, "of this trial"),)
+            phase: (TableEntry(shape_key(config, phase, size, config.max_sms), launch, nothing, "of this trial"),)
             for phase, launch in launches.items()
         }
     )
@@ -343,7 +352,8 @@ def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
     )
     size = workload.max_num_tokens
     return {
-        phase: TableEntry(shape_key(config, phase, size), launch, evidence) for phase, launch in outcome.best.items()
+        phase: TableEntry(shape_key(config, phase, size, config.max_sms), launch, evidence)
+        for phase, launch in outcome.best.items()
     }
 
 
@@ -363,7 +373,7 @@ def tune_point(workload: Workload, settings: TimingSettings, budget_secs: float,
             outcome: Outcome = pool.run(search_point, workload, settings, budget_secs)[0]
             note = pool.note
     except RankFailure as failure:
-        return f"max_num_tokens {workload.max_num_tokens}: {failure}"
+        return f"{_point_text(workload)}: {failure}"
     for phase, entry in entries_of(outcome, note).items():
         tables.write_table(output / tables.table_name(outcome.arch, workload.world_size, phase), phase, [entry])
     return outcome

@@ -23,9 +23,11 @@ _WITH_ROLES = ("num_warps", "num_senders", "num_receivers")
 LAUNCH_FIELDS = {
     "bulk_dispatch": ("num_warps", "num_programs"),
     "low_latency_dispatch": _WITH_ROLES,
-    "combine": (*_WITH_ROLES, "send_elements", "add_elements", "pause_ns"),
+    "combine": (*_WITH_ROLES, "send_elements", "add_elements", "pause_ns", "send_rows"),
 }
 """Fields of a launch, by phase."""
+OPTIONAL_FIELDS = ("send_rows",)
+"""Those that a file may leave out."""
 PROGRAM_FIELDS = ("num_programs", "num_senders", "num_receivers")
 """Those that count programs; 0 stands for one for each unit of work."""
 
@@ -65,8 +67,10 @@ def _entry(entry: Any, phase: str, where: str) -> Parts:
     _fields(entry, {"key": _object, "launch": _object, "evidence": _object}, where)
     positive = _integer(1, 1 << 31)
     key_fields = {"hidden_dim": positive, "topk": positive, "cast": _text, "max_num_tokens": positive}
-    _fields(entry["key"], key_fields, f"key of {where}")
-    _fields(entry["launch"], {name: _LAUNCH_CHECKS[name] for name in LAUNCH_FIELDS[phase]}, f"launch of {where}")
+    _fields(entry["key"], key_fields, f"key of {where}", {"max_sms": _integer(0, MAX_PROGRAMS)})
+    launch = {name: _LAUNCH_CHECKS[name] for name in LAUNCH_FIELDS[phase]}
+    optional = {name: launch.pop(name) for name in OPTIONAL_FIELDS if name in launch}
+    _fields(entry["launch"], launch, f"launch of {where}", optional)
     evidence_fields = {
         "us": _number,
         "gb_per_s": _number,
@@ -132,4 +136,5 @@ _LAUNCH_CHECKS: dict[str, Check] = {
     "send_elements": _power_of_two(MIN_ELEMENTS, MAX_ELEMENTS),
     "add_elements": _power_of_two(MIN_ELEMENTS, MAX_ELEMENTS),
     "pause_ns": _integer(0, MAX_PAUSE_NS),
+    "send_rows": _power_of_two(1, MAX_WARPS),
 }

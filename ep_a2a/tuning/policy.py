@@ -61,6 +61,8 @@ THREADS_PER_SM = {Phase.BULK_DISPATCH: 256, Phase.LOW_LATENCY_DISPATCH: 512, Pha
 
 WIDE_WARPS = {Phase.BULK_DISPATCH: 16, Phase.LOW_LATENCY_DISPATCH: 16, Phase.COMBINE: 16}
 """Warps per program where the multiprocessors are bounded, and so the programs."""
+LEAST_WIDE_WARPS = 8
+"""The fewest that a tuned table can choose there: programs hold whole rows, for which fewer have too few registers."""
 FLAG_PROGRAMS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 """By phase, how many first programs of a launch exchange flags and counts with peers; they move no rows."""
 
@@ -135,6 +137,8 @@ def choose_launch(
         wish = _widened(wish, config, phase, max_sms)
     if block_num > 0:
         wish = replace(wish, num_programs=block_num, reason="caller")
+    elif is_bounded and config.launch != "manual" and tables is not None:
+        wish = _tuned_bounded(wish, tables, config, phase, max_num_tokens, max_sms)
     if warp_per_block > 0:
         wish = replace(wish, num_warps=warp_per_block, reason="caller")
     wish = replace(wish, num_warps=1 << (max(1, min(wish.num_warps, MAX_WARPS)).bit_length() - 1))
@@ -215,6 +219,20 @@ def _tuned(
     receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
     num_programs = FLAG_PROGRAMS[phase] + senders + receivers
     return replace(default, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
+
+
+def _tuned_bounded(
+    wish: Launch, tables: TunedTables, config: EpDispatchCombineConfig, phase: Phase, max_num_tokens: int, max_sms: int
+) -> Launch:
+    """The wish for a bound with the tuned numbers of this bound, where there are any."""
+    found = tables.find(config, phase.value, max_num_tokens, max_sms)
+    if found is None:
+        return wish
+    tuned = found.entry.launch
+    wish = replace(wish, num_warps=max(tuned.num_warps, LEAST_WIDE_WARPS), reason=found.reason)
+    if phase is not Phase.COMBINE:
+        return wish
+    return replace(wish, num_senders=tuned.num_senders or wish.num_senders, send_rows=tuned.send_rows)
 
 
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:

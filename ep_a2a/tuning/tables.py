@@ -48,12 +48,14 @@ class ShapeKey:
         hidden_dim: H. topk: K.
         cast: the cast of the phase's wire ("fp8_per_1x128", ...), or where there is none the dtype ("bfloat16").
         max_num_tokens: bound on every rank's tokens in a step, the same on all ranks.
+        max_sms: bound on the multiprocessors of a launch; 0 = all.
     """
 
     hidden_dim: int
     topk: int
     cast: str
     max_num_tokens: int
+    max_sms: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class TunedLaunch:
     """Launch numbers of one phase; see policy.Launch. 0 programs, senders or receivers: one for each unit of work.
 
     `dispatch` has num_programs, the other phases have num_senders and num_receivers, `combine` has the rest as well;
-    numbers that a phase does not have are 0.
+    numbers that a phase does not have are 0. Of an entry with max_sms the policy takes num_warps and, of a combine,
+    num_senders (0 for its own number) and send_rows; the rest follows from the bound.
     """
 
     num_warps: int
@@ -71,6 +74,7 @@ class TunedLaunch:
     send_elements: int = 0
     add_elements: int = 0
     pause_ns: int = 0
+    send_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,9 @@ class Found(NamedTuple):
 def lookup(table: Table, key: ShapeKey) -> Found | None:
     """Returns the entry for a shape: the exact one, else the nearest, else None.
 
-    Nearest means of the same cast, of the same hidden_dim (else of the nearest), and then nearest in max_num_tokens by
-    the distance of logarithms; of two at equal distance the one with the same topk, then the larger. Nothing further
-    than MAX_RATIO is taken.
+    Nearest means of the same cast and max_sms, of the same hidden_dim (else of the nearest), and then nearest in
+    max_num_tokens by the distance of logarithms; of two at equal distance the one with the same topk, then the larger.
+    Nothing further than MAX_RATIO is taken.
     """
     distances = []
     for entry in table:
@@ -129,7 +133,7 @@ def lookup(table: Table, key: ShapeKey) -> Found | None:
             return Found(entry, f"tuned table {entry.origin}, exact")
         hidden = _ratio(other.hidden_dim, key.hidden_dim)
         tokens = _ratio(other.max_num_tokens, key.max_num_tokens)
-        if other.cast == key.cast and max(hidden, tokens) <= MAX_RATIO:
+        if (other.cast, other.max_sms) == (key.cast, key.max_sms) and max(hidden, tokens) <= MAX_RATIO:
             distances.append(((hidden, tokens, other.topk != key.topk, -other.max_num_tokens), entry))
     if not distances:
         return None
@@ -155,9 +159,9 @@ class TunedTables:
     def __init__(self, tables: Mapping[str, Table] | None = None) -> None:
         self._tables = dict(tables or {})
 
-    def find(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int) -> Found | None:
+    def find(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, max_sms: int = 0) -> Found | None:
         """Returns the entry that `lookup` finds for a step of an op."""
-        return lookup(self._tables.get(phase, ()), shape_key(config, phase, max_num_tokens))
+        return lookup(self._tables.get(phase, ()), shape_key(config, phase, max_num_tokens, max_sms))
 
     def log_source(self, config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, reason: str) -> None:
         """Logs the source of a launch, at info, once per phase, shape and source in a process."""
@@ -178,13 +182,13 @@ class TunedTables:
         return found
 
 
-def shape_key(config: EpDispatchCombineConfig, phase: str, max_num_tokens: int) -> ShapeKey:
+def shape_key(config: EpDispatchCombineConfig, phase: str, max_num_tokens: int, max_sms: int = 0) -> ShapeKey:
     """Returns the key of a step; ranks agree on all of it."""
     cast, dtype = config.dispatch_quant, config.wire_dtype
     if phase == "combine":
         cast, dtype = config.combine_quant, config.combined_dtype
     name = str(dtype).removeprefix("torch.") if cast == QuantType.NONE else cast.value
-    return ShapeKey(config.hidden_dim, config.topk, name, max_num_tokens)
+    return ShapeKey(config.hidden_dim, config.topk, name, max_num_tokens, max_sms)
 
 
 def arch_name(capability: tuple[int, int]) -> str:

@@ -73,6 +73,41 @@ def test_the_search_starts_from_the_analytic_launch(size):
     assert tune.effect_of(config, launches, H200_SMS) == tuple(replace(one, reason="") for one in analytic)
 
 
+def test_the_search_for_a_bound_tries_what_the_bound_leaves_open():
+    config = config_of(max_num_inp_token_per_rank=4096, max_sms=24)
+    start = tune.chosen_launches(config, H200_SMS)
+    tried = []
+    search = tune.Search(
+        lambda launches: float(len(tried.append(launches) or tried)),
+        lambda launches: tune.effect_of(config, launches, H200_SMS),
+        lambda: True,
+    )
+    search.run(start)
+    found = {
+        (phase, name)
+        for launches in tried
+        for phase, launch in launches.items()
+        for name in ("num_warps", "num_senders", "send_rows", "send_elements", "num_receivers", "num_programs")
+        if getattr(launch, name) != getattr(start[phase], name)
+    }
+    of_combine = {("combine", name) for name in ("num_warps", "num_senders", "send_rows")}
+    assert found == of_combine | {("bulk_dispatch", "num_warps")}
+    assert tried[0] == start
+
+
+def test_bounds_and_casts_are_points_of_one_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    seen = []
+    monkeypatch.setattr(tune, "execute", lambda points, *_, **__: bool(seen.extend(points)) or True)
+    options = ["--max-sms", "8,24", "--combine-quant", "none,fp8_blockwise", "--max-tokens", "512,4096"]
+    assert CliRunner().invoke(make_app(), ["tune", *options, "--output", str(tmp_path)]).exit_code == 0
+    assert [(each.combine_quant, each.max_sms, each.num_tokens) for each in seen] == [
+        (cast, bound, size) for cast in ("none", "fp8_blockwise") for bound in (8, 24) for size in (512, 4096)
+    ]
+    outcome = replace(outcome_of(512), workload=seen[0])
+    assert {one.key.max_sms for one in tune.entries_of(outcome).values()} == {8}
+
+
 def searched(best: TunedLaunch, budget: int = 10_000) -> tuple[tune.Launches, tune.Search]:
     """A search where the time is the number of numbers that are not the best ones."""
     config = config_of(max_num_inp_token_per_rank=4096)

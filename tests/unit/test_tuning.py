@@ -177,6 +177,23 @@ def test_zero_means_a_program_for_each_unit_of_work():
     assert (launch.num_senders, launch.num_receivers, launch.reason) == (20, 80, "tuned table a.json, nearest: 16")
 
 
+def test_numbers_tuned_for_a_bound_are_taken_with_that_bound_only():
+    tuned = entry(4096, TunedLaunch(8, num_senders=9, send_rows=2), max_sms=24)
+    untuned = {bound: chosen(Phase.COMBINE, 4096, 4096, None, max_sms=bound) for bound in (0, 16, 24)}
+    for bound in (0, 16):
+        assert chosen(Phase.COMBINE, 4096, 4096, tables_of(tuned), max_sms=bound) == untuned[bound]
+    launch = chosen(Phase.COMBINE, 4096, 4096, tables_of(tuned), max_sms=24)
+    assert (launch.num_warps, launch.num_senders, launch.send_rows) == (8, 9, 2)
+    assert launch.reason == "tuned table a.json, exact"
+    assert launch.num_programs == untuned[24].num_programs
+    # the nearest size, and 0 for the number that follows from the bound
+    own = entry(4096, TunedLaunch(16, send_rows=4), max_sms=24)
+    launch = chosen(Phase.COMBINE, 3000, 3000, tables_of(own), max_sms=24)
+    assert replace(launch, reason="") == replace(chosen(Phase.COMBINE, 3000, 3000, None, max_sms=24), reason="")
+    # what the caller says counts
+    assert chosen(Phase.COMBINE, 4096, 4096, tables_of(tuned), max_sms=24, block_num=20).reason == "caller"
+
+
 def test_tuned_numbers_are_wishes():
     """Programs of a launch wait for each other's ranks, so all must fit: also with fewer multiprocessors."""
     tables = tables_of(entry(4096, TunedLaunch(4, 0, 64, 594, 8192, 1024)))

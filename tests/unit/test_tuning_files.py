@@ -117,6 +117,14 @@ def test_writing_keeps_other_entries_and_leaves_no_other_files(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o644
 
 
+def test_entries_of_a_bound_lie_beside_those_of_the_whole_gpu(tmp_path):
+    path = tmp_path / "table.json"
+    bounded = entry(512, replace(COMBINE, send_rows=4), max_sms=24)
+    tuning.write_table(path, "combine", [bounded])
+    tuning.write_table(path, "combine", [entry(512)])
+    assert tuning.read_table(path, "combine") == (entry(512), bounded)
+
+
 def test_a_table_that_cannot_be_read_is_not_written_over(tmp_path):
     path = tmp_path / "table.json"
     path.write_text("mine")
