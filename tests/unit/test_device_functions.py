@@ -28,9 +28,6 @@ from ep_a2a.kernels.primitives import (
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
     field_of,
-    fields_before,
-    fields_of_token,
-    fields_of_tokens,
     owner_of,
     packed,
     plus,
@@ -257,42 +254,6 @@ def test_fields_keep_their_counts_apart(world_size, _, bits):
         left = [rng.randint(0, count) for count in total]
         check_sum(total, [0] * world_size, bits)
         check_sum(left, [count - some for count, some in zip(total, left)], bits)
-
-
-@portable
-def fields_of_all(ids, num_tokens, before_out, own_out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, BITS: tl.constexpr):
-    lanes, at = tl.arange(0, SHAPE.WORLD_LANES), tl.arange(0, SHAPE.TOPK_LANES)
-    going = fields_of_tokens(ids, num_tokens, SHAPE, OWNERS, 16, BITS)
-    for token in range(num_tokens + 1):
-        before = fields_before(going, token, SHAPE.WORLD_SIZE, 16, BITS)
-        tl.store(before_out + token * SHAPE.WORLD_LANES + lanes, field_of(before, lanes, SHAPE.WORLD_SIZE, BITS))
-        is_id = (at < SHAPE.TOPK) & (at * 0 + token < num_tokens)
-        token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=is_id, other=-1)
-        own = fields_of_token(token_ids, OWNERS, SHAPE.WORLD_SIZE, BITS)
-        tl.store(own_out + token * SHAPE.WORLD_LANES + lanes, field_of(own, lanes, SHAPE.WORLD_SIZE, BITS))
-
-
-def check_fields(ids: torch.Tensor, num_tokens: int, num_experts: int, world_size: int, bits: int) -> None:
-    """Of tokens together and of each alone: sums of the mask and its lines, up to the token after the last."""
-    lanes, topk = padded(world_size), ids.shape[1]
-    mask = torch.zeros(num_tokens + 1, lanes, dtype=torch.int32)
-    mask[:num_tokens, :world_size] = destination_mask(ids[:num_tokens], num_experts, world_size)
-    before, own = untouched(2, num_tokens + 1, lanes)
-    fields_of_all.interpret((1,), ids, num_tokens, before, own, **form_of(topk, num_experts, world_size, bits))
-    assert torch.equal(before, (mask.cumsum(0) - mask).to(torch.int32))
-    assert torch.equal(own, mask)
-
-
-@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
-@pytest.mark.parametrize(("topk", "routing"), [(3, "out_of_range"), (5, "repeated")])
-def test_fields_of_tokens_are_the_mask(topk, routing, world_size, num_experts, bits):
-    ids = experts_of(routing, 7, topk, num_experts, world_size)
-    check_fields(ids, 7, num_experts, world_size, bits)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16])
-def test_fields_of_up_to_as_many_tokens_as_are_looked_at_at_once(num_tokens):
-    check_fields(experts_of("out_of_range", num_tokens, 3, 60, 8), num_tokens, 60, 8, 8)
 
 
 @portable
