@@ -62,29 +62,66 @@ def widened(bits, DTYPE: tl.constexpr):
     return bits.to(DTYPE, bitcast=True).to(tl.float32)
 
 
-@portable
-def group_scales(values, POWERS_OF_TWO: tl.constexpr):
-    """Scales of a tile [groups, elements]: largest finite magnitude over 448, rounded up if asked to a power of two.
-
-    Returns (scale bits as int32, reciprocals as float32), both [groups].
-    """
+def _interpreted_magnitudes(values):
     magnitudes = tl.abs(values)
-    # false for NaN too
-    magnitudes = tl.where(magnitudes < INFINITY, magnitudes, 0.0)
-    amax = tl.maximum(reduce_max(magnitudes, 1), MIN_AMAX)
-    scales = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
+    return tl.where(magnitudes < INFINITY, magnitudes, 0.0)
+
+
+@portable(interpreted=_interpreted_magnitudes)
+def magnitudes_of(values):
+    """Magnitudes of float32 values for a maximum of the finite ones: NaN, which a maximum leaves out, for the others.
+
+    In the interpreter 0 for the others, since its maxima take NaN.
+    """
+    return tl.abs(tl.fma(values, tl.full(values.shape, 0.0, tl.float32), values))
+
+
+def _interpreted_over_fp8_max(values):
+    return tl.div_rn(values, tl.full(values.shape, FP8_MAX, tl.float32))
+
+
+@portable(interpreted=_interpreted_over_fp8_max)
+def over_fp8_max(values):
+    """values / 448 of float32 values from MIN_AMAX on, rounded to nearest even; without the branches of a division."""
+    reciprocal = tl.full(values.shape, 1 / FP8_MAX, tl.float32)
+    near = values * reciprocal
+    remainder = tl.fma(near, tl.full(values.shape, -FP8_MAX, tl.float32), values)
+    return tl.fma(remainder, reciprocal, near)
+
+
+def _interpreted_reciprocals(values):
+    return tl.div_rn(tl.full(values.shape, 1.0, tl.float32), values)
+
+
+@portable(interpreted=_interpreted_reciprocals)
+def reciprocals_of(values):
+    """1 / values, rounded to nearest even, where both are normal float32 numbers; without branches."""
+    near = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+    )
+    remainder = tl.fma(-values, near, tl.full(values.shape, 1.0, tl.float32))
+    return tl.fma(near, remainder, near)
+
+
+@portable
+def scales_of(maxima, POWERS_OF_TWO: tl.constexpr):
+    """Scales of groups with these largest finite magnitudes: those over 448, rounded up if asked to a power of two.
+
+    Returns (scale bits as int32, reciprocals as float32), both of the same shape.
+    """
+    scales = over_fp8_max(tl.maximum(maxima, MIN_AMAX))
     bits = scales.to(tl.int32, bitcast=True)
     if POWERS_OF_TWO:
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
         bits = tl.minimum(tl.maximum(exponent, 1), 254) << 23
         scales = bits.to(tl.float32, bitcast=True)
-    return bits, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scales)
+    return bits, reciprocals_of(scales)
 
 
 @portable
 def quantize_tile(values, POWERS_OF_TWO: tl.constexpr):
     """Quantises a float32 tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups])."""
-    scale_bits, reciprocals = group_scales(values, POWERS_OF_TWO)
+    scale_bits, reciprocals = scales_of(reduce_max(magnitudes_of(values), 1), POWERS_OF_TWO)
     return e4m3_bits(values * reciprocals[:, None]), scale_bits
 
 
