@@ -1,7 +1,8 @@
 """IntraNode bulk dispatch: writes rows where their experts read them, then raises one flag per peer.
 
 Each program owns a contiguous chunk of this rank's tokens, so that row numbers follow from a prefix count and rows
-land in (source rank, source token) order. The last program to finish posts the flags and waits for those of the peers.
+land in (source rank, source token) order. It sends them one by one with all its warps, or, where programs are few, in
+tiles with a warp for each token. The last program to finish posts the flags and waits for those of the peers.
 """
 
 from typing import NamedTuple
@@ -39,12 +40,14 @@ from ep_a2a.kernels.receive_kernels import (
     wait_all_counts,
 )
 from ep_a2a.kernels.routing_kernels import (
+    count_by_rank,
     count_rows,
     field_of,
     fields_of_token,
     packed,
     plus,
     record_route,
+    record_routes,
     rows_of_programs_before,
 )
 from ep_a2a.kernels.send_kernels import (
@@ -58,6 +61,7 @@ from ep_a2a.kernels.send_kernels import (
     store_at_all,
     targets_of,
 )
+from ep_a2a.kernels.send_tile_kernels import send_beside_rows, send_cast_tiles, send_tiles
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
@@ -153,47 +157,108 @@ def send_token(
 
 
 @portable
-def count_rows_before(ids, step, first, last, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr):
+def rows_before_program(
+    ids, step, first, last, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr, TILE: tl.constexpr
+):
     """(rows of all tokens before this program's, as fields; as a vector; and this program's own rows as a vector).
 
-    The vectors are 0 where programs count alone (redundant scan).
+    Where programs count alone (redundant scan), own rows are 0, and the vector is 0 where tokens are sent one by one.
+    There are no fields where tokens are sent in tiles.
     """
     ranks = tl.arange(0, S.WORLD_LANES)
-    first_index, own_counts = full_like(ranks, 0), full_like(ranks, 0)
-    if BULK.COUNTS_ALONE:
+    before, first_index, own_counts = (), full_like(ranks, 0), full_like(ranks, 0)
+    if TILE.TOKENS > 1:
+        if BULK.COUNTS_ALONE:
+            first_index = count_by_rank(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
+        else:
+            own_counts = count_by_rank(ids, first, last, S, OWNERS, BULK.BLOCK_TOKENS, BULK.COUNT_BITS)
+    elif BULK.COUNTS_ALONE:
         before = count_rows(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
     else:
         own = count_rows(ids, first, last, S, OWNERS, BULK.BLOCK_TOKENS, BULK.COUNT_BITS)
         own_counts = field_of(own, ranks, S.WORLD_SIZE, BULK.COUNT_BITS)
+    if not BULK.COUNTS_ALONE:
         first_index = rows_of_programs_before(
             step.table, step.epoch, own_counts, step.program, step.rank, S.WORLD_SIZE, S.WORLD_LANES, BULK.PROGRAM_LANES
         )
-        before = packed(first_index, S.WORLD_SIZE, S.WORLD_LANES, BULK.COUNT_BITS)
+        if TILE.TOKENS == 1:
+            before = packed(first_index, S.WORLD_SIZE, S.WORLD_LANES, BULK.COUNT_BITS)
     return before, first_index, own_counts
 
 
 @portable
 def publish_counts(
-    ids, step, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr
-):
+    ids, step, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr, TILE: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
     """Posts how many rows this rank sends; one program does."""
     # others wait for these counts, so they cannot wait for other programs where programs wait for counts
     counts_all: tl.constexpr = S.COMPACT or BULK.COUNTS_ALONE
     if step.program == (0 if counts_all else step.num_programs - 1):
         begin_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
-        if counts_all:
+        if not counts_all:
+            counts = first_index + own_counts
+        elif TILE.TOKENS > 1:
+            counts = count_by_rank(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
+        else:
             totals = count_rows(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
             counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, BULK.COUNT_BITS)
-        else:
-            counts = first_index + own_counts
         post_counts(step.table, counts, step.wire_word, step.epoch, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
         end_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
 
 
 @portable
+def load_first(given, first, last, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr):
+    """Load the first token of a program (Loaded), in flight together with all that decides where its row goes."""
+    tile, token_scales = first, first
+    if ROW.GROUP > 0:
+        tile = load_tile(given.x, first, last, ROW)
+    if LINE.SCALE_WIDTH > 0:
+        token_scales = load_line(given.scales, first, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    token_ids, token_weights = load_choices(given.ids, given.weights, first, last, S, FORM.HAS_WEIGHTS)
+    return Loaded(tile, token_scales, token_ids, token_weights)
+
+
+@portable
+def send_one_by_one(
+    given, step, first, last, loaded, before, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Send tokens first ... last - 1, each with all warps. loaded: the first one, Loaded. before: fields."""
+    table, rank = step.table, step.rank
+    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
+    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
+    first_rows = first_rows_of(bases, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    for token in range(first, last):
+        own = fields_of_token(loaded.ids, OWNERS, S.WORLD_SIZE, BULK.COUNT_BITS)
+        rows = rows_of(before, own, first_rows, step.row_limit, rank, S.WORLD_SIZE, BULK.COUNT_BITS)
+        sent = loaded.ids
+        loaded = send_token(given, step, token, last, rows, loaded, S, ROW, LINE, FORM)
+        record_route(routes, sent_ids, sent, token, before, own, S, BULK.COUNT_BITS)
+        before = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
+
+
+@portable
+def send_by_tiles(
+    given, step, first, last, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Send tokens first ... last - 1 in tiles. index: [WORLD_LANES], rows of the tokens before them."""
+    for start in range(first, last, TILE.LISTED):
+        index = record_routes(given.ids, step, start, last, index, bases, OWNERS, S, TILE.LISTED)
+        # the lists of destinations are read by other threads than wrote them
+        tl.debug_barrier()
+        send_beside_rows(given, step, start, last, S, TILE.LISTED, FORM.HAS_WEIGHTS)
+    if ROW.GROUP > 0:
+        send_cast_tiles(given, step, first, last, S, ROW, TILE)
+    else:
+        send_tiles(given, step, first, last, S, ROW, LINE, TILE)
+
+
+@portable
 def send_rows(
     given, step, answer, out_of_order, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
-    BULK: tl.constexpr, FORM: tl.constexpr,
+    BULK: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Send this program's share of the tokens. Returns the poison word.
 
@@ -205,37 +270,25 @@ def send_rows(
     chunk = (step.num_tokens + num_programs - 1) // num_programs
     first = tl.minimum(program * chunk, step.num_tokens)
     last = tl.minimum(first + chunk, step.num_tokens)
-    tile = first
-    token_scales = first
-    # in flight together with all that decides where the row goes
-    if ROW.GROUP > 0:
-        tile = load_tile(given.x, first, last, ROW)
-    if LINE.SCALE_WIDTH > 0:
-        token_scales = load_line(given.scales, first, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-    token_ids, token_weights = load_choices(given.ids, given.weights, first, last, S, FORM.HAS_WEIGHTS)
-    loaded = Loaded(tile, token_scales, token_ids, token_weights)
-    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
-    before, first_index, own_counts = count_rows_before(given.ids, step, first, last, OWNERS, S, BULK)
-    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
+    loaded = first
+    if TILE.TOKENS == 1:
+        loaded = load_first(given, first, last, S, ROW, LINE, FORM)
+    before, first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, S, BULK, TILE)
     if program == 0:
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
     bases = full_like(tl.arange(0, S.WORLD_LANES), rank * step.step_tokens)
     poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if poison == 0:
-        publish_counts(given.ids, step, first_index, own_counts, OWNERS, S, BULK, FORM)
+        publish_counts(given.ids, step, first_index, own_counts, OWNERS, S, BULK, TILE, FORM)
         if S.COMPACT:
             poison = wait_all_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
     next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
     if poison == 0:
-        first_rows = first_rows_of(bases, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        for token in range(first, last):
-            own = fields_of_token(loaded.ids, OWNERS, S.WORLD_SIZE, BULK.COUNT_BITS)
-            rows = rows_of(before, own, first_rows, step.row_limit, rank, S.WORLD_SIZE, BULK.COUNT_BITS)
-            sent = loaded.ids
-            loaded = send_token(given, step, token, last, rows, loaded, S, ROW, LINE, FORM)
-            record_route(routes, sent_ids, sent, token, before, own, S, BULK.COUNT_BITS)
-            before = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
+        if TILE.TOKENS > 1:
+            send_by_tiles(given, step, first, last, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
+        else:
+            send_one_by_one(given, step, first, last, loaded, before, bases, OWNERS, S, ROW, LINE, BULK, FORM)
     next_span(FORM.SPANS, table, QUANT_AND_PUT, ARRIVE, S.WORLD_SIZE)
     return poison
 
@@ -269,7 +322,7 @@ def bulk_dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows,
     first_position, rank,
     S: tl.constexpr, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, BULK: tl.constexpr,
-    FORM: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step; DispatchStep describes the numbers, kernels/constants.py what is known at compile time.
 
@@ -278,7 +331,7 @@ def bulk_dispatch_kernel(
         scales: [num_tokens, SCALE_WIDTH] of SCALE_DTYPE, when LINE has them.
         weights: [num_tokens, TOPK] float32 as int32 when HAS_WEIGHTS; ids: [num_tokens, TOPK] int32.
         table: addresses, see kernels/layout.py.
-        S: Shape. OWNERS: ExpertPlacement. ROW: Row. LINE: Scales. BULK: BulkDispatch.
+        S: Shape. OWNERS: ExpertPlacement. ROW: Row. LINE: Scales. BULK: BulkDispatch. TILE: Tile.
         FORM: LaunchForm. A launch that only receives is one program.
     """
     # an address never changes, so it may be read before the launch before this one has ended
@@ -296,7 +349,7 @@ def bulk_dispatch_kernel(
     )  # fmt: skip
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)
-        poison = send_rows(given, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, FORM)
+        poison = send_rows(given, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, TILE, FORM)
         finish_sending(step, poison, S, BULK, FORM)
     else:
         poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)

@@ -92,6 +92,22 @@ class BulkDispatch(NamedTuple):
     FORWARDED: tl.constexpr
 
 
+class Tile(NamedTuple):
+    """The tile of tokens that a program of a bulk dispatch sends at once: TOKENS of them, each by a warp of its own.
+
+    1 sends token by token, with all warps. A program moves PARTS parts of each row at once: with a cast GROUPS groups a
+    part, else WORDS words. COPIES: threads that hold the scale of a group. LISTED: tokens whose destinations a program
+    lists at once.
+    """
+
+    TOKENS: tl.constexpr
+    GROUPS: tl.constexpr
+    WORDS: tl.constexpr
+    PARTS: tl.constexpr
+    COPIES: tl.constexpr
+    LISTED: tl.constexpr
+
+
 class LowLatencyDispatch(NamedTuple):
     """Constants of rows with packed flags: their layout and the waits for them.
 

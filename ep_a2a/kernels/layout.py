@@ -83,6 +83,7 @@ class Region(enum.IntEnum):
     UNREAD = 47
     ELEMENTS = 48
     CHUNKS_SENT_BACK = 49
+    DESTINATIONS = 50
 
 
 REMOTE_MIRRORS = {
@@ -335,6 +336,7 @@ def _local_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
         (Region.LIMITS, I64, (2,)),
         (Region.ROUTES, I32, (max_tokens, world_size)),
         (Region.SENT_INDICES, I32, (max_tokens, config.topk)),
+        (Region.DESTINATIONS, I64, (max_tokens, min(world_size, config.topk))),
         (Region.RECV_COUNTS, I32, (world_size,)),
         (Region.TOTAL_RECV, I32, (1,)),
         (Region.EXPERT_COUNTS, I32, (local_experts,)),

@@ -4,9 +4,12 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, epoch_of, flagged, full_like, payload_of, reduce_sum
+from ep_a2a.kernels.primitives import address, epoch_of, flagged, full_like, payload_of, reduce_sum, running_sum
 
 CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
+DESTINATIONS = tl.constexpr(Region.DESTINATIONS.value)
+ROUTES = tl.constexpr(Region.ROUTES.value)
+SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 
 
 @portable
@@ -38,7 +41,7 @@ def either(left, right):
 
 
 @portable
-def fields_of(experts, first_peer: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+def fields_of(experts, first_peer, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
               COUNT_BITS: tl.constexpr):  # fmt: skip
     """1 in the field of each expert's owner, as int64 of one field of COUNT_BITS bits per rank from first_peer on.
 
@@ -52,18 +55,26 @@ def fields_of(experts, first_peer: tl.constexpr, OWNERS: tl.constexpr, WORLD_SIZ
 
 
 @portable
+def word_of_tokens(
+    ids, num_tokens, first_peer, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
+):
+    """Which of the ranks of one word each of at most TOKENS tokens goes to: [TOKENS] of fields that are 0 or 1."""
+    tokens = tl.arange(0, TOKENS)
+    here = tl.full((TOKENS,), 0, tl.int64)
+    for k in tl.static_range(S.TOPK):
+        experts = tl.load(ids + tokens * S.TOPK + k, mask=tokens < num_tokens, other=-1)
+        here = here | fields_of(experts, first_peer, OWNERS, S.WORLD_SIZE, COUNT_BITS)
+    return here
+
+
+@portable
 def fields_of_tokens(
     ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
 ):
     """Return which ranks each of at most TOKENS tokens goes to: words [TOKENS] of fields that are 0 or 1."""
-    tokens = tl.arange(0, TOKENS)
     fields = ()
     for first_peer in tl.static_range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
-        here = tl.full((TOKENS,), 0, tl.int64)
-        for k in tl.static_range(S.TOPK):
-            experts = tl.load(ids + tokens * S.TOPK + k, mask=tokens < num_tokens, other=-1)
-            here = here | fields_of(experts, first_peer, OWNERS, S.WORLD_SIZE, COUNT_BITS)
-        fields = fields + (here,)
+        fields = fields + (word_of_tokens(ids, num_tokens, first_peer, S, OWNERS, TOKENS, COUNT_BITS),)
     return fields
 
 
@@ -98,6 +109,24 @@ def count_rows(ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: 
         here = fields_of_tokens(tile, last - start, S, OWNERS, TOKENS, COUNT_BITS)
         sums = plus(sums, here, S.WORLD_SIZE, COUNT_BITS)
     return fields_before(sums, TOKENS, S.WORLD_SIZE, TOKENS, COUNT_BITS)
+
+
+@portable
+def count_by_rank(
+    ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
+):
+    """Return rows per rank of tokens first ... last - 1, [WORLD_LANES]; the code is that of one word, for any W."""
+    ranks = tl.arange(0, S.WORLD_LANES)
+    counts = full_like(ranks, 0)
+    for first_peer in range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
+        sums = tl.full((TOKENS,), 0, tl.int64)
+        for start in range(first, last, TOKENS):
+            tile = ids + tl.cast(start, tl.int64) * S.TOPK
+            sums += word_of_tokens(tile, last - start, first_peer, S, OWNERS, TOKENS, COUNT_BITS)
+        word = (reduce_sum(sums, 0),)
+        # a word holds no ranks but its own
+        counts += field_of(word, ranks - first_peer, 64 // COUNT_BITS, COUNT_BITS)
+    return counts
 
 
 @portable
@@ -177,3 +206,56 @@ def rows_of_programs_before(
             words = tl.load(where, mask=mask, other=0, volatile=True)
         before += payload_of(words)
     return reduce_sum(before, 0)
+
+
+@portable
+def record_routes(ids, step, start, last, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, TOKENS: tl.constexpr):
+    """Record where tokens `start` and on go, at most TOKENS of them: for combine, and for the stores of this program.
+
+    Args:
+        ids: [num_tokens, TOPK]. step: DispatchStep.
+        index: [WORLD_LANES], rows that this rank's tokens before `start` send to each rank.
+        bases: [WORLD_LANES], where this rank's rows begin at each rank.
+
+    Returns:
+        `index` for the token behind these.
+    """
+    ranks = tl.arange(0, S.WORLD_LANES)
+    tokens = start + tl.arange(0, TOKENS)
+    present = tokens < last
+    cells = tl.cast(tokens, tl.int64) * S.TOPK
+    sent_ids = address(step.table, SENT_INDICES, step.rank, S.WORLD_SIZE, tl.int32)
+    goes = tl.full((TOKENS, S.WORLD_LANES), 0, tl.int32)
+    for k in tl.static_range(S.TOPK):
+        experts = tl.load(ids + cells + k, mask=present, other=-1)
+        tl.store(sent_ids + cells + k, experts, mask=present)
+        goes = goes | (owner_of(experts, OWNERS)[:, None] == ranks[None, :]).to(tl.int32)
+    indices = index[None, :] + running_sum(goes, 0) - goes
+    routes = address(step.table, ROUTES, step.rank, S.WORLD_SIZE, tl.int32)
+    at = tl.cast(tokens, tl.int64)[:, None] * S.WORLD_SIZE + ranks[None, :]
+    tl.store(routes + at, tl.where(goes > 0, indices, -1), mask=present[:, None] & (ranks < S.WORLD_SIZE)[None, :])
+    rows = bases[None, :] + indices
+    list_destinations(step, tokens, present, rows, (goes > 0) & (rows < step.row_limit) & present[:, None], S)
+    return index + reduce_sum(goes, 0)
+
+
+@portable
+def list_destinations(step, tokens, present, rows, sent, S: tl.constexpr):
+    """Write the line of DESTINATIONS of each token: words (row, rank) of its rows, -1 behind them.
+
+    The ranks of a line follow each other from this rank on, which spreads the load over the links.
+
+    Args:
+        step: DispatchStep. tokens: [T]; present: which of them there are.
+        rows: [T, WORLD_LANES], of each token at each rank. sent: whether it goes there.
+    """
+    ranks, places = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
+    most: tl.constexpr = min(S.WORLD_SIZE, S.TOPK)
+    is_sent, is_below = sent.to(tl.int32), (ranks < step.rank).to(tl.int32)[None, :]
+    num_sent, num_below = reduce_sum(is_sent, 1)[:, None], reduce_sum(is_sent * is_below, 1)[:, None]
+    place = running_sum(is_sent, 1) - is_sent - num_below + is_below * num_sent
+    listed = address(step.table, DESTINATIONS, step.rank, S.WORLD_SIZE, tl.int64)
+    lines = (listed + tl.cast(tokens, tl.int64) * most)[:, None]
+    tl.store(lines + place, flagged(rows, ranks[None, :]), mask=sent)
+    unused = (places[None, :] >= num_sent) & (places < most)[None, :] & present[:, None]
+    tl.store(lines + places[None, :], full_like(places, -1).to(tl.int64)[None, :], mask=unused)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_DTYPE
+from ep_a2a.config import FP8_DTYPE, QuantType
 from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, CompiledKernel
-from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Scales, constants
+from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Scales, Tile, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
@@ -47,6 +47,12 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once, where it counts its own."""
+TILE_LOAD_BYTES = 16
+"""Bytes that a thread loads at once of a tile's rows."""
+CAST_PARTS, PLAIN_PARTS = 2, 4
+"""Parts of a tile's rows under way at once, as many as registers hold: with a cast, and without."""
+LISTED_WORDS, LEAST_LISTED = 1024, 16
+"""Pairs of a token and a rank that a program works out at once, where it lists destinations; and the fewest tokens."""
 LL_PROGRAMS_PER_SM = 2
 """Programs of a low-latency dispatch that a multiprocessor must hold, at the price of some registers."""
 LOOK_BACK_LANES = 2048
@@ -220,7 +226,13 @@ def dispatch_kernel(
         stages: the halves of the call that the launch does.
     """
     dependent = launch.dependent and kernels.can_depend
-    shape = launch.num_warps, launch.sparse_polls, dependent, args.step_tokens <= MAX_COUNTED_ALONE
+    shape = (
+        launch.num_warps,
+        _tile_tokens(kernels, args, launch),
+        launch.sparse_polls,
+        dependent,
+        args.step_tokens <= MAX_COUNTED_ALONE,
+    )
     key = phase, dispatch_form(args), shape, stages, kernels.spans
 
     def make() -> CompiledKernel:
@@ -270,11 +282,30 @@ def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch)
         "POISON_LANES": threads,
         "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
     }
+    row = row_constants(config, casts=kernels.casts(args.tokens))
+    tile = _tile(_tile_tokens(kernels, args, launch), row.GROUP.value, args.tokens.dtype, threads, config.world_size)
     return {
-        "ROW": row_constants(config, casts=kernels.casts(args.tokens)),
+        "ROW": row,
         "LINE": constants(Scales, scale_constants(kernels.scale_bytes(args.scales))),
         "BULK": constants(BulkDispatch, bulk),
+        "TILE": tile,
     }
+
+
+def _tile_tokens(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> int:
+    """Tokens that a program sends at once: one where a scale is a row's, which takes the registers of all warps."""
+    by_rows = kernels.casts(args.tokens) and kernels.config.dispatch_quant != QuantType.FP8_PER_1X128
+    return 1 if by_rows else launch.send_rows
+
+
+def _tile(tokens: int, group: int, dtype: torch.dtype, threads: int, world_size: int) -> Tile:
+    """The constants of a tile: a part of its rows is what all threads load at once, or with a cast at twice."""
+    groups = max(1, threads * 2 * TILE_LOAD_BYTES // (tokens * max(1, group) * dtype.itemsize))
+    words = max(1, threads * TILE_LOAD_BYTES // (tokens * WORD_BYTES))
+    parts = CAST_PARTS if group else PLAIN_PARTS
+    copies = max(1, threads // (tokens * groups * parts))
+    listed = max(LEAST_LISTED, min(BLOCK_TOKENS, LISTED_WORDS // padded(world_size)))
+    return Tile(*map(tl.constexpr, (tokens, groups, words, parts, copies, listed)))
 
 
 def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:

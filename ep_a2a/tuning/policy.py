@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 INTERPRETED_PROGRAMS = 3
 """Programs per launch on CPU: more than one, to exercise memory that programs share; few, since they run in turn."""
+INTERPRETED_TILE = 4
+"""Tokens that a program of a bulk dispatch sends at once on CPU, where it would send tiles on a GPU."""
 DISPATCH_WARPS = 8
 LOW_LATENCY_WARPS = 8
 COMBINE_WARPS = 4
@@ -38,6 +40,8 @@ WIDE_SENDER_SHARE, WIDE_CASTER_SHARE = 0.3, 0.4
 """Share of a combine's programs that send where its multiprocessors are bounded, and of one that casts."""
 WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
 """Rows that a program of a combine sends at once where the multiprocessors are bounded, and one that also casts."""
+TILE_TOKENS = 16
+"""Tokens that a program of a bulk dispatch sends at once where the multiprocessors are bounded: one for each warp."""
 MAX_WARPS = 32
 MAX_DISPATCH_PROGRAMS = 1024
 LEAST_PROGRAMS = 4
@@ -82,7 +86,7 @@ class Launch:
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
-        send_rows: rows that a program of a combine sends at once.
+        send_rows: rows that a program of a combine or of a bulk dispatch sends at once.
     """
 
     num_programs: int
@@ -125,7 +129,9 @@ def choose_launch(
     """
     if num_sms == 0:
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
-        return Launch(programs, 1, "interpreter", programs, programs)
+        most_sms = config.max_sms if max_sms is None else max_sms
+        tiles = phase is Phase.BULK_DISPATCH and most_sms > 0
+        return Launch(programs, 1, "interpreter", programs, programs, send_rows=INTERPRETED_TILE if tiles else 1)
     wish = _default(config, phase, num_tokens, max_num_tokens)
     if config.launch == "manual":
         wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block, reason="config")
@@ -149,6 +155,8 @@ def choose_launch(
 def _widened(wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int) -> Launch:
     """Returns the wish with programs of the best width for a multiprocessor; those of a combine take whole rows."""
     wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
+    if phase is Phase.BULK_DISPATCH:
+        return replace(wish, send_rows=TILE_TOKENS)
     if phase is not Phase.COMBINE:
         return wish
     casts = config.combine_quant != QuantType.NONE

@@ -95,6 +95,8 @@ CASES = {
     ),
     "bounded": BOUNDED,
     "bounded_fp8_results": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise"),
+    "bounded_compact_cast": replace(BOUNDED, layout="compact", hidden_dim=256, quant_type="fp8_per_1x128"),
+    "bounded_look_back": replace(BOUNDED, max_tokens=1100, tokens=((35, 20),), num_steps=1, scale_dim=3),
     "small_room": replace(SMALL, layout="compact", routing="all_to_one", options={"max_total_recv_tokens": 2}),
     "small_room_bulk": replace(SMALL, layout="compact", options=BULK | {"max_total_recv_tokens": 2}),
     "expert_major": replace(SMALL, layout="expert_major", options={"expert_alignment": 4}),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ep_a2a.kernels.combine_send_kernels import load_block, push_block, push_weights_of
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.routing_kernels import fields_of_tokens
+from ep_a2a.kernels.routing_kernels import word_of_tokens
 from ep_a2a.ops.memory import BoundMemory
 from tests.cases.op_cases import run_case
 from tests.simulator.cases import CASES
@@ -34,6 +36,7 @@ OF_ROWS = {
     Region.COMBINE_WEIGHTS,
     Region.ROUTES,
     Region.SENT_INDICES,
+    Region.DESTINATIONS,
     Region.RESULT,
     Region.RESULT_WEIGHTS,
     Region.EXPERT_ROWS,
@@ -42,9 +45,16 @@ OF_ROWS = {
     Region.REDUCED_ROWS,
 }
 """Regions [rows, width] whose number of rows grows with the tokens."""
-FIRST_LINE = inspect.getsourcelines(fields_of_tokens.fn)[1]
-IN_A_TILE = {f"routing_kernels.py:{line}" for line in range(FIRST_LINE, FIRST_LINE + 30)}
-"""fields_of_tokens reads a tile of few tokens, whose start has an offset of 64 bits."""
+
+
+def _lines_of(function: Any) -> set[str]:
+    lines, first = inspect.getsourcelines(function.fn)
+    name = Path(inspect.getfile(function.fn)).name
+    return {f"{name}:{line}" for line in range(first, first + len(lines))}
+
+
+IN_A_TILE = _lines_of(word_of_tokens) | _lines_of(load_block) | _lines_of(push_block) | _lines_of(push_weights_of)
+"""They move a tile of few tokens or rows, whose start has an offset of 64 bits."""
 NARROW = "narrow"
 """Attribute of an address: the offset of 32 bits in it, in bytes."""
 
@@ -118,12 +128,17 @@ class Watch:
                 self.too_narrow.add(site())
 
 
-@pytest.mark.parametrize("name", ["low_latency", "bulk_compact", "expert_major", "fp8_results", "fp8", "rings"])
+@pytest.mark.parametrize(
+    "name",
+    ["low_latency", "bulk_compact", "bounded_compact_cast", "expert_major", "fp8_results", "fp8", "rings"],
+)
 def test_offsets_of_rows_have_64_bits(name, monkeypatch):
     watch = Watch(monkeypatch)
     case = replace(CASES[name], num_steps=1)
+    num_sms = 2 * case.options.get("max_sms", 2)
     assert (
-        simulate(case.world_size, run_case, case, conditions=Conditions(num_sms=4)).errors == [None] * case.world_size
+        simulate(case.world_size, run_case, case, conditions=Conditions(num_sms=num_sms)).errors
+        == [None] * case.world_size
     )
     assert watch.too_narrow <= IN_A_TILE
     assert watch.num_wide > 0

@@ -22,6 +22,7 @@ LAUNCH_ENDS = "its launch waits for nobody, and what it stores lands when it end
 SITES = {site.key: site for site in ordering_sites()}
 NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "bulk_dispatch_kernels.bulk_dispatch_kernel wait 0": ("bulk_compact", "chain", "late"),
+    "bulk_dispatch_kernels.send_by_tiles barrier 0": ("bounded", "steps", "many-sms"),
     "combine_kernels.combine_kernel wait 0": ("low_latency_compact", "chain", "late"),
     "combine_receive_kernels.read_block volatile 0": ("low_latency", "steps", "late"),
     "combine_receive_kernels.read_block volatile 1": ("fp8_results", "steps", "late"),

@@ -21,6 +21,8 @@ QUICK = {
     ("bulk_compact", "until_late", "stopping"),
     ("bounded", "steps", "many-sms"),
     ("bounded_fp8_results", "steps", "many-sms"),
+    ("bounded_compact_cast", "steps", "many-sms"),
+    ("bounded_look_back", "steps", "many-sms"),
 }
 REST = {(*each, name) for each in RUNS for name in ("late", "random")} - QUICK
 

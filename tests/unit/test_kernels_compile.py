@@ -17,7 +17,7 @@ import triton
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
-from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, Phase, choose_launch, fit
+from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, TILE_TOKENS, Phase, choose_launch, fit
 from tests.cases.configs import deepseek_v3 as config_of
 from tests.offline_compile import compile_kernel, resources, vector_accesses
 
@@ -309,6 +309,9 @@ def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flag
         named(v) for v in variants if is_dispatch(v)
     )
     assert all(v.named_constants["READ_AHEAD"] for v, _ in bounded if kind_of(v) == "combine")
+    # a group that is a whole row is cast by all warps
+    bulk = [v.named_constants for v, _ in bounded if kind_of(v) == "bulk_dispatch"]
+    assert {(each["GROUP"] == 7168, each["TOKENS"]) for each in bulk} <= {(True, 1), (False, TILE_TOKENS)}
 
 
 @pytest.mark.parametrize(

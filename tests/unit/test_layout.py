@@ -98,6 +98,7 @@ def test_sizes_by_an_independent_formula(config):
             int64,
             tokens * world * int32,
             tokens * topk * int32,
+            tokens * min(world, topk) * int64,
             world * int32,
             int32,
             3 * int32,

@@ -18,6 +18,7 @@ from ep_a2a.tuning.policy import (
     MAX_DISPATCH_PROGRAMS,
     SEND_ROW_ELEMENTS,
     THREADS_PER_SM,
+    TILE_TOKENS,
     WIDE_CASTER_ROWS,
     WIDE_CASTER_SHARE,
     WIDE_ROWS,
@@ -210,6 +211,8 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, sh
         assert own == replace(launch, num_warps=4, reason="caller")
     else:
         assert (launch.send_elements, launch.add_elements) == (unbounded.send_elements, unbounded.add_elements)
+    if phase is Phase.BULK_DISPATCH:
+        assert (launch.send_rows, unbounded.send_rows) == (TILE_TOKENS, 1)
     # the config's own numbers are not made wide
     manual = config_of(max_sms=max_sms, launch="manual", block_num=1000, warp_num_per_block=4)
     assert choose_launch(manual, phase, 4096, 4096, H200_SMS).num_warps == 4

@@ -1,0 +1,258 @@
+"""Device helpers of bulk dispatch that send a tile of tokens at once; each token has a warp of its own.
+
+They read from DESTINATIONS where the tokens go (routing_kernels.list_destinations). The shapes of tensors give warps
+their tokens: Triton spreads the lanes of a warp over the dimension whose addresses follow each other, then over the
+first of the others, and warps over the rest.
+"""
+
+import triton.language as tl
+
+from ep_a2a.kernels.cast_kernels import e4m3_bits, magnitudes_of, scales_of
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import address, epoch_of, payload_of, reduce_max
+
+TOKENS = tl.constexpr(Region.TOKENS.value)
+INDICES = tl.constexpr(Region.INDICES.value)
+SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
+SCALES = tl.constexpr(Region.SCALES.value)
+WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
+DESTINATIONS = tl.constexpr(Region.DESTINATIONS.value)
+
+# Words that a thread loads at once. It takes two such runs that follow each other: cast from two bytes an element, they
+# are the 16 bytes of one store.
+RUN = tl.constexpr(4)
+
+
+@portable
+def send_beside_rows(given, step, start, last, S: tl.constexpr, LISTED: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+    """Send ids, weights and source positions of tokens `start` and on, at most LISTED of them, to all their ranks."""
+    slots = tl.arange(0, S.TOPK_LANES)
+    most: tl.constexpr = min(S.WORLD_SIZE, S.TOPK)
+    tokens = start + tl.arange(0, LISTED)
+    listed = address(step.table, DESTINATIONS, step.rank, S.WORLD_SIZE, tl.int64)
+    at = tl.cast(tokens, tl.int64)[:, None] * most + slots[None, :]
+    words = tl.load(listed + at, mask=(tokens < last)[:, None] & (slots < most)[None, :], other=-1)
+    goes, rows = words >= 0, payload_of(words)
+    peers = tl.where(goes, epoch_of(words), step.rank)
+    positions = address(step.table, SOURCE_POSITIONS, peers, S.WORLD_SIZE, tl.int32) + rows
+    tl.store(positions, step.first_position + tokens[:, None] + slots[None, :] * 0, mask=goes)
+    offsets = tl.cast(tokens, tl.int64)[:, None] * S.TOPK + slots[None, :]
+    inside = (tokens < last)[:, None] & (slots < S.TOPK)[None, :]
+    cells = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
+    reached = goes[:, :, None] & (slots < S.TOPK)[None, None, :]
+    targets = address(step.table, INDICES, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
+    tl.store(targets, tl.load(given.ids + offsets, mask=inside, other=-1)[:, None, :], mask=reached)
+    if HAS_WEIGHTS:
+        targets = address(step.table, WEIGHTS, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
+        tl.store(targets, tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :], mask=reached)
+
+
+@portable
+def aims_of(
+    step, start, last, ROW_WIDTH: tl.constexpr, ELEMENT: tl.constexpr, SCALE_WIDTH: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return where a tile of tokens goes: (rows, their scales, whether there is such a rank).
+
+    Each is a tuple with a vector [TILE.TOKENS] for each of the most ranks that a token goes to.
+    """
+    most: tl.constexpr = min(S.WORLD_SIZE, S.TOPK)
+    tokens = start + tl.arange(0, TILE.TOKENS)
+    listed = address(step.table, DESTINATIONS, step.rank, S.WORLD_SIZE, tl.int64)
+    row_aims, scale_aims, all_go = (), (), ()
+    for place in tl.static_range(most):
+        words = tl.load(listed + tl.cast(tokens, tl.int64) * most + place, mask=tokens < last, other=-1)
+        goes, rows = words >= 0, tl.cast(payload_of(words), tl.int64)
+        peers = tl.where(goes, epoch_of(words), step.rank)
+        row_aim = address(step.table, TOKENS, peers, S.WORLD_SIZE, ELEMENT) + rows * ROW_WIDTH
+        row_aims, all_go = row_aims + (tl.multiple_of(row_aim, 16),), all_go + (goes,)
+        if SCALE_WIDTH > 0:
+            scale_aim = address(step.table, SCALES, peers, S.WORLD_SIZE, SCALE_DTYPE) + rows * SCALE_WIDTH
+            scale_aims = scale_aims + (scale_aim,)
+    return row_aims, scale_aims, all_go
+
+
+@portable
+def load_words(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Load a part of the row of each token of a tile: words [TOKENS, WORDS]."""
+    tokens, words = start + tl.arange(0, TILE.TOKENS), first + tl.arange(0, TILE.WORDS)
+    lines = tl.multiple_of(x + tl.cast(tokens, tl.int64) * ROW.ROW_WORDS, 16)
+    inside = (words < ROW.ROW_WORDS)[None, :] & (tokens < last)[:, None]
+    return tl.load(lines[:, None] + words[None, :], mask=inside)
+
+
+@portable
+def send_words(values, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Send a part of each row to all ranks that its token goes to."""
+    words = first + tl.arange(0, TILE.WORDS)
+    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+        mask = (words < ROW.ROW_WORDS)[None, :] & all_go[place][:, None]
+        tl.store(aims[place][:, None] + words[None, :], values, mask=mask)
+
+
+@portable
+def send_given_scales(scales, start, last, aims, all_go, S: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
+    """Send the given scales of a tile of tokens."""
+    tokens, lanes = start + tl.arange(0, TILE.TOKENS), tl.arange(0, LINE.SCALE_LANES)
+    inside = (lanes < LINE.SCALE_WIDTH)[None, :] & (tokens < last)[:, None]
+    values = tl.load(scales + tl.cast(tokens, tl.int64)[:, None] * LINE.SCALE_WIDTH + lanes[None, :], mask=inside)
+    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+        tl.store(aims[place][:, None] + lanes[None, :], values, mask=inside & all_go[place][:, None])
+
+
+@portable
+def send_tiles(
+    given, step, first, last, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Send the rows of tokens first ... last - 1, and their scales if they have some."""
+    block: tl.constexpr = TILE.WORDS * TILE.PARTS
+    num_blocks: tl.constexpr = (ROW.ROW_WORDS + block - 1) // block
+    parts = ()
+    for part in tl.static_range(TILE.PARTS):
+        parts = parts + (load_words(given.x, first, last, part * TILE.WORDS, ROW, TILE),)
+    for start in range(first, last, TILE.TOKENS):
+        row_aims, scale_aims, all_go = aims_of(
+            step, start, last, ROW.ROW_WORDS, tl.int32, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, S, TILE
+        )
+        for number in range(num_blocks):
+            # the next block is under way while this one leaves
+            ends = number == num_blocks - 1
+            next_start, next_first = tl.where(ends, start + TILE.TOKENS, start), tl.where(ends, 0, (number + 1) * block)
+            next_parts = ()
+            for part in tl.static_range(TILE.PARTS):
+                next_parts = next_parts + (
+                    load_words(given.x, next_start, last, next_first + part * TILE.WORDS, ROW, TILE),
+                )
+                send_words(parts[part], number * block + part * TILE.WORDS, row_aims, all_go, S, ROW, TILE)
+            parts = next_parts
+        if LINE.SCALE_WIDTH > 0:
+            send_given_scales(given.scales, start, last, scale_aims, all_go, S, LINE, TILE)
+
+
+@portable
+def load_groups(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Load a part of the row of each token of a tile, as words.
+
+    Returns:
+        Two tiles [GROUPS, TOKENS, half of a group's words]: every other run of words, and those between.
+    """
+    words: tl.constexpr = ROW.GROUP * x.dtype.element_ty.primitive_bitwidth // 32
+    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+    tokens, groups = start + tl.arange(0, TILE.TOKENS), first + tl.arange(0, TILE.GROUPS)
+    lanes = tl.arange(0, words // 2)
+    lines = x.to(tl.pointer_type(tl.int32)) + tl.cast(tokens, tl.int64) * (num_groups * words)
+    lines = tl.multiple_of(lines, 16)[None, :, None]
+    offsets = groups[:, None, None] * words + (lanes // RUN * (2 * RUN) + lanes % RUN)[None, None, :]
+    inside = (groups < num_groups)[:, None, None] & (tokens < last)[None, :, None]
+    return tl.load(lines + offsets, mask=inside, other=0), tl.load(lines + (offsets + RUN), mask=inside, other=0)
+
+
+@portable
+def elements_of(words, DTYPE: tl.constexpr):
+    """Return the elements of words as float32: a tuple of one tile, or of the first and the second of each word."""
+    if DTYPE.primitive_bitwidth == 32:
+        elements = (words.to(tl.float32, bitcast=True),)
+    elif DTYPE == tl.bfloat16:
+        elements = ((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
+    else:
+        first, second = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
+        elements = (first.to(DTYPE, bitcast=True).to(tl.float32), second.to(DTYPE, bitcast=True).to(tl.float32))
+    return elements
+
+
+@portable
+def maximum_of(left, right):
+    """Return the magnitudes of the finite elements of two tuples of tiles, the larger one of each place."""
+    largest = tl.maximum(magnitudes_of(left[0]), magnitudes_of(right[0]))
+    for k in tl.static_range(1, len(left)):
+        largest = tl.maximum(largest, tl.maximum(magnitudes_of(left[k]), magnitudes_of(right[k])))
+    return largest
+
+
+@portable
+def scaled_runs(elements, reciprocals, RUNS: tl.constexpr):
+    """Return scaled elements in their order, as runs [GROUPS, TOKENS, runs, elements of a run]."""
+    if len(elements) == 2:
+        scaled = tl.join(elements[0] * reciprocals, elements[1] * reciprocals)
+    else:
+        scaled = elements[0] * reciprocals
+    return tl.reshape(scaled, RUNS)
+
+
+@portable
+def cast_groups(even, odd, DTYPE: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Cast groups of two tiles of load_groups: (fp8 bits [GROUPS, TOKENS, GROUP], scale bits [GROUPS, TOKENS])."""
+    run: tl.constexpr = RUN * 32 // DTYPE.primitive_bitwidth
+    runs: tl.constexpr = (TILE.GROUPS, TILE.TOKENS, ROW.GROUP // (2 * run), run)
+    left, right = elements_of(even, DTYPE), elements_of(odd, DTYPE)
+    scale_bits, reciprocals = scales_of(reduce_max(maximum_of(left, right), 2), ROW.POWERS_OF_TWO)
+    reciprocals = reciprocals[:, :, None]
+    pairs = tl.join(scaled_runs(left, reciprocals, runs), scaled_runs(right, reciprocals, runs))
+    scaled = tl.reshape(tl.permute(pairs, (0, 1, 2, 4, 3)), (TILE.GROUPS, TILE.TOKENS, ROW.GROUP))
+    return e4m3_bits(scaled), scale_bits
+
+
+@portable
+def send_groups(bits, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Send a part of each row, fp8 bits [GROUPS, TOKENS, GROUP], to all ranks that its token goes to."""
+    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+    groups, elements = first + tl.arange(0, TILE.GROUPS), tl.arange(0, ROW.GROUP)
+    offsets = groups[:, None, None] * ROW.GROUP + elements[None, None, :]
+    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+        mask = (groups < num_groups)[:, None, None] & all_go[place][None, :, None]
+        tl.store(aims[place][None, :, None] + offsets, bits, mask=mask)
+
+
+@portable
+def send_scales(parts, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Send the scales of a block of each row, whose parts [GROUPS, TOKENS] are two or one.
+
+    A tensor with TILE.COPIES copies of each, of which one is stored, gives them to the warp that has the token. So
+    Triton 3.6 moves them without a barrier.
+    """
+    block: tl.constexpr = TILE.GROUPS * TILE.PARTS
+    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+    scales = parts[0]
+    if TILE.PARTS == 2:
+        scales = tl.reshape(tl.permute(tl.join(parts[0], parts[1]), (2, 0, 1)), (block, TILE.TOKENS))
+    if ROW.BYTE_SCALES:
+        scales = (scales >> 23).to(tl.uint8)
+    scales = tl.broadcast_to(scales[:, None, :], (block, TILE.COPIES, TILE.TOKENS))
+    groups, copies = first + tl.arange(0, block), tl.arange(0, TILE.COPIES)
+    inside = ((groups < num_groups)[:, None] & (copies == 0)[None, :])[:, :, None]
+    offsets = groups[:, None, None] + copies[None, :, None] * 0
+    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+        tl.store(aims[place][None, None, :] + offsets, scales, mask=inside & all_go[place][None, None, :])
+
+
+@portable
+def send_cast_tiles(given, step, first, last, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Cast the rows of tokens first ... last - 1 to fp8, and send them with their scales."""
+    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+    block: tl.constexpr = TILE.GROUPS * TILE.PARTS
+    num_blocks: tl.constexpr = (num_groups + block - 1) // block
+    scale_dtype: tl.constexpr = tl.uint8 if ROW.BYTE_SCALES else tl.int32
+    parts = ()
+    for part in tl.static_range(TILE.PARTS):
+        parts = parts + load_groups(given.x, first, last, part * TILE.GROUPS, ROW, TILE)
+    for start in range(first, last, TILE.TOKENS):
+        row_aims, scale_aims, all_go = aims_of(
+            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, num_groups, scale_dtype, S, TILE
+        )
+        for number in range(num_blocks):
+            # the next block is under way while this one is cast and leaves
+            ends = number == num_blocks - 1
+            next_start, next_first = tl.where(ends, start + TILE.TOKENS, start), tl.where(ends, 0, (number + 1) * block)
+            next_parts, scales = (), ()
+            for part in tl.static_range(TILE.PARTS):
+                bits, scale_bits = cast_groups(
+                    parts[2 * part], parts[2 * part + 1], given.x.dtype.element_ty, ROW, TILE
+                )
+                next_parts = next_parts + load_groups(
+                    given.x, next_start, last, next_first + part * TILE.GROUPS, ROW, TILE
+                )
+                send_groups(bits, number * block + part * TILE.GROUPS, row_aims, all_go, S, ROW, TILE)
+                scales = scales + (scale_bits,)
+            send_scales(scales, number * block, scale_aims, all_go, S, ROW, TILE)
+            parts = next_parts
