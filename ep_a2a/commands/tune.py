@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -82,10 +83,11 @@ def execute(
     """
     check_folder(folder)
     outcomes: list[Outcome] = []
-    with Progress("tuning", len(points), messages.notices()) as progress:
+    searchers = Searchers(points[0].world_size, budget_secs + POINT_TIMEOUT_SECS)
+    with contextlib.closing(searchers), Progress("tuning", len(points), messages.notices()) as progress:
         for point in points:
             progress.begin(f"{_point_text(point)}, {budget_secs:g} s at most")
-            result = tune_point(point, settings, budget_secs, folder)
+            result = tune_point(point, searchers, settings, budget_secs, folder)
             if isinstance(result, str):
                 progress.end(result, "red")
             else:
@@ -357,11 +359,41 @@ def entries_of(outcome: Outcome, note: str = "") -> dict[str, TableEntry]:
     }
 
 
-def tune_point(workload: Workload, settings: TimingSettings, budget_secs: float, output: Path) -> Outcome | str:
+class Searchers:
+    """Processes that search, one for each rank: the same for all points, new ones after one has failed.
+
+    Args:
+        num_ranks: of all points. timeout_secs: of one search.
+    """
+
+    def __init__(self, num_ranks: int, timeout_secs: float) -> None:
+        self._num_ranks, self._timeout_secs = num_ranks, timeout_secs
+        self._pool: RankPool | None = None
+
+    def run(self, *args: Any) -> tuple[Outcome, str]:
+        """Returns the outcome of search_point with these arguments, and the pool's note. Raises RankFailure."""
+        if self._pool is None:
+            self._pool = RankPool(self._num_ranks, device="cuda", timeout_secs=self._timeout_secs)
+        try:
+            return self._pool.run(search_point, *args)[0], self._pool.note
+        except RankFailure:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def tune_point(
+    workload: Workload, searchers: Searchers, settings: TimingSettings, budget_secs: float, output: Path
+) -> Outcome | str:
     """Searches for one workload on GPUs and writes the result.
 
     Args:
-        workload: the size. settings: how a trial is timed.
+        workload: the size. searchers: the ranks. settings: how a trial is timed.
         budget_secs: seconds in which the search may begin trials.
         output: folder of the tables.
 
@@ -369,9 +401,7 @@ def tune_point(workload: Workload, settings: TimingSettings, budget_secs: float,
         The outcome, or why there is none.
     """
     try:
-        with RankPool(workload.world_size, device="cuda", timeout_secs=budget_secs + POINT_TIMEOUT_SECS) as pool:
-            outcome: Outcome = pool.run(search_point, workload, settings, budget_secs)[0]
-            note = pool.note
+        outcome, note = searchers.run(workload, settings, budget_secs)
     except RankFailure as failure:
         return f"{_point_text(workload)}: {failure}"
     for phase, entry in entries_of(outcome, note).items():

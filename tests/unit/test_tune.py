@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.tune import default_output, show
 from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.testing.launch import RankFailure
 from ep_a2a.topology.gpu_share import sharing_note
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
@@ -93,6 +95,34 @@ def test_the_search_for_a_bound_tries_what_the_bound_leaves_open():
     of_combine = {("combine", name) for name in ("num_warps", "num_senders", "send_rows")}
     assert found == of_combine | {("bulk_dispatch", "num_warps")}
     assert tried[0] == start
+
+
+class MadeUpPool:
+    """Searches nothing; fails for 8 tokens."""
+
+    made: ClassVar[list[MadeUpPool]] = []
+    note = ""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.asked: list[int] = []
+        self.is_open = True
+        self.made.append(self)
+
+    def run(self, _: object, workload: Workload, *__: object) -> list[tune.Outcome]:
+        self.asked.append(workload.num_tokens)
+        if workload.num_tokens == 8:
+            raise RankFailure("a rank died", {0: "it died"})
+        return [outcome_of(workload.num_tokens)]
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_one_pool_searches_for_all_points_and_a_new_one_after_a_failure(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "RankPool", MadeUpPool)
+    points = [outcome_of(size).workload for size in (512, 1024, 8, 16, 32)]
+    assert not tune.execute(points, TimingSettings(), 1.0, tmp_path)
+    assert [(pool.asked, pool.is_open) for pool in MadeUpPool.made] == [([512, 1024, 8], False), ([16, 32], False)]
 
 
 def test_bounds_and_casts_are_points_of_one_command(monkeypatch, tmp_path):
