@@ -11,6 +11,7 @@ import importlib
 import itertools
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -25,16 +26,26 @@ if TYPE_CHECKING:
 
 NUM_SMS = 132
 COMPUTE, COMM = "compute", "comm"
+EXCHANGES = ("dispatch", "combine")
+"""Work on the communication stream: memory that it reads may go to other work on the compute stream."""
 
 
 class Stream:
-    """A stream by name, and the work that what follows on it waits for."""
+    """A stream by name, and the work that what follows on it waits for.
+
+    Attributes:
+        read: what a piece of work reads, until this stream waits for it; freed: work whose input was freed before that.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.before: set[tuple[Any, ...]] = set()
+        self.read: dict[tuple[Any, ...], weakref.ref[torch.Tensor]] = {}
+        self.freed: list[tuple[Any, ...]] = []
 
     def wait_event(self, event: Event) -> None:
+        waited = {work: self.read.pop(work) for work in event.before & self.read.keys()}
+        self.freed += [work for work, tensor in waited.items() if tensor() is None]
         self.before |= event.before
 
 
@@ -82,6 +93,7 @@ class Device:
     def begin_step(self) -> None:
         self.works.clear()
         self.compute.before, self.comm.before = set(), set()
+        self.compute.read.clear()
 
     def launch(self, work: tuple[Any, ...], needed: tuple[Any, ...] | None) -> None:
         if needed is not None and needed not in self.stream.before:
@@ -162,6 +174,8 @@ class Model:
                 if kind == "dispatch":
                     self.bounds.append(kernel.prepare_finalize._op.engine.kernels.max_sms)
                 self.device.launch((kind, *place), (needed, *place))
+                if kind in EXCHANGES:
+                    self.device.compute.read[(kind, *place)] = weakref.ref(args[0])
                 return original(*args, **kwargs)
 
             setattr(owner, name, call)

@@ -10,6 +10,7 @@ from tests.engines.vllm.contract.layer_cases import Layer, check_result, manager
 from tests.engines.vllm.contract.micro_batch_cases import (
     COMM,
     COMPUTE,
+    EXCHANGES,
     NUM_SMS,
     FirstRunner,
     Model,
@@ -45,11 +46,13 @@ def require_results(model: Model, found: tuple[torch.Tensor, torch.Tensor]) -> i
 
 
 def require_streams(model: Model, num_micro_batches: int) -> None:
-    """Exchanges run on vLLM's communication stream, and everything waits for what it reads."""
+    """Exchanges run on vLLM's communication stream; everything waits for what it reads, and what it reads stays."""
     assert model.device.late == []
+    assert model.device.compute.freed == []
+    assert not model.device.compute.read, "the compute stream has waited for each of them"
     assert len(model.device.works) == 4 * len(model.cases) * num_micro_batches
     for (kind, *_), stream in model.device.works:
-        assert stream == (COMM if kind in ("dispatch", "combine") else COMPUTE), kind
+        assert stream == (COMM if kind in EXCHANGES else COMPUTE), kind
 
 
 def in_micro_batches(context: RankContext, number: int, sp_size: int = 1, **changes: Any) -> None:
