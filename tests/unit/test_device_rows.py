@@ -78,7 +78,7 @@ SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "s
 @portable
 def take(step, row, out, ROW: tl.constexpr, SPARSE_POLLS: tl.constexpr):
     at = tl.arange(0, NUM_WORDS)
-    low_latency = LowLatencyDispatch(1, 1, NUM_WORDS, NUM_WORDS - 1, True, 1, NUM_WORDS, SPARSE_POLLS)
+    low_latency = LowLatencyDispatch(1, 1, NUM_WORDS, NUM_WORDS - 1, True, 1, 1, NUM_WORDS, SPARSE_POLLS)
     shape = Shape(WORLD, WORLD, 0, 1, False)
     *_, poison = take_row_block(step, row, at, at, at < NUM_WORDS, shape, ROW, low_latency)
     tl.store(out, poison)
