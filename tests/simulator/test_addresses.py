@@ -6,6 +6,7 @@ bits must stay inside of a row.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 from ep_a2a.kernels.combine_send_kernels import load_block, push_block, push_weights_of
 from ep_a2a.kernels.layout import Region
@@ -92,6 +95,8 @@ class Watch:
         patch.setattr(BoundMemory, "__init__", bind_and_watch)
         patch.setattr(Machine, "launch", launch_and_watch)
         patch.setattr(builder, "create_addptr", self.add, raising=False)
+        for name in ("create_expand_dims", "create_broadcast"):
+            patch.setattr(builder, name, functools.partial(self.reshape, getattr(builder, name)), raising=False)
         masked_load, masked_store = Machine.masked_load, Machine.masked_store
 
         def load_and_watch(machine: Machine, pointers: Any, mask: Any, *args: Any) -> Any:
@@ -116,6 +121,14 @@ class Watch:
         if found.data.size == 1:
             # its tile is another object, without the attribute
             self.look(found)
+        return found
+
+    def reshape(self, create: Any, values: Any, *args: Any) -> Any:
+        """create_expand_dims or create_broadcast: vectors of addresses become tiles, offsets and all."""
+        found = create(values, *args)
+        if NARROW in values.attr:
+            offsets = np.broadcast_to(values.attr[NARROW], values.data.shape).astype(np.int64)
+            found.set_attr(NARROW, create(TensorHandle(offsets, tl.int64), *args).data)
         return found
 
     def look(self, pointers: Any, mask: Any = None) -> None:
