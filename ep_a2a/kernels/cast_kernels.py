@@ -157,3 +157,124 @@ def plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN: tl.constexpr):
     if bias_1 is not None:
         total += tl.load(bias_1 + at, mask=offsets < HIDDEN, other=0).to(tl.float32)
     return total
+
+
+def _interpreted_quarters(words):
+    return tuple(widened(((words >> shift) & 0xFF).to(tl.uint8), tl.float8e4nv) for shift in (0, 8, 16, 24))
+
+
+@portable(interpreted=_interpreted_quarters)
+def quarters_of(words):
+    """float32 values of the four e4m3 bit patterns of each word, from the lowest bits on.
+
+    Triton's own conversion takes two patterns of one register, so it would first put them together by shifts.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high, h0, h1, h2, h3;
+        .reg .b32 first, second;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low;
+        cvt.rn.f16x2.e4m3x2 second, high;
+        mov.b32 {h0, h1}, first;
+        mov.b32 {h2, h3}, second;
+        cvt.f32.f16 $0, h0;
+        cvt.f32.f16 $1, h1;
+        cvt.f32.f16 $2, h2;
+        cvt.f32.f16 $3, h3;
+        }""",
+        "=f,=f,=f,=f,r",
+        [words],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@portable
+def elements_of(words, DTYPE: tl.constexpr):
+    """float32 values of the elements in each word of 32 bits, a tile for each of them from the lowest bits on."""
+    if DTYPE == tl.float8e4nv:
+        values = quarters_of(words)
+    elif DTYPE == tl.bfloat16:
+        # a bf16 is the upper half of a float32
+        values = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    elif DTYPE.primitive_bitwidth == 16:
+        values = widened((words & 0xFFFF).to(tl.int16), DTYPE), widened((words >> 16).to(tl.int16), DTYPE)
+    else:
+        values = (widened(words, DTYPE),)
+    return values
+
+
+def _interpreted_packed(first, second, third, fourth):
+    words = e4m3_bits_by_integers(first).to(tl.int32)
+    for shift, values in ((8, second), (16, third), (24, fourth)):
+        words = words | (e4m3_bits_by_integers(values).to(tl.int32) << shift)
+    return words
+
+
+@portable(interpreted=_interpreted_packed)
+def packed_e4m3(first, second, third, fourth):
+    """e4m3_bits of four values in one word, the first in the lowest bits."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [first, second, third, fourth],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@portable
+def e4m3_words(values):
+    """A tile [lines, elements] of float32 values as e4m3 words [lines, elements / 4]."""
+    lines: tl.constexpr = values.shape[0]
+    num_words: tl.constexpr = values.shape[1] // 4
+    even, odd = tl.split(tl.reshape(values, (lines, num_words, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return packed_e4m3(first, second, third, fourth)
+
+
+@portable
+def line_scales(parts, LINES: tl.constexpr):
+    """scales_of groups of LINES lines, for each line: vectors. parts: as of line_words."""
+    largest = reduce_max(magnitudes_of(parts[0]), 1)
+    for part in tl.static_range(1, len(parts)):
+        largest = tl.maximum(largest, reduce_max(magnitudes_of(parts[part]), 1))
+    num_lines: tl.constexpr = largest.shape[0]
+    groups: tl.constexpr = num_lines // LINES
+    bits, reciprocals = scales_of(reduce_max(tl.reshape(largest, (groups, LINES)), 1), False)
+    bits = tl.broadcast_to(bits[:, None], (groups, LINES))
+    reciprocals = tl.broadcast_to(reciprocals[:, None], (groups, LINES))
+    return tl.reshape(bits, (num_lines,)), tl.reshape(reciprocals, (num_lines,))
+
+
+@portable
+def line_words(parts):
+    """e4m3 words of lines of float32 values. parts: tiles of values, of which each has a part of every line."""
+    words = e4m3_words(parts[0])
+    if len(parts) == 2:
+        both = tl.permute(tl.join(words, e4m3_words(parts[1])), (0, 2, 1))
+        words = tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
+    return words
+
+
+@portable
+def quantize_lines(parts, GROUP_LINES: tl.constexpr):
+    """Quantises lines of float32 values: (line_words, the bits of each line's scale as int32).
+
+    Args:
+        parts: as of line_words. GROUP_LINES: lines that share a scale.
+    """
+    scale_bits, reciprocals = line_scales(parts, GROUP_LINES)
+    scaled = ()
+    for part in tl.static_range(len(parts)):
+        scaled = scaled + (parts[part] * reciprocals[:, None],)
+    return line_words(scaled), scale_bits

@@ -7,7 +7,7 @@ announces that the peer has begun its combine, which bounds how far ranks can ru
 
 import triton.language as tl
 
-from ep_a2a.kernels.combine_receive_kernels import add_results, clear_results
+from ep_a2a.kernels.combine_receive_kernels import NEVER, AddShare, add_results, clear_results, has_units
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Operands, Share, first_unit, push_results, unlike_dispatch
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
@@ -110,21 +110,22 @@ def receive_results(
 ):  # fmt: skip
     """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
     table, rank, epoch = step.table, step.rank, step.epoch
-    if step.signals | (share.program >= 0):
+    adds = has_units(share)
+    if step.signals | adds:
         begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     if step.signals:
         if poison == 0:
             # then every peer's experts have read what this rank overwrites next
             poison = await_peers(table, epoch, rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-    elif (share.program >= 0) & (poison == 0):
+    if adds & (poison == 0):
         own_row = own_row_of(step, S)
         poison = add_results(given, step, share, own_row, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
         end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
     if poison != 0:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        if share.program >= 0:
+        if adds:
             clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
 
 
@@ -136,12 +137,14 @@ def begin_combine(table, state, num_tokens, step_tokens, S: tl.constexpr, FORM: 
 
 
 @portable(
-    do_not_specialize=["num_tokens", "step_tokens", "M", "rank", "num_senders", "num_receivers", "pause_ns"],
+    do_not_specialize=[
+        "num_tokens", "step_tokens", "M", "rank", "num_senders", "num_receivers", "shared_from", "pause_ns"
+    ],
     do_not_specialize_on_alignment=["ids", "weights_in"],
 )  # fmt: skip
 def combine_kernel(
     rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, step_tokens, M, rank, num_senders,
-    num_receivers, pause_ns,
+    num_receivers, shared_from, pause_ns,
     S: tl.constexpr, SENT: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -157,8 +160,10 @@ def combine_kernel(
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
         bias_0, bias_1: [num_tokens, H] of the result's dtype to add to the sums before they are rounded, or None.
         step_tokens: the step's bound, rows per source in layout rank_major. M: rows that each peer may send back.
-        num_senders: the programs after the first, which send. Program 0 exchanges flags with the peers.
-        num_receivers: the last programs of the grid, which add.
+        num_senders: programs that send: the first ones, or those after the first where shared_from is NEVER. Program 0
+            exchanges flags with the peers.
+        num_receivers: the last programs of the grid, which only add. shared_from: the first unit that the other
+            programs add, too, once they have sent (AddShare).
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
         S: Shape. SENT, ADDED, WEIGHTS: the Block of sent rows, of added rows, and of weights. COMBINE: Combine.
         FORM: LaunchForm.
@@ -174,9 +179,10 @@ def combine_kernel(
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
     epoch, out_of_order = begin_combine(table, state, num_tokens, step_tokens, S, FORM)
-    answer = load_poison(poison_word, WEIGHTS.GROUP)
+    answer = load_poison(poison_word, WEIGHTS.GROUPS_LANES)
     given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
-    sender = program - 1
+    # where all programs add in the end, the one with the flags sends and adds, too
+    sender = program - (shared_from >= NEVER).to(tl.int32)
     is_sender = (sender >= 0) & (sender < num_senders)
     step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, signals, is_sender, pause_ns)
     sends = Share(sender, num_senders)
@@ -187,7 +193,8 @@ def combine_kernel(
     if FORM.SEND:
         send_results(first, given, step, sends, poison, S, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
-        adds = Share(program - (num_programs - num_receivers), num_receivers)
+        receiver = program - (num_programs - num_receivers)
+        adds = AddShare(program, num_programs, receiver, num_receivers, shared_from)
         receive_results(given, step, adds, poison, S, ADDED, WEIGHTS, COMBINE, FORM)
         finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:

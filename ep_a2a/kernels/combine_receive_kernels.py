@@ -1,9 +1,11 @@
 """Device helpers of combine that take what experts' ranks send back and add it, in ascending rank order."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
-from ep_a2a.kernels.combine_send_kernels import ReturnPlaces, block_offsets, return_places
+from ep_a2a.kernels.cast_kernels import elements_of, plus_biases, round_to
+from ep_a2a.kernels.combine_send_kernels import SCALED_WORDS, ReturnPlaces, block_offsets, return_places
 from ep_a2a.kernels.layout import Region, Span
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -25,7 +27,6 @@ from ep_a2a.kernels.primitives import (
     pause,
     reduce_max,
     reduce_min,
-    reduce_sum,
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 
@@ -35,8 +36,12 @@ RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
 RECV_WAIT = tl.constexpr(Span.RECV_WAIT.value)
 TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
 
-# EMPTY as an unsigned byte.
-EMPTY_BYTE = tl.constexpr(0xFF)
+EMPTY_UNSIGNED = tl.constexpr(0xFFFFFFFF)
+
+# AddShare.shared_from where programs that send add nothing. No unit and no slot has this number.
+NEVER = tl.constexpr(1 << 30)
+# Rows of a token that are read, and are in a program's registers, at once.
+ROWS_AT_ONCE = tl.constexpr(4)
 
 
 @portable
@@ -56,158 +61,219 @@ def note_foreign_indices(table, ids, token, epoch, rank, S: tl.constexpr):
             tl.store(record + RECORD_CODE, FOREIGN_INDICES)
 
 
-@portable
-def slots_of_token(routes, token, step, WORLD_SIZE: tl.constexpr):
-    """Return where the rows of a token arrive, by expert rank, -1 for none; none from token `num_tokens` on."""
-    slots = ()
-    for peer in tl.static_range(WORLD_SIZE):
-        route = routes + tl.cast(token, tl.int64) * WORLD_SIZE + peer
-        index = tl.load(route, mask=token < step.num_tokens, other=-1)
-        slots = slots + (tl.where(index >= 0, peer * step.M + index, -1),)
-    return slots
+class AddShare(NamedTuple):
+    """A program's share of the units of work that tokens' rows are added by.
+
+    Units before `shared_from`, a multiple of num_receivers, are for the programs that send nothing; from there on all
+    programs of the launch take turns. Where shared_from is NEVER, programs that send add nothing.
+
+    program, num_programs: of the launch. receiver: the program's number among num_receivers, negative in others.
+    """
+
+    program: tl.tensor
+    num_programs: tl.tensor
+    receiver: tl.tensor
+    num_receivers: tl.tensor
+    shared_from: tl.tensor
 
 
 @portable
-def own_slot(slots, rank, WORLD_SIZE: tl.constexpr):
-    """Return the slot of this rank's own row; -1 when the token did not go to an expert here."""
-    own = slots[0]
-    for peer in tl.static_range(1, WORLD_SIZE):
-        own = tl.where(rank == peer, slots[peer], own)
-    return own
+def has_units(share):
+    """Return whether a program adds rows at all."""
+    return (share.receiver >= 0) | (share.shared_from < NEVER)
 
 
 @portable
-def lines_of(rows, slots, B: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Return where the rows in those slots begin, in a region of rows like those of block B."""
-    lines = ()
+def first_of(share):
+    """Return the first unit of a program's share."""
+    is_alone = (share.receiver >= 0) & (share.shared_from > 0)
+    return tl.where(is_alone, share.receiver, share.shared_from + share.program)
+
+
+@portable
+def unit_after(share, unit):
+    """Return the unit of a program's share that follows another one."""
+    alone = unit + share.num_receivers
+    begun = tl.where(unit < share.shared_from, share.shared_from + share.program, unit + share.num_programs)
+    return tl.where(alone < share.shared_from, alone, begun)
+
+
+class Rows(NamedTuple):
+    """Up to ROWS_AT_ONCE rows of a token, in ascending order of the ranks that they come from.
+
+    slots: where the rows arrive, M for each rank, -1 for none. own: that of this rank's row, -1 where it is elsewhere.
+    """
+
+    slots: tl.tuple
+    own: tl.tensor
+
+
+@portable
+def routes_of(routes, token, step, S: tl.constexpr):
+    """Return the numbers of a token's rows by expert rank, -1 for none; none from token `num_tokens` on.
+
+    They are a tuple where the ranks are few, else a vector.
+    """
+    line = routes + tl.cast(token, tl.int64) * S.WORLD_SIZE
+    if S.WORLD_SIZE <= ROWS_AT_ONCE:
+        found = ()
+        for peer in tl.static_range(S.WORLD_SIZE):
+            found = found + (tl.load(line + peer, mask=token < step.num_tokens, other=-1),)
+    else:
+        lanes = tl.arange(0, S.WORLD_LANES)
+        there = (lanes < S.WORLD_SIZE) & (full_like(lanes, token) < step.num_tokens)
+        found = tl.load(line + lanes, mask=there, other=-1)
+    return found
+
+
+@portable
+def next_rows(found, step, S: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+    """Return (the first of a token's rows as Rows, the routes of the others).
+
+    Args:
+        found: from routes_of, or the routes of the others from here.
+    """
+    slots, own = (), tl.full((), -1, tl.int32)
+    if S.WORLD_SIZE <= ROWS_AT_ONCE:
+        for peer in tl.static_range(S.WORLD_SIZE):
+            slots = slots + (tl.where(found[peer] >= 0, peer * step.M + found[peer], -1),)
+            if OWN_IN_PLACE:
+                own = tl.where(step.rank == peer, slots[peer], own)
+    else:
+        lanes = tl.arange(0, S.WORLD_LANES)
+        for each in tl.static_range(min(ROWS_AT_ONCE, S.TOPK)):
+            peer = reduce_min(tl.where(found >= 0, lanes, S.WORLD_LANES), 0)
+            index = reduce_max(tl.where(lanes == peer, found, -1), 0)
+            found = tl.where(lanes == peer, -1, found)
+            slots = slots + (tl.where(index >= 0, peer * step.M + index, -1),)
+            if OWN_IN_PLACE:
+                own = tl.where(step.rank == peer, slots[each], own)
+    return Rows(slots, own), found
+
+
+@portable
+def line_of(base, own_base, slot, own, WIDTH: tl.constexpr):
+    """Return where the row of a slot begins, of WIDTH words: at that slot of base or, if it is `own`, of own_base."""
     # the hint must be given here: on the result of a call it would be lost
-    aligned: tl.constexpr = 16 if B.WIDTH * B.ELEMENT.primitive_bitwidth % 128 == 0 else 1
-    for peer in tl.static_range(WORLD_SIZE):
-        lines = lines + (tl.multiple_of(rows + tl.cast(slots[peer], tl.int64) * B.WIDTH, aligned),)
-    return lines
+    aligned: tl.constexpr = 16 if WIDTH % 4 == 0 else 1
+    return tl.multiple_of(tl.where(slot == own, own_base, base) + tl.cast(slot, tl.int64) * WIDTH, aligned)
 
 
 @portable
-def own_lines_of(given, slots, own_row, step, HIDDEN: tl.constexpr, TOPK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Return where this rank's own row and weights of a token lie; anywhere when its slot is -1."""
-    row = own_row + own_slot(slots, step.rank, WORLD_SIZE) - step.rank * step.M
-    return given.rows + tl.cast(row, tl.int64) * HIDDEN, given.weights + tl.cast(row, tl.int64) * TOPK
+def scales_of(first, B: tl.constexpr):
+    """Return (each line's scale, by its place in the row; whether the line is the first with that scale)."""
+    lines = first // B.GROUP + tl.arange(0, B.GROUPS_LANES)
+    per_scale: tl.constexpr = SCALED_WORDS // B.GROUP
+    return lines // per_scale, lines % per_scale == 0
 
 
 @portable
-def read_block(places, slots, own_line, first, rank, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
-    """Read a block of a token's rows once, arrived or not: a tile per rank, if SCALED followed by one with its scales.
+def read_block(places, own_base, rows, first, B: tl.constexpr):
+    """Read a block of rows once, arrived or not: a tile per row, if SCALED followed by a vector with its lines' scales.
 
-    One thread reads each element, so a reduction over the elements gives all threads the same verdict. For that a tile
-    needs at least as many lanes as a program has threads. The scales' tile reads one lane of each group. A vector of
-    groups would not do: the compiler would load it several times, and might check one copy and multiply by another.
+    One thread reads each word, so a reduction over the words gives all threads the same verdict. For that a tile needs
+    at least as many lines as a program has threads. A scale is read for each line: were it read for each group, several
+    threads would read it, and one might check its copy while another multiplies by a later one.
     """
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
-    lines = lines_of(places.rows, slots, B, S.WORLD_SIZE)
-    aligned: tl.constexpr = 16 if B.WIDTH * B.ELEMENT.primitive_bitwidth % 128 == 0 else 1
+    num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
     seen = ()
-    for peer in tl.static_range(S.WORLD_SIZE):
-        present = (offsets < B.WIDTH) & (full_like(offsets, slots[peer]) >= 0)
-        line = lines[peer]
-        if OWN_IN_PLACE:
-            line = tl.multiple_of(tl.where(rank == peer, own_line, line), aligned)
+    for each in tl.static_range(len(rows.slots)):
+        slot = rows.slots[each]
+        line = line_of(places.rows, own_base, slot, rows.own, B.WIDTH)
+        present = (offsets < B.WIDTH) & (full_like(offsets, slot) >= 0)
         seen = seen + (tl.load(line + offsets, mask=present, other=0, volatile=True),)
         if B.SCALED:
-            elements = offsets % B.GROUP
-            scale_line = places.scales + tl.cast(slots[peer], tl.int64) * (B.WIDTH // B.GROUP)
-            where = scale_line + offsets // B.GROUP + elements
-            seen = seen + (tl.load(where, mask=present & (elements == 0), other=0, volatile=True),)
+            scales, _ = scales_of(first, B)
+            scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
+            there = (scales < num_scales) & (full_like(scales, slot) >= 0)
+            seen = seen + (tl.load(scale_line + scales, mask=there, other=0, volatile=True),)
     return seen
 
 
 @portable
-def values_of(words, DTYPE: tl.constexpr):
-    """Return (float32 values of words; of their upper halves, where a word holds two elements)."""
-    if words.dtype.primitive_bitwidth == DTYPE.primitive_bitwidth:
-        lower = widened(words, DTYPE)
-        upper = lower
-    else:
-        lower = widened((words & 0xFFFF).to(tl.int16), DTYPE)
-        upper = widened((words >> 16).to(tl.int16), DTYPE)
-    return lower, upper
+def no_sums(B: tl.constexpr):
+    """Return the sums of no rows: float32 tiles, one for each element of a word."""
+    sums = ()
+    for _ in tl.static_range(B.ELEMENT.primitive_bitwidth // B.DTYPE.primitive_bitwidth):
+        sums = sums + (tl.full((B.GROUPS_LANES, B.GROUP), 0.0, tl.float32),)
+    return sums
 
 
 @portable
-def judge_block(seen, slots, first, rank, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
-    """Return (lowest rank with a word that has not arrived, or W; sum of the others in rank order, float32).
+def slot_missing(seen, rows, B: tl.constexpr):
+    """Return the lowest slot with a word that has not arrived, or NEVER.
 
     Args:
         seen: from read_block, zeros where there is no row.
-
-    Returns:
-        The sum has a line of B.GROUP words' elements for each of B.GROUPS_LANES.
     """
-    sums = tl.full((B.GROUPS_LANES, B.GROUP), 0.0, tl.float32)
-    upper_sums = sums
-    missing = tl.full((B.GROUPS_LANES, B.GROUP), S.WORLD_SIZE, tl.int32)
-    per_peer: tl.constexpr = 2 if B.SCALED else 1
-    for peer in tl.static_range(S.WORLD_SIZE):
-        words = seen[peer * per_peer]
-        values, upper_values = values_of(words, B.DTYPE)
-        late = words == (EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY)
-        if OWN_IN_PLACE:
-            late = late & (full_like(words, rank) != peer)
+    missing = tl.full((B.GROUPS_LANES,), NEVER, tl.int32)
+    per_row: tl.constexpr = 2 if B.SCALED else 1
+    for each in tl.static_range(len(rows.slots)):
+        # this rank's own row lies where it was made
+        awaited = full_like(missing, tl.where(rows.slots[each] == rows.own, NEVER, rows.slots[each]))
+        # a line has arrived when none of its words is EMPTY, the largest
+        late = reduce_max(seen[each * per_row].to(tl.uint32, bitcast=True), 1) == EMPTY_UNSIGNED
         if B.SCALED:
-            scale_bits = reduce_sum(seen[peer * per_peer + 1], 1)
-            inside = block_offsets(first, B.GROUPS_LANES, B.GROUP) < B.WIDTH
-            late = late | ((scale_bits == EMPTY)[:, None] & inside)
-            values = values * scale_bits.to(tl.float32, bitcast=True)[:, None]
-        missing = tl.minimum(missing, tl.where(late, peer, S.WORLD_SIZE))
-        sums += values
-        upper_sums += upper_values
-    if B.ELEMENT.primitive_bitwidth != B.DTYPE.primitive_bitwidth:
-        sums = tl.reshape(tl.join(sums, upper_sums), (B.GROUPS_LANES, 2 * B.GROUP))
-    return reduce_min(reduce_min(missing, 1), 0), sums
+            late = late | (seen[each * per_row + 1] == EMPTY)
+        missing = tl.minimum(missing, tl.where(late, awaited, NEVER))
+    return reduce_min(missing, 0)
 
 
 @portable
-def empty_block(places, slots, first, rank, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
-    """Leave EMPTY in a block of a token's rows; this rank's own row stays as it is with OWN_IN_PLACE."""
+def plus_rows(sums, seen, B: tl.constexpr):
+    """Return sums (no_sums) with the rows that read_block has found added in their order."""
+    per_row: tl.constexpr = 2 if B.SCALED else 1
+    for each in tl.static_range(len(seen) // per_row):
+        values, added = elements_of(seen[each * per_row], B.DTYPE), ()
+        for part in tl.static_range(len(sums)):
+            value = values[part]
+            if B.SCALED:
+                value = value * seen[each * per_row + 1].to(tl.float32, bitcast=True)[:, None]
+            added = added + (sums[part] + value,)
+        sums = added
+    return sums
+
+
+@portable
+def empty_block(places, rows, first, B: tl.constexpr):
+    """Leave EMPTY in a block of rows; this rank's own row, which was never sent, stays as it is."""
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
-    groups = first // B.GROUP + tl.arange(0, B.GROUPS_LANES)
-    empty = tl.full((B.GROUPS_LANES, B.GROUP), EMPTY_BYTE if B.ELEMENT == tl.uint8 else EMPTY, B.ELEMENT)
-    lines = lines_of(places.rows, slots, B, S.WORLD_SIZE)
-    for peer in tl.static_range(S.WORLD_SIZE):
-        arrived = (offsets < B.WIDTH) & (full_like(offsets, slots[peer]) >= 0)
-        if OWN_IN_PLACE:
-            arrived = arrived & (full_like(offsets, rank) != peer)
-        tl.store(lines[peer] + offsets, empty, mask=arrived)
+    empty = full_like(offsets, EMPTY)
+    num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
+    for each in tl.static_range(len(rows.slots)):
+        slot = rows.slots[each]
+        came = tl.where(slot == rows.own, -1, slot)
+        arrived = (offsets < B.WIDTH) & (full_like(offsets, came) >= 0)
+        tl.store(line_of(places.rows, places.rows, slot, slot, B.WIDTH) + offsets, empty, mask=arrived)
         if B.SCALED:
-            there = (groups < B.WIDTH // B.GROUP) & (full_like(groups, slots[peer]) >= 0)
-            scale_line = places.scales + tl.cast(slots[peer], tl.int64) * (B.WIDTH // B.GROUP)
-            tl.store(scale_line + groups, full_like(groups, EMPTY), mask=there)
+            scales, is_first = scales_of(first, B)
+            there = is_first & (scales < num_scales) & (full_like(scales, slot) >= 0)
+            scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
+            tl.store(scale_line + scales, full_like(scales, EMPTY), mask=there)
 
 
 @portable
-def take_block(
-    seen, step, places, slots, own_line, first, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr
-):
-    """Wait for a block of a token's rows and empty it. Returns (sum float32, poison word).
-
-    With OWN_IN_PLACE this rank's own row lies at `own_line`, was never sent and stays as it is.
+def take_block(seen, step, places, own_base, rows, first, sums, S: tl.constexpr, B: tl.constexpr):
+    """Wait for a block of rows, add it to the sums and empty it. Returns (sums, poison word).
 
     Args:
-        seen: what read_block has found in this launch.
+        seen: what read_block has found in this launch. The other arguments are the same.
     """
-    rank = step.rank
-    missing, total = judge_block(seen, slots, first, rank, S, B, OWN_IN_PLACE)
+    missing = slot_missing(seen, rows, B)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
-    while (missing < S.WORLD_SIZE) & (poison == 0):
+    while (missing < NEVER) & (poison == 0):
         pause(step.pause_ns)
-        now_seen = read_block(places, slots, own_line, first, rank, S, B, OWN_IN_PLACE)
-        missing, total = judge_block(now_seen, slots, first, rank, S, B, OWN_IN_PLACE)
+        seen = read_block(places, own_base, rows, first, B)
+        missing = slot_missing(seen, rows, B)
         polls = next_poll(polls)
-        if (polls % POLLS_PER_CLOCK == 0) & (missing < S.WORLD_SIZE):
-            poison, deadline = overdue(step.table, polls, deadline, missing, rank, S.WORLD_SIZE, 1)
-    empty_block(places, slots, first, rank, S, B, OWN_IN_PLACE)
-    return total, poison
+        if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
+            late = missing // step.M
+            poison, deadline = overdue(step.table, polls, deadline, late, step.rank, S.WORLD_SIZE, 1)
+    empty_block(places, rows, first, B)
+    return plus_rows(sums, seen, B), poison
 
 
 @portable
@@ -217,43 +283,34 @@ def clear_results(result, num_tokens, share, B: tl.constexpr, DTYPE: tl.constexp
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     per_word: tl.constexpr = B.ELEMENT.primitive_bitwidth // B.DTYPE.primitive_bitwidth
     hidden: tl.constexpr = B.WIDTH * per_word
-    for unit in range(share.program, num_tokens * num_blocks, share.num_programs):
+    unit = first_of(share)
+    while unit < num_tokens * num_blocks:
         offsets = block_offsets((unit % num_blocks) * block * per_word, B.GROUPS_LANES, B.GROUP * per_word)
         target = result + tl.cast(unit // num_blocks, tl.int64) * hidden + offsets
         tl.store(target, round_to(offsets * 0.0, DTYPE), mask=offsets < hidden)
+        unit = unit_after(share, unit)
 
 
 @portable
 def add_weights(
-    step, places, slots, own_weights, token, S: tl.constexpr, WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr
+    given, step, places, rows, own_row, token, sums, S: tl.constexpr, WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr
 ):
-    """Wait for a token's weights, add and store them. Returns the poison word."""
+    """Wait for the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
     lines = ReturnPlaces(places.weights, places.scales, places.weights)
-    seen = read_block(lines, slots, own_weights, 0, step.rank, S, WEIGHTS, OWN_IN_PLACE)
-    sums, poison = take_block(seen, step, lines, slots, own_weights, 0, S, WEIGHTS, OWN_IN_PLACE)
+    own_base = slots_at(given.weights, own_row, step, S.TOPK) if OWN_IN_PLACE else places.weights
+    seen = read_block(lines, own_base, rows, 0, WEIGHTS)
+    sums, poison = take_block(seen, step, lines, own_base, rows, 0, sums, S, WEIGHTS)
     sums_out = address(step.table, RESULT_WEIGHTS, step.rank, S.WORLD_SIZE, tl.float32)
     sums_out += tl.cast(token, tl.int64) * S.TOPK
-    weights_at = block_offsets(0, 1, WEIGHTS.GROUP)
-    tl.store(sums_out + weights_at, sums, mask=weights_at < S.TOPK)
-    return poison
+    weights_at = block_offsets(0, WEIGHTS.GROUPS_LANES, 1)
+    tl.store(sums_out + weights_at, sums[0], mask=weights_at < S.TOPK)
+    return sums, poison
 
 
 @portable
-def slots_of_unit(step, routes, unit, S: tl.constexpr, B: tl.constexpr):
-    """slots_of_token of the token that a unit of work, one block of its rows, belongs to."""
-    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
-    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    return slots_of_token(routes, unit // num_blocks, step, S.WORLD_SIZE)
-
-
-@portable
-def read_unit(given, step, places, slots, own_row, unit, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
-    """Return (pointers to this rank's own row and weights of the unit's token, the unit's block from read_block)."""
-    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
-    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    own_line, own_weights = own_lines_of(given, slots, own_row, step, B.WIDTH, S.TOPK, S.WORLD_SIZE)
-    found = read_block(places, slots, own_line, (unit % num_blocks) * block, step.rank, S, B, OWN_IN_PLACE)
-    return own_line, own_weights, found
+def slots_at(base, own_row, step, WIDTH: tl.constexpr):
+    """Return where slot 0 would be if this rank's slots lay at own_row of base, rows of WIDTH words."""
+    return base + (tl.cast(own_row, tl.int64) - tl.cast(step.rank, tl.int64) * step.M) * WIDTH
 
 
 @portable
@@ -263,63 +320,115 @@ def add_results(
 ):  # fmt: skip
     """Wait for the rows of this program's share of the tokens, add and store them. Returns the poison word.
 
-    With READ_AHEAD a unit is read for the first time while the one before it is added, which takes registers.
+    A unit of work is a block of a token's rows. Where a token may have more than ROWS_AT_ONCE rows, a unit takes
+    several turns. With READ_AHEAD a turn's rows are read for the first time during the turn before.
 
     Args:
-        given: Operands. step: CombineStep. share: Share.
+        given: Operands. step: CombineStep. share: AddShare.
         own_row: where this rank's own rows begin in the given rows and weights, used with OWN_IN_PLACE.
         B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
         SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
-    table, rank, first_unit, num_programs = step.table, step.rank, share.program, share.num_programs
+    table, rank, first_unit = step.table, step.rank, first_of(share)
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    in_place: tl.constexpr = COMBINE.OWN_IN_PLACE
+    one_turn: tl.constexpr = min(S.WORLD_SIZE, S.TOPK) <= ROWS_AT_ONCE
     routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
     places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
+    own_base = places.rows
+    if COMBINE.OWN_IN_PLACE:
+        own_base = slots_at(given.rows, own_row, step, B.WIDTH)
     poison = tl.full((), 0, tl.int32)
     num_units = step.num_tokens * num_blocks
-    slots = slots_of_unit(step, routes, first_unit, S, B)
+    unit = first_unit
+    rows, others = next_rows(routes_of(routes, unit // num_blocks, step, S), step, S, COMBINE.OWN_IN_PLACE)
+    sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
     if COMBINE.READ_AHEAD:
-        following = slots_of_unit(step, routes, first_unit + num_programs, S, B)
-        own_line, own_weights, seen = read_unit(given, step, places, slots, own_row, first_unit, S, B, in_place)
-    for unit in range(first_unit, num_units, num_programs):
+        following = routes_of(routes, unit_after(share, unit) // num_blocks, step, S)
+        seen = read_block(places, own_base, rows, (unit % num_blocks) * block, B)
+    while unit < num_units:
         token, first = unit // num_blocks, (unit % num_blocks) * block
-        # in flight while this unit's rows are waited for
+        ends, next_unit = True, unit_after(share, unit)
+        if not one_turn:
+            ends = reduce_max(others, 0) < 0
+            next_unit = tl.where(ends, next_unit, unit)
+        # in flight while this turn's rows are waited for
         if COMBINE.READ_AHEAD:
-            later = slots_of_unit(step, routes, unit + 2 * num_programs, S, B)
+            found = routes_left(ends, following, others, one_turn)
+            next_turn, others = next_rows(found, step, S, COMBINE.OWN_IN_PLACE)
+            following = routes_of(routes, unit_after(share, next_unit) // num_blocks, step, S)
             taken = seen
-            next_own_line, next_own_weights, seen = read_unit(
-                given, step, places, following, own_row, unit + num_programs, S, B, in_place
-            )
+            seen = read_block(places, own_base, next_turn, (next_unit % num_blocks) * block, B)
         else:
-            later = slots_of_unit(step, routes, unit + num_programs, S, B)
-            own_line, own_weights, taken = read_unit(given, step, places, slots, own_row, unit, S, B, in_place)
+            following = routes_of(routes, next_unit // num_blocks, step, S)
+            taken = read_block(places, own_base, rows, first, B)
+            found = routes_left(ends, following, others, one_turn)
+            next_turn, others = next_rows(found, step, S, COMBINE.OWN_IN_PLACE)
         if poison == 0:
-            total, poison = take_block(taken, step, places, slots, own_line, first, S, B, in_place)
+            sums, poison = take_block(taken, step, places, own_base, rows, first, sums, S, B)
             if unit == first_unit:
                 end_span(SPANS, table, RECV_WAIT, S.WORLD_SIZE)
                 begin_span(SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
-            store_sum(given, total, token, first, B, COMBINE.DTYPE)
+            if ends:
+                store_sums(given, sums, token, first, B, COMBINE.DTYPE)
             if unit % num_blocks == 0:
                 if HAS_WEIGHTS:
                     if poison == 0:
-                        poison = add_weights(step, places, slots, own_weights, token, S, WEIGHTS, in_place)
+                        weight_sums, poison = add_weights(
+                            given, step, places, rows, own_row, token, weight_sums, S, WEIGHTS, COMBINE.OWN_IN_PLACE
+                        )
                 if COMBINE.CHECK_INDICES:
-                    note_foreign_indices(table, given.ids, token, step.epoch, rank, S)
-        if COMBINE.READ_AHEAD:
-            slots, following, own_line, own_weights = following, later, next_own_line, next_own_weights
+                    if ends:
+                        note_foreign_indices(table, given.ids, token, step.epoch, rank, S)
+        if one_turn:
+            sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
         else:
-            slots = later
+            sums, weight_sums = kept_unless(ends, sums), kept_unless(ends, weight_sums)
+        unit, rows = next_unit, next_turn
     return poison
 
 
 @portable
-def store_sum(given, total, token, first, B: tl.constexpr, DTYPE: tl.constexpr):
+def routes_left(ends, following, others, ONE_TURN: tl.constexpr):
+    """Return the routes that the next turn takes rows of: those of the next unit where this one ends."""
+    found = following
+    if not ONE_TURN:
+        found = tl.where(full_like(others, ends.to(tl.int32)) > 0, following, others)
+    return found
+
+
+@portable
+def kept_unless(ends, sums):
+    """Return the sums, or zeros where the token ends."""
+    kept = ()
+    for part in tl.static_range(len(sums)):
+        kept = kept + (tl.where(ends, 0.0, sums[part]),)
+    return kept
+
+
+@portable
+def store_sums(given, sums, token, first, B: tl.constexpr, DTYPE: tl.constexpr):
     """Store a block of a token's sums, with the biases that are not None, rounded to DTYPE."""
-    per_word: tl.constexpr = B.ELEMENT.primitive_bitwidth // B.DTYPE.primitive_bitwidth
+    per_word: tl.constexpr = len(sums)
     hidden: tl.constexpr = B.WIDTH * per_word
-    offsets = block_offsets(first * per_word, B.GROUPS_LANES, B.GROUP * per_word)
     target = tl.multiple_of(given.result + tl.cast(token, tl.int64) * hidden, 16)
-    total = plus_biases(total, given.bias_0, given.bias_1, token, offsets, hidden)
-    tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < hidden)
+    if per_word == 1:
+        total = sums[0]
+    elif per_word == 2:
+        total = tl.reshape(tl.join(sums[0], sums[1]), (B.GROUPS_LANES, 2 * B.GROUP))
+    else:
+        pairs = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+        total = tl.reshape(pairs, (B.GROUPS_LANES, 4 * B.GROUP))
+    line: tl.constexpr = B.GROUP * per_word
+    offsets = block_offsets(first * per_word, B.GROUPS_LANES, line)
+    if line * DTYPE.primitive_bitwidth <= 128:
+        total = plus_biases(total, given.bias_0, given.bias_1, token, offsets, hidden)
+        tl.store(target + offsets, round_to(total, DTYPE), mask=offsets < hidden)
+    else:
+        # in halves, so that a thread stores what it has added: at most 16 bytes at once
+        halves = tl.split(tl.permute(tl.reshape(total, (B.GROUPS_LANES, 2, line // 2)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            places = first * per_word + half * (line // 2)
+            at = places + tl.arange(0, B.GROUPS_LANES)[:, None] * line + tl.arange(0, line // 2)[None, :]
+            part = plus_biases(halves[half], given.bias_0, given.bias_1, token, at, hidden)
+            tl.store(target + at, round_to(part, DTYPE), mask=at < hidden)

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import e4m3_bits, quantize_tile
+from ep_a2a.config import FP8_GROUP_SIZE
+from ep_a2a.kernels.cast_kernels import line_words, quantize_lines
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, reduce_max, reduce_sum
@@ -14,6 +15,10 @@ COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
 COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
 LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
 
+# Elements of 2 bytes that a thread loads at once.
+MOST_LOADED = tl.constexpr(8)
+# Words of fp8 that share a scale.
+SCALED_WORDS = tl.constexpr(FP8_GROUP_SIZE // 4)
 LARGEST_INT32 = tl.constexpr((1 << 31) - 1)
 
 
@@ -103,10 +108,33 @@ def tile_of(first, num_rows, B: tl.constexpr):
 
 @portable
 def load_block(rows_in, row, num_rows, first, B: tl.constexpr):
-    """Load a block of `num_rows` rows to send back, B.ROWS at most, from `row` on."""
+    """Load a block of `num_rows` rows to send back, B.ROWS at most, from `row` on.
+
+    Returns:
+        Words; in QUANTIZED blocks tiles of elements, of which each has a part of every line.
+    """
     offsets, inside = tile_of(first, num_rows, B)
-    source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * B.WIDTH, 16)
-    return tl.load(source + offsets, mask=inside, other=0)
+    if B.QUANTIZED:
+        elements: tl.constexpr = 4 * B.GROUP
+        part: tl.constexpr = min(MOST_LOADED, elements)
+        lines, there = line_starts(first, num_rows, B)
+        source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * (4 * B.WIDTH), 16)
+        values = ()
+        for at in tl.static_range(0, elements, part):
+            places = (lines * 4 + at)[:, None] + tl.arange(0, part)[None, :]
+            values = values + (tl.load(source + places, mask=there[:, None], other=0),)
+    else:
+        source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * B.WIDTH, 16)
+        values = tl.load(source + offsets, mask=inside, other=0)
+    return values
+
+
+@portable
+def line_starts(first, num_rows, B: tl.constexpr):
+    """Return where the lines of B.ROWS rows begin, and which of them belong to the first num_rows rows: vectors."""
+    lanes = tl.arange(0, B.ROWS * B.GROUPS_LANES)
+    rows, words = lanes // B.GROUPS_LANES, first + (lanes % B.GROUPS_LANES) * B.GROUP
+    return rows * B.WIDTH + words, (rows < num_rows) & (words < B.WIDTH)
 
 
 class ReturnPlaces(NamedTuple):
@@ -142,21 +170,29 @@ def return_places(table, destination, WORLD_SIZE: tl.constexpr, ELEMENT: tl.cons
 
 @portable
 def push_block(values, places, slot, num_rows, first, B: tl.constexpr):
-    """Send a block of `num_rows` rows to the rank that their tokens came from, cast to fp8 if asked."""
+    """Send a block of `num_rows` rows to the rank that their tokens came from, cast to fp8 if asked.
+
+    Args:
+        values: from load_block.
+    """
     offsets, inside = tile_of(first, num_rows, B)
     target = tl.multiple_of(places.rows + tl.cast(slot, tl.int64) * B.WIDTH, 16)
     if B.QUANTIZED:
+        wide = ()
+        for part in tl.static_range(len(values)):
+            wide = wide + (values[part].to(tl.float32),)
         if B.SCALED:
-            bits, scale_bits = quantize_tile(values.to(tl.float32), False)
-            num_groups: tl.constexpr = B.WIDTH // B.GROUP
+            per_scale: tl.constexpr = SCALED_WORDS // B.GROUP
+            words, scale_bits = quantize_lines(wide, per_scale)
             lanes = tl.arange(0, B.ROWS * B.GROUPS_LANES)
-            rows, groups = lanes // B.GROUPS_LANES, first // B.GROUP + lanes % B.GROUPS_LANES
-            scales = places.scales + tl.cast(slot, tl.int64) * num_groups
-            mask = (rows < num_rows) & (groups < num_groups)
-            tl.store(scales + (rows * num_groups + groups), scale_bits, mask=mask, cache_modifier=".wt")
+            rows, lines = lanes // B.GROUPS_LANES, first // B.GROUP + lanes % B.GROUPS_LANES
+            num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
+            scales = places.scales + tl.cast(slot, tl.int64) * num_scales
+            mask = (rows < num_rows) & (lines < B.WIDTH // B.GROUP) & (lines % per_scale == 0)
+            tl.store(scales + (rows * num_scales + lines // per_scale), scale_bits, mask=mask, cache_modifier=".wt")
         else:
-            bits = e4m3_bits(values.to(tl.float32))
-        tl.store(target + offsets, bits, mask=inside, cache_modifier=".wt")
+            words = line_words(wide)
+        tl.store(target + offsets, words, mask=inside, cache_modifier=".wt")
     else:
         tl.store(target + offsets, never_empty(values), mask=inside, cache_modifier=".wt")
 

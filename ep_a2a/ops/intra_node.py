@@ -15,7 +15,7 @@ from ep_a2a.config import FP8_DTYPE, QuantType
 from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.compilation import compile_all
-from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM, CompiledKernel
+from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, REGISTERS_PER_SM, CompiledKernel
 from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Scales, Tile, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
@@ -29,6 +29,7 @@ from ep_a2a.tuning.policy import (
     DISPATCH_WARPS,
     FLAG_PROGRAMS,
     MAX_COUNTED_ALONE,
+    THREADS_PER_SM,
     Launch,
     Phase,
     choose_launch,
@@ -173,12 +174,12 @@ class IntraNodeEngine(Engine):
             given = {
                 "S": kernels.shape,
                 "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps, launch.send_rows),
-                "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps),
-                "WEIGHTS": Block(*map(tl.constexpr, (config.topk, 1, lanes, tl.int32, tl.float32, False, False, 1))),
+                "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps, adds=True),
+                "WEIGHTS": Block(*map(tl.constexpr, (config.topk, lanes, 1, tl.int32, tl.float32, False, False, 1))),
                 "COMBINE": constants(Combine, combine),
                 "FORM": kernels.form(stages, launch, has_weights=args.weights is not None),
             }
-            return CompiledKernel(combine_kernel, given, num_warps)
+            return CompiledKernel(combine_kernel, given, num_warps, _combine_registers(num_warps))
 
         return kernels.get(key, make)
 
@@ -199,8 +200,19 @@ class IntraNodeEngine(Engine):
             config.rank,
             launch.num_senders,
             launch.num_receivers,
+            launch.shared_from,
             launch.pause_ns,
         )
+
+
+def _combine_registers(num_warps: int) -> int:
+    """The most registers per thread with which as many programs fit as the policy asks for.
+
+    Left to itself the compiler spills some in order to fit one program more.
+    """
+    threads = 32 * num_warps
+    programs = max(1, THREADS_PER_SM[Phase.COMBINE] // threads)
+    return REGISTERS_PER_SM // (programs * threads) // REGISTER_GRANULARITY * REGISTER_GRANULARITY
 
 
 def dispatch_form(args: DispatchArguments) -> Hashable:

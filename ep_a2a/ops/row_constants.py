@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_BLOCK_WORDS = 4096
 """The most words of a row that a program copies at once."""
+LINE_WORDS = 4
+"""The most words that a thread loads at once."""
 MANY_TOKENS = 256
 """Tokens whose destinations a program finds at once, when it counts the rows of all tokens."""
 
@@ -91,13 +93,17 @@ class ResultRows:
             config.combine_quant == QuantType.FP8_BLOCKWISE,
         )
 
-    def block(self, hidden_dim: int, most_elements: int, num_warps: int, num_rows: int = 1) -> Block:
-        """The constants of a kernel that moves so many elements of `num_rows` rows each, at least a word a thread."""
+    def block(
+        self, hidden_dim: int, most_elements: int, num_warps: int, num_rows: int = 1, *, adds: bool = False
+    ) -> Block:
+        """The constants of a kernel that moves so many elements of `num_rows` rows each, at least a word a thread.
+
+        Where elements are cast or added a thread has lines of words that follow each other.
+        """
         dtype = tl.float8e4nv if self.quantized else self.dtype
-        per_word = 1 if self.quantized else WORD_BYTES * 8 // dtype.primitive_bitwidth
-        width = hidden_dim // per_word
-        num_words = max(min(padded(width), most_elements // per_word), 32 * num_warps)
-        group = FP8_GROUP_SIZE if self.scaled else num_words
-        element = tl.uint8 if self.quantized else tl.int32
-        values = (width, num_words // group, group, element, dtype, self.quantized, self.scaled, num_rows)
+        per_word = WORD_BYTES * 8 // dtype.primitive_bitwidth
+        width, threads = hidden_dim // per_word, 32 * num_warps
+        num_words = max(min(padded(width), most_elements // per_word), threads)
+        group = min(LINE_WORDS, num_words // threads) if adds or self.quantized else num_words
+        values = (width, num_words // group, group, tl.int32, dtype, self.quantized, self.scaled, num_rows)
         return Block(*map(tl.constexpr, values))

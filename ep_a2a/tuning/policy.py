@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,17 @@ they take multiprocessors from programs that add."""
 BULK_CASTERS = 160
 CASTER_ELEMENTS = 4096
 """SEND_ROW_ELEMENTS of programs that also cast: BULK_CASTERS of them, with fewer registers each."""
-WIDE_SENDER_SHARE, WIDE_CASTER_SHARE = 0.3, 0.4
-"""Share of a combine's programs that send where its multiprocessors are bounded, and of one that casts."""
+SEND_NS, ADD_NS = 0.046, 0.057
+"""What a multiprocessor takes for an element of a row that it sends, and of one that it adds; the sum takes as much as
+one more row."""
+CAST_NS, ADD_CAST_NS = 0.060, 0.046
+"""The same for rows that are cast to fp8 on the way."""
+WIRE_BYTES_PER_NS = 360.0
+"""What the links of a GPU carry one way, so that more programs that send would wait for them."""
+HEAD_START, CASTER_HEAD_START = 1.5, 1.1
+"""Programs that send first and then add, times those that would send for as long as the others add."""
+NEVER_SHARED = 1 << 30
+"""Launch.shared_from where programs that send add no rows."""
 WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
 """Rows that a program of a combine sends at once where the multiprocessors are bounded, and one that also casts."""
 TILE_TOKENS = 16
@@ -82,6 +92,8 @@ class Launch:
         num_senders, num_receivers: programs that send and that receive. In phases with these roles the first programs
             have neither (FLAG_PROGRAMS).
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
+        shared_from: blocks of tokens' rows that programs of a combine add which send nothing. Those behind are added by
+            all its programs, among them the first, which sends, too.
         pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
@@ -101,6 +113,7 @@ class Launch:
     read_ahead: bool = False
     dependent: bool = False
     send_rows: int = 1
+    shared_from: int = NEVER_SHARED
 
 
 def choose_launch(
@@ -127,20 +140,28 @@ def choose_launch(
         max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads
             programs over all multiprocessors, so this bounds the number of programs, which become wider.
     """
+    max_sms = config.max_sms if max_sms is None else max_sms
     if num_sms == 0:
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
-        most_sms = config.max_sms if max_sms is None else max_sms
-        tiles = phase is Phase.BULK_DISPATCH and most_sms > 0
-        return Launch(programs, 1, "interpreter", programs, programs, send_rows=INTERPRETED_TILE if tiles else 1)
+        tiles = phase is Phase.BULK_DISPATCH and max_sms > 0
+        shared_from = programs if phase is Phase.COMBINE and max_sms > 0 else NEVER_SHARED
+        return Launch(
+            programs,
+            1,
+            "interpreter",
+            programs,
+            programs,
+            send_rows=INTERPRETED_TILE if tiles else 1,
+            shared_from=shared_from,
+        )
     wish = _default(config, phase, num_tokens, max_num_tokens)
     if config.launch == "manual":
         wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block, reason="config")
     elif tables is not None:
         wish = _tuned(wish, tables, config, phase, num_tokens, max_num_tokens)
-    max_sms = config.max_sms if max_sms is None else max_sms
     is_bounded = 0 < max_sms < num_sms
     if is_bounded and config.launch != "manual":
-        wish = _widened(wish, config, phase, max_sms)
+        wish = _widened(wish, config, phase, max_sms, num_tokens, max_num_tokens)
     if block_num > 0:
         wish = replace(wish, num_programs=block_num, reason="caller")
     elif is_bounded and config.launch != "manual" and tables is not None:
@@ -152,7 +173,9 @@ def choose_launch(
     return fit(wish, phase, most)
 
 
-def _widened(wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int) -> Launch:
+def _widened(
+    wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int, num_tokens: int, max_num_tokens: int
+) -> Launch:
     """Returns the wish with programs of the best width for a multiprocessor; those of a combine take whole rows."""
     wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
     if phase is Phase.BULK_DISPATCH:
@@ -160,16 +183,42 @@ def _widened(wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sm
     if phase is not Phase.COMBINE:
         return wish
     casts = config.combine_quant != QuantType.NONE
-    share = WIDE_CASTER_SHARE if casts else WIDE_SENDER_SHARE
-    senders = max(1, round(share * (max_sms - FLAG_PROGRAMS[phase])))
-    return replace(
+    wish = replace(
         wish,
-        num_senders=min(wish.num_senders, senders),
         send_elements=SEND_ROW_ELEMENTS,
         send_rows=WIDE_CASTER_ROWS if casts else WIDE_ROWS,
         add_elements=SEND_ROW_ELEMENTS,
         read_ahead=True,
     )
+    programs = max(FLAG_PROGRAMS[phase] + 2, max_sms)
+    row_ns, sent_ns, added_ns = _combine_ns(config, num_tokens, max_num_tokens)
+    fill_wire = math.ceil(row_ns * WIRE_BYTES_PER_NS / (config.hidden_dim * config.combine_wire_dtype.itemsize))
+    equal_time = programs * sent_ns / max(1.0, sent_ns + added_ns)
+    ahead = round((CASTER_HEAD_START if casts else HEAD_START) * equal_time)
+    if num_tokens < programs or ahead > fill_wire:
+        # the links are busy for as long as rows are added, so nobody is done with sending before
+        return replace(wish, num_senders=min(wish.num_senders, max(1, round(equal_time)), fill_wire))
+    senders = max(1, min(ahead, programs - 1))
+    receivers = programs - senders
+    blocks = -(-config.hidden_dim // SEND_ROW_ELEMENTS)
+    turns = int(sent_ns / senders / (added_ns / num_tokens)) * blocks
+    shared_from = min(turns, -(-num_tokens * blocks // receivers)) * receivers
+    return replace(wish, num_programs=programs, num_senders=senders, num_receivers=receivers, shared_from=shared_from)
+
+
+def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens: int) -> tuple[float, float, float]:
+    """What a multiprocessor alone would take to send a row, to send all rows, and to add all tokens' rows.
+
+    Experts are taken to be drawn alike. Only a cast sends this rank's own rows. A token's rows are added in the places
+    of all ranks or, if the ranks are many, of as many as it has experts.
+    """
+    ranks, topk = config.world_size, config.topk
+    casts = config.combine_quant != QuantType.NONE
+    rows_per_token = ranks * (1 - (1 - 1 / ranks) ** topk)
+    sent_rows = max_num_tokens * rows_per_token * (1 if casts else (ranks - 1) / ranks)
+    row_ns = (CAST_NS if casts else SEND_NS) * config.hidden_dim
+    token_ns = (1 + min(ranks, topk)) * (ADD_CAST_NS if casts else ADD_NS) * config.hidden_dim
+    return row_ns, sent_rows * row_ns, num_tokens * token_ns
 
 
 def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
@@ -286,6 +335,14 @@ def fit(wish: Launch, phase: Phase, most: int) -> Launch:
     """
     if phase is Phase.BULK_DISPATCH:
         return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))
+    if wish.shared_from < NEVER_SHARED:
+        num_programs = min(wish.num_programs, max(FLAG_PROGRAMS[phase] + 2, most))
+        senders = min(wish.num_senders, num_programs - 1)
+        receivers = num_programs - senders
+        shared_from = wish.shared_from // wish.num_receivers * receivers
+        return replace(
+            wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers, shared_from=shared_from
+        )
     others = max(2, min(wish.num_programs, most) - FLAG_PROGRAMS[phase])
     senders = max(1, min(wish.num_senders, max(others // 2, others - max(1, wish.num_receivers))))
     receivers = max(1, min(wish.num_receivers, others - senders))

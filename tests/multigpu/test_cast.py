@@ -3,7 +3,15 @@
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import FP8_MAX, MIN_AMAX, e4m3_bits, e4m3_bits_by_integers, scales_of
+from ep_a2a.kernels.cast_kernels import (
+    FP8_MAX,
+    MIN_AMAX,
+    e4m3_bits,
+    e4m3_bits_by_integers,
+    packed_e4m3,
+    quarters_of,
+    scales_of,
+)
 from ep_a2a.kernels.portable import portable
 from ep_a2a.quantization import fp32_to_e4m3_bits
 
@@ -64,3 +72,29 @@ def test_native_conversion_equals_the_reference() -> None:
     out = torch.empty(values.shape, dtype=torch.uint8, device="cuda")
     cast[(values.numel() // BLOCK,)](values.cuda(), out, BLOCK=BLOCK)
     assert torch.equal(out.cpu(), fp32_to_e4m3_bits(values))
+
+
+@portable
+def pack_and_take_apart(values, words, out, BLOCK: tl.constexpr):
+    where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = values + where * 4
+    packed = packed_e4m3(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+    tl.store(words + where, packed)
+    first, second, third, fourth = quarters_of(packed)
+    at = out + where * 4
+    tl.store(at, first)
+    tl.store(at + 1, second)
+    tl.store(at + 2, third)
+    tl.store(at + 3, fourth)
+
+
+def test_words_of_four_equal_the_reference() -> None:
+    values = torch.randint(-(2**31), 2**31 - 1, (1 << 22,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    values[::2] = torch.randn(values[::2].shape) * 100
+    words = torch.empty(values.numel() // 4, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(values, device="cuda")
+    pack_and_take_apart[(words.numel() // BLOCK,)](values.cuda(), words, out, BLOCK=BLOCK)
+    expected = fp32_to_e4m3_bits(values)
+    assert torch.equal(words.cpu().view(torch.uint8), expected)
+    wide = expected.view(torch.float8_e4m3fn).to(torch.float32)
+    torch.testing.assert_close(out.cpu(), wide, rtol=0, atol=0, equal_nan=True)

@@ -55,7 +55,8 @@ elements of a tile, or of a row:
 block_offsets(first * per_word
 (lanes % B.GROUPS_LANES)[:, None] * B.GROUP
 rows * B.WIDTH + elements
-scales + (rows * num_groups + groups)
+(lines * 4 + at)[:, None]
+scales + (rows * num_scales + lines // per_scale)
 rows * S.TOPK + slots
 tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 groups[:, None] * GROUP + elements[None, :]

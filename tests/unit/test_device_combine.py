@@ -1,4 +1,4 @@
-"""What a sender of combine loads before it knows how many rows there are, in Triton's interpreter."""
+"""Parts of combine in Triton's interpreter: first loads of senders, shares of units, and casts in words."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import pytest
 import torch
 import triton.language as tl
 
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.kernels.cast_kernels import elements_of, quantize_lines
+from ep_a2a.kernels.combine_receive_kernels import NEVER, AddShare, first_of, has_units, next_rows, unit_after
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
 from ep_a2a.kernels.constants import Block
 from ep_a2a.kernels.portable import portable
+from ep_a2a.quantization import quantize_groups
 from tests.unit.device import shape_of, table_of, untouched
+from tests.unit.test_device_functions import unusual_rows
 
 COUNTS = {
     1: [[5], [0]],
@@ -78,3 +83,111 @@ def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, in
             for place in range(min(num_left, num_rows_at_once)):
                 expected = memory[row + place, first : first + GROUP].tolist()
                 assert found[place] == expected + [0] * (GROUP - len(expected))
+
+
+@portable
+def list_units(out, num_units, num_receivers, shared_from):
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    share = AddShare(program, num_programs, program - (num_programs - num_receivers), num_receivers, shared_from)
+    if has_units(share):
+        unit = first_of(share)
+        while unit < num_units:
+            tl.store(out + unit, tl.load(out + unit) + 1 + program)
+            unit = unit_after(share, unit)
+
+
+@pytest.mark.parametrize("num_programs", [2, 3, 7])
+@pytest.mark.parametrize("num_units", [0, 1, 5, 40])
+def test_each_unit_is_added_once(num_programs, num_units):
+    """Before shared_from by programs that only add, from there on by all of the launch."""
+    for num_receivers in range(1, num_programs):
+        for turns in (0, 1, 3, 99, None):
+            shared_from = NEVER.value if turns is None else turns * num_receivers
+            out = torch.zeros(num_units + 1, dtype=torch.int32)
+            list_units.interpret((num_programs,), out, num_units, num_receivers, shared_from)
+            senders, alone = num_programs - num_receivers, min(shared_from, num_units)
+            expected = [1 + senders + unit % num_receivers for unit in range(alone)]
+            expected += [1 + unit % num_programs for unit in range(num_units - alone)]
+            assert out.tolist() == [*expected, 0]
+
+
+@portable
+def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
+    step = CombineStep(routes, rank, 1, 1, M, M, routes, False, False, 0)
+    if SHAPE.WORLD_SIZE <= 4:
+        found = ()
+        for peer in tl.static_range(SHAPE.WORLD_SIZE):
+            found = found + (tl.load(routes + peer),)  # noqa: RUF005 - device code
+    else:
+        lanes = tl.arange(0, SHAPE.WORLD_LANES)
+        found = tl.load(routes + lanes, mask=lanes < SHAPE.WORLD_SIZE, other=-1)
+    at = 0
+    for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):
+        rows, found = next_rows(found, step, SHAPE, True)
+        for each in tl.static_range(len(rows.slots)):
+            tl.store(out + at * 2, rows.slots[each])
+            tl.store(out + at * 2 + 1, rows.own)
+            at += 1
+
+
+@pytest.mark.parametrize(("world_size", "topk"), [(1, 2), (2, 8), (4, 8), (5, 2), (8, 8), (9, 3), (72, 8)])
+def test_rows_come_in_the_order_of_their_ranks(world_size, topk):
+    generator, most = torch.Generator().manual_seed(world_size), 7
+    for num_ranks in range(min(world_size, topk) + 1):
+        routes = torch.full((world_size,), -1, dtype=torch.int32)
+        ranks = torch.randperm(world_size, generator=generator)[:num_ranks].sort().values
+        routes[ranks] = torch.randint(0, most, (num_ranks,), generator=generator, dtype=torch.int32)
+        for rank in {0, world_size - 1, *ranks.tolist()[:2]}:
+            out = untouched(world_size + 8, 2)
+            list_rows.interpret((1,), routes, out, rank, most, SHAPE=shape_of(world_size, topk))
+            found = [(slot, own) for slot, own in out.tolist() if slot not in (-1, 77)]
+            assert [slot for slot, _ in found] == [int(peer) * most + int(routes[peer]) for peer in ranks]
+            assert {slot for slot, own in found if slot == own} == {slot for slot, _ in found if slot // most == rank}
+
+
+@portable
+def quantize_words(values, words_out, scales_out, PART: tl.constexpr, PARTS: tl.constexpr):
+    lines = tl.arange(0, 32 * 128 // (PART * PARTS))
+    parts = ()
+    for part in tl.static_range(PARTS):
+        where = (lines * PARTS + part)[:, None] * PART + tl.arange(0, PART)[None, :]
+        parts = parts + (tl.load(values + where),)  # noqa: RUF005 - device code
+    words, scale_bits = quantize_lines(parts, 128 // (PART * PARTS))
+    tl.store(words_out + lines[:, None] * (PART * PARTS // 4) + tl.arange(0, PART * PARTS // 4)[None, :], words)
+    tl.store(scales_out + lines, scale_bits)
+
+
+@pytest.mark.parametrize(("part", "num_parts"), [(4, 1), (8, 1), (8, 2)])
+def test_words_of_fp8_equal_the_reference(part, num_parts):
+    rows = unusual_rows(128)
+    words, scales = untouched(32, 32), untouched(32, 128 // (part * num_parts))
+    quantize_words.interpret((1,), rows, words, scales, PART=part, PARTS=num_parts)
+    expected, expected_scales = quantize_groups(rows, "float32")
+    assert torch.equal(words.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales.view(torch.int32).view(-1, 1).expand_as(scales))
+
+
+@portable
+def take_apart(words, out, DTYPE: tl.constexpr, PER_WORD: tl.constexpr):
+    lanes = tl.arange(0, 1024)
+    values = elements_of(tl.load(words + lanes), DTYPE)
+    for part in tl.static_range(PER_WORD):
+        tl.store(out + lanes * PER_WORD + part, values[part])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "triton_dtype"),
+    [
+        (FP8_DTYPE, tl.float8e4nv),
+        (torch.bfloat16, tl.bfloat16),
+        (torch.float16, tl.float16),
+        (torch.float32, tl.float32),
+    ],
+    ids=str,
+)
+def test_elements_of_words(dtype, triton_dtype):
+    words = torch.randint(-(2**31), 2**31, (1024,), generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    expected = words.view(dtype).to(torch.float32)
+    out = torch.zeros_like(expected)
+    take_apart.interpret((1,), words, out, DTYPE=triton_dtype, PER_WORD=4 // dtype.itemsize)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)

@@ -15,8 +15,10 @@ import torch
 import triton
 
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
+from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
+from ep_a2a.tuning import policy
 from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, TILE_TOKENS, Phase, choose_launch, fit
 from tests.cases.configs import deepseek_v3 as config_of
 from tests.offline_compile import compile_kernel, resources, vector_accesses
@@ -143,7 +145,8 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel,
         if "isVolatile = true" in line and (match := re.match(r"\s*%(\w+?)(_\d+)? = tt.load", line))
     )
     polled = Counter({at: count for at, count in polled.items() if at[0] in POLLED})
-    assert all(count in (1, config.world_size) for count in polled.values()), polled
+    rows = min(ROWS_AT_ONCE.value, config.world_size, config.topk)
+    assert all(count in (1, rows, config.world_size) for count in polled.values()), polled
     # the names are the code's: a name that is gone would check nothing
     constants, kind = variant.named_constants, kind_of(variant)
     expected = {
@@ -224,6 +227,10 @@ def test_low_latency_dispatches_leave_room_for_a_second_program():
         if kind_of(variant) == "low_latency_dispatch":
             assert variant.max_registers is not None
             assert variant.max_registers * 32 * variant.num_warps * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
+        elif kind_of(variant) == "combine":
+            # all programs that the policy asks for
+            programs = policy.THREADS_PER_SM[Phase.COMBINE] // (32 * variant.num_warps)
+            assert variant.max_registers * 32 * variant.num_warps * programs <= REGISTERS_PER_SM
         else:
             assert variant.max_registers is None
 
@@ -239,11 +246,11 @@ def test_one_thread_reads_each_word_that_a_program_waits_for():
                 lanes = {
                     "bulk_dispatch": ("COUNT_LANES", "POISON_LANES"),
                     "low_latency_dispatch": ("COUNT_LANES", "SIDE_LANES", "BLOCK_WORDS"),
-                    "combine": ("WEIGHTS.GROUP",),
+                    "combine": ("WEIGHTS.GROUPS_LANES",),
                 }.get(kind, ())
                 assert all(constants[name] >= 32 * variant.num_warps for name in lanes), (kind, changes)
                 if kind == "combine":
-                    assert constants["ADDED.GROUPS_LANES"] * constants["ADDED.GROUP"] >= 32 * variant.num_warps
+                    assert constants["ADDED.GROUPS_LANES"] >= 32 * variant.num_warps
                 if kind == "bulk_dispatch":
                     assert constants["PROGRAM_LANES"] * constants["WORLD_LANES"] >= 32 * variant.num_warps
                 if kind == "low_latency_dispatch":

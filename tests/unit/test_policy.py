@@ -16,16 +16,17 @@ from ep_a2a.tuning.policy import (
     FLAG_PROGRAMS,
     INTERPRETED_PROGRAMS,
     MAX_DISPATCH_PROGRAMS,
+    NEVER_SHARED,
     SEND_ROW_ELEMENTS,
     THREADS_PER_SM,
     TILE_TOKENS,
     WIDE_CASTER_ROWS,
-    WIDE_CASTER_SHARE,
     WIDE_ROWS,
-    WIDE_SENDER_SHARE,
     WIDE_WARPS,
+    WIRE_BYTES_PER_NS,
     Launch,
     Phase,
+    _combine_ns,
     choose_launch,
     fit,
 )
@@ -58,7 +59,10 @@ def most(phase: Phase, num_warps: int, num_sms: int = H200_SMS) -> int:
 
 def check_roles(launch: Launch, phase: Phase) -> None:
     if phase in WITH_ROLES:
-        assert launch.num_programs == FLAG_PROGRAMS[phase] + launch.num_senders + launch.num_receivers
+        # where all programs add in the end, the one with the flags sends first
+        without_role = FLAG_PROGRAMS[phase] if launch.shared_from == NEVER_SHARED else 0
+        assert launch.num_programs == without_role + launch.num_senders + launch.num_receivers
+        assert launch.shared_from == NEVER_SHARED or launch.shared_from % launch.num_receivers == 0
     assert min(launch.num_senders, launch.num_receivers) >= 1
 
 
@@ -191,11 +195,8 @@ def test_max_sms_bounds_programs(phase, max_sms):
 
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("max_sms", [1, 4, 20, 64])
-@pytest.mark.parametrize(
-    ("quant_type", "share", "num_rows"),
-    [("none", WIDE_SENDER_SHARE, WIDE_ROWS), ("fp8_blockwise", WIDE_CASTER_SHARE, WIDE_CASTER_ROWS)],
-)
-def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, share, num_rows):
+@pytest.mark.parametrize(("quant_type", "num_rows"), [("none", WIDE_ROWS), ("fp8_blockwise", WIDE_CASTER_ROWS)])
+def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, num_rows):
     """A multiprocessor has one program then, which brings its threads; of a combine it takes whole rows."""
     config = config_of(max_sms=max_sms, quant_type=quant_type)
     launch = choose_launch(config, phase, 4096, 4096, H200_SMS)
@@ -203,8 +204,6 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, sh
     assert launch.num_warps == WIDE_WARPS[phase] >= unbounded.num_warps
     if phase is Phase.COMBINE:
         assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
-        senders = round(share * (max_sms - FLAG_PROGRAMS[phase]))
-        assert launch.num_senders == max(1, min(unbounded.num_senders, senders))
         assert (launch.send_rows, unbounded.send_rows, launch.read_ahead) == (num_rows, 1, True)
         # the caller's warps are the caller's, whatever is bounded
         own = choose_launch(config, phase, 4096, 4096, H200_SMS, warp_per_block=4)
@@ -216,6 +215,41 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, sh
     # the config's own numbers are not made wide
     manual = config_of(max_sms=max_sms, launch="manual", block_num=1000, warp_num_per_block=4)
     assert choose_launch(manual, phase, 4096, 4096, H200_SMS).num_warps == 4
+
+
+def end_of(launch: Launch, row_us: float, num_rows: float, token_us: float, num_tokens: int) -> float:
+    """When the last program of a launch ends whose programs never wait for rows."""
+    alone = min(launch.shared_from, num_tokens) / launch.num_receivers * token_us
+    sent = num_rows / launch.num_senders * row_us
+    shared_us = (num_tokens - min(launch.shared_from, num_tokens)) * token_us
+    return max(
+        alone, sent, (launch.num_receivers * alone + launch.num_senders * sent + shared_us) / launch.num_programs
+    )
+
+
+@pytest.mark.parametrize("quant_type", ["none", "fp8_blockwise"])
+@pytest.mark.parametrize("world_size", [2, 4, 8, 72])
+@pytest.mark.parametrize("num_tokens", [512, 4096])
+def test_programs_that_send_and_programs_that_add_end_together(quant_type, world_size, num_tokens):
+    """Where few programs share all work, by what the policy takes rows and tokens to cost."""
+    for max_sms in (8, 16):
+        config = config_of(max_sms=max_sms, quant_type=quant_type, world_size=world_size, num_experts_per_rank=4)
+        launch = choose_launch(config, Phase.COMBINE, num_tokens, num_tokens, H200_SMS)
+        row_us, sent_us, added_us = _combine_ns(config, num_tokens, num_tokens)
+        if launch.shared_from == NEVER_SHARED:
+            assert launch.num_senders * config.hidden_dim / row_us * 1000 > 0.5 * WIRE_BYTES_PER_NS
+            continue
+        end = end_of(launch, row_us, sent_us / row_us, added_us / num_tokens, num_tokens)
+        assert end <= 1.1 * (sent_us + added_us) / max_sms
+
+
+def test_programs_that_fill_the_wire_are_enough():
+    for max_sms in (24, 64):
+        config = config_of(max_sms=max_sms)
+        launch = choose_launch(config, Phase.COMBINE, 4096, 4096, H200_SMS)
+        assert (
+            launch.num_senders * config.hidden_dim * 2 / _combine_ns(config, 4096, 4096)[0] <= 1.15 * WIRE_BYTES_PER_NS
+        )
 
 
 @pytest.mark.parametrize("phase", Phase)

@@ -19,6 +19,7 @@ from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import (
     FLAG_PROGRAMS,
     MAX_COUNTED_ALONE,
+    NEVER_SHARED,
     THREADS_PER_SM,
     Launch,
     Phase,
@@ -201,7 +202,8 @@ def test_tuned_numbers_are_wishes():
         launch = chosen(Phase.COMBINE, 4096, 4096, tables, config={"max_sms": max_sms})
         flag_programs, fits = FLAG_PROGRAMS[Phase.COMBINE], THREADS_PER_SM[Phase.COMBINE] // (32 * 4)
         assert launch.num_programs <= (max(flag_programs + 2, max_sms) if max_sms < H200_SMS else fits * H200_SMS)
-        assert launch.num_programs == flag_programs + launch.num_senders + launch.num_receivers
+        without_role = flag_programs if launch.shared_from == NEVER_SHARED else 0
+        assert launch.num_programs == without_role + launch.num_senders + launch.num_receivers
     wide = chosen(Phase.COMBINE, 4096, 4096, tables_of(entry(4096, replace(COMBINE, num_warps=32, num_senders=4000))))
     assert wide.num_programs <= H200_SMS
 
@@ -301,5 +303,10 @@ def test_the_ops_variants_are_those_of_the_tables():
     }
     assert set(combines) == {2, 4, 8}
     # words of two elements
-    assert (combines[2]["SENT.GROUP"], combines[2]["ADDED.GROUP"]) == (2048, 128)
-    assert (combines[8]["SENT.GROUP"], combines[8]["ADDED.GROUP"]) == (1024, 256)
+    words = {
+        (warps, name): found[f"{name}.GROUPS_LANES"] * found[f"{name}.GROUP"]
+        for warps, found in combines.items()
+        for name in ("SENT", "ADDED")
+    }
+    assert (words[2, "SENT"], words[2, "ADDED"]) == (2048, 128)
+    assert (words[8, "SENT"], words[8, "ADDED"]) == (1024, 256)
