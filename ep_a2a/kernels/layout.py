@@ -401,4 +401,4 @@ def padded(count: int) -> int:
 
 def count_bits(most: int) -> int:
     """Bits of a field (routing_kernels) that hold counts up to `most`."""
-    return next(bits for bits in (8, 16, 32) if most < 1 << bits)
+    return next(bits for bits in (2, 4, 8, 16, 32) if most < 1 << bits)

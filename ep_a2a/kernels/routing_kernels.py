@@ -79,6 +79,21 @@ def fields_of_tokens(
 
 
 @portable
+def fields_of_tile(
+    ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
+):
+    """As fields_of_tokens, by one load of all ids: fewer instructions where the ranks take several words."""
+    tokens, choices = tl.arange(0, TOKENS), tl.arange(0, S.TOPK_LANES)
+    mask = (tokens < num_tokens)[:, None] & (choices < S.TOPK)[None, :]
+    experts = tl.load(ids + tokens[:, None] * S.TOPK + choices[None, :], mask=mask, other=-1)
+    fields = ()
+    for first_peer in tl.static_range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
+        bits = fields_of(experts, first_peer, OWNERS, S.WORLD_SIZE, COUNT_BITS)
+        fields = fields + (tl.reduce(bits, 1, either),)
+    return fields
+
+
+@portable
 def fields_of_token(token_ids, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
     """Which ranks the token with these ids [TOPK_LANES] goes to: words of fields that are 0 or 1."""
     fields = ()

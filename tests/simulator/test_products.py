@@ -49,7 +49,7 @@ channel + count * R.CHANNELS
 row numbers, of which a rank has fewer than 2**31:
 source * step.step_tokens + index
 slot = expert * block_rows + index
-first = rank * (own_slots
+rank * (own_slots
 tl.cast(source * step_tokens + index, tl.int64)
 elements of a tile, or of a row:
 block_offsets(first * per_word
