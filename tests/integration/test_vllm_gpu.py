@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,11 +20,11 @@ from tests.engines.vllm.cpu.counters import check_ranks_agree
 from tests.engines.vllm.gpu.compare import compare
 from tests.engines.vllm.gpu.engine import Action, Run, arguments, run_engine
 from tests.engines.vllm.models import SHAPES, quantized, save_model
+from tests.engines.vllm.trained import known_prompts, trained_model
 from tests.markers import needs_gpus, needs_own_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 NUM_RANKS = int(os.environ.get("EP_A2A_TEST_VLLM_RANKS", "2"))
 """Data-parallel ranks, a GPU each."""
@@ -163,23 +165,38 @@ def test_tokens_are_those_of_one_rank_in_float32(model, tmp_path):
     assert difference.is_rounding(LOGPROB_TOLERANCES["float32"]), difference
 
 
+def run_and_count_splits(folder: Path, model: Path, action: Action, engine: dict[str, Any]) -> Run:
+    """Our engine, whose steps must be split as the options say."""
+    actions = [action, {"action": "split_steps", "label": "split"}]
+    engine = engine | {"worker_extension_cls": EXTENSION}
+    done = run(folder, model, OURS, actions, engine, **Changes(counts_splits=True).variables())
+    is_split = engine.get("enable_dbo", False)
+    assert all((number > 0) == is_split for report in done.of("split") for number in report["workers"])
+    assert done.error == ""
+    return done
+
+
+@pytest.mark.parametrize("options", [pytest.param({}, id="whole"), pytest.param(SPLIT, id="dbo")])
 @pytest.mark.parametrize("mode", [pytest.param(CAPTURED, id="graphs"), pytest.param(EAGER, id="eager")])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_tokens_with_dbo_are_those_without(model, tmp_path, family, mode):
-    """Of a model with shared experts, and of one without; in float32 where vLLM's attention takes it."""
-    more, variables = (FLOAT32, IEEE) if family == "qwen3_moe" else ({}, {})
-    engine = mode | more | {"worker_extension_cls": EXTENSION}
-    actions = [tokens("first"), {"action": "split_steps", "label": "split"}]
-    variables |= Changes(counts_splits=True).variables()
+def test_a_known_text_goes_on_to_its_end(tmp_path, mode, options):
+    """In bfloat16, with a model that knows it by heart: with whole steps, and with dual batch overlap."""
+    action = tokens("first", num_tokens=24) | {"known": True}
+    path = trained_model(Path(sys.executable), "qwen3_moe")
+    done = run_and_count_splits(tmp_path, path, action, mode | options)
+    expected = known_prompts(action["num_prompts"], action["num_tokens"])
+    for number, completion in done.completions("first").items():
+        got = completion["tokens"]
+        assert got == expected[number][1][: len(got)], number
+
+
+def test_tokens_with_dbo_are_those_without(model, tmp_path):
+    """Of a model with shared experts."""
     split, whole = (
-        run(tmp_path / name, model(family), OURS, actions, engine | options, **variables)
+        run_and_count_splits(tmp_path / name, model("deepseek_v2"), tokens("first"), CAPTURED | options)
         for name, options in (("split", SPLIT), ("whole", {}))
     )
-    for done, is_split in ((split, True), (whole, False)):
-        assert done.error == ""
-        assert all((number > 0) == is_split for report in done.of("split") for number in report["workers"])
     difference = compare(*(each.completions("first") for each in (split, whole)))
-    assert difference.is_rounding(LOGPROB_TOLERANCES[engine.get("dtype", "bfloat16")]), difference
+    assert difference.is_rounding(LOGPROB_TOLERANCES["bfloat16"]), difference
 
 
 def test_a_stopped_rank_is_named_with_dbo(model, tmp_path):

@@ -1,9 +1,9 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
     python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--stop] [--counters]
-        [--tensor-parallel WORKERS] [--ranks-per-node RANKS] [--tokens NUMBER]
+        [--tensor-parallel WORKERS] [--ranks-per-node RANKS] [--tokens NUMBER] [--dtype DTYPE]
 
-VLLM_DP_* say which rank this is. MODEL is a folder from models.save_model. With --counters the result has those
+VLLM_DP_* say which rank this is. MODEL is a folder of trained.trained_model. With --counters the result has those
 of the engine under "counters", and beside it lies what the layers were given (`Changes.routed`). With --stop the
 engine generates again, and the last rank stops in that; what comes out then, if anything, is in RESULT.json.again.
 """
@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.cpu.changes import EXTENSION, Changes
+from tests.engines.vllm.trained import known_prompts
 
-PROMPTS = [[5, 6, 7, 8], list(range(20, 40)), [100, 3, 250, 77, 9], [400], list(range(300, 333)), [42, 42, 42]]
 NUM_TOKENS = 12
+PROMPTS, FOLLOWING = map(list, zip(*known_prompts(6, NUM_TOKENS)))
+NUM_TOP = 5
+"""The likeliest tokens of a step, whose log probabilities are kept: those of the unlikely ones show the least error."""
 MAX_BATCHED_TOKENS = 128
 
 
@@ -30,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of this rank, processes of their own")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="that a prompt goes on with, at most")
+    parser.add_argument("--dtype", default="float32", help="of the engine")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
     parser.add_argument("--stop", action="store_true", help="the last rank stops when all have generated once")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
@@ -67,7 +71,7 @@ def make_engine(options: argparse.Namespace) -> Any:
     return LLM(
         str(options.model),
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=options.dtype,
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
@@ -88,15 +92,16 @@ def generate(llm: Any, prompts: list[list[int]], rank: int, options: argparse.Na
 
     # not as many steps on all ranks, so that some run steps without tokens at the end
     params = SamplingParams(
-        temperature=0, max_tokens=options.tokens - 2 * (rank % 2), ignore_eos=True, logprobs=1, detokenize=False
+        temperature=0, max_tokens=options.tokens - 2 * (rank % 2), ignore_eos=True, logprobs=NUM_TOP, detokenize=False
     )
     completions = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [_as_numbers(each.outputs[0]) for each in completions]
 
 
 def _as_numbers(completion: Any) -> dict[str, Any]:
-    tokens = list(completion.token_ids)
-    return {"tokens": tokens, "logprobs": [step[token].logprob for token, step in zip(tokens, completion.logprobs)]}
+    """Its tokens, and each step's likeliest tokens with their log probabilities."""
+    logprobs = [{str(token): each.logprob for token, each in step.items()} for step in completion.logprobs]
+    return {"tokens": list(completion.token_ids), "logprobs": logprobs}
 
 
 if __name__ == "__main__":

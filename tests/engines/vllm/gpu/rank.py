@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.engines.vllm.trained import known_prompts
 from tests.waiting import await_file, await_until
 
 if TYPE_CHECKING:
@@ -123,9 +124,15 @@ class Rank:
 
     # actions
 
-    def tokens(self, num_prompts: int, num_tokens: int, longest: int = 100) -> dict[str, Any]:
-        """Greedy tokens with their log probabilities. Ranks get unlike numbers of prompts and of steps."""
+    def tokens(self, num_prompts: int, num_tokens: int, longest: int = 100, *, known: bool = False) -> dict[str, Any]:
+        """Greedy tokens with their log probabilities. Ranks get unlike numbers of prompts and of steps.
+
+        known: prompts are those of trained.known_prompts.
+        """
         mine = self._share(num_prompts, longest)
+        if known:
+            prompts = known_prompts(num_prompts, num_tokens)
+            mine = {number: prompts[number][0] for number in mine}
         outputs, _ = self._generate(list(mine.values()), num_tokens - 3 * (self.rank % 2), NUM_TOP)
         completions = {
             number: {
