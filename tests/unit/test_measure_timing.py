@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ep_a2a.commands.measure import timing
 from ep_a2a.commands.measure.timing import (
     PAIRS_IN_A_ROW,
+    CallsInARow,
     Clock,
     TimingSettings,
     pair_periods,
@@ -112,6 +115,31 @@ def test_the_period_is_that_of_pairs_behind_others_without_a_barrier_between():
     row = ["dispatch", "combine"] * PAIRS_IN_A_ROW
     assert clock.events == [*["align", *row, "mark", *row, "mark"] * 4, "synchronize"]
     assert periods == [(2 * PAIRS_IN_A_ROW + 1) / PAIRS_IN_A_ROW] * 4
+
+
+def test_what_a_graph_reads_is_kept_until_the_graph_is_freed(monkeypatch):
+    """A replay reads the addresses that the call had; the next capture unmaps memory that was freed."""
+    found: list[str] = []
+
+    def made() -> tuple[weakref.ref[torch.Tensor], CallsInARow]:
+        copied = torch.zeros(1)
+        kept = weakref.ref(copied)
+
+        def replayed(label: str) -> None:
+            found.append(f"{label} {'without' if kept() is None else 'with'} its input")
+
+        graph = SimpleNamespace(replay=lambda: replayed("replay"), reset=lambda: replayed("reset"))
+        monkeypatch.setattr(timing, "capture", lambda work, *_: work() or graph)
+        clock = RecordingClock()
+        clock.on_gpu = True
+        return kept, CallsInARow(lambda: copied.add_(1), clock, num_calls=2)
+
+    kept, calls = made()
+    calls.times_us(TimingSettings(num_warmups=0, num_runs=2))
+    calls.close()
+    assert found == ["replay with its input"] * 2 + ["reset with its input"]
+    del calls
+    assert kept() is None
 
 
 def test_the_wall_clock_counts_microseconds(monkeypatch):

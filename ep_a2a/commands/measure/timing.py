@@ -241,6 +241,8 @@ class CallsInARow:
 
     def __init__(self, call: Callable[[], Any], clock: Clock, num_calls: int, pool: Any = None) -> None:
         self._clock, self._num_calls = clock, num_calls
+        # A replay uses the tensors of the call at their addresses, and the next capture unmaps what was freed.
+        self._kept = call
 
         def run_eagerly() -> None:
             for _ in range(num_calls):
