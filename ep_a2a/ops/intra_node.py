@@ -56,6 +56,9 @@ LISTED_WORDS, LEAST_LISTED = 1024, 16
 """Pairs of a token and a rank that a program works out at once, where it lists destinations; and the fewest tokens."""
 LL_PROGRAMS_PER_SM = 2
 """Programs of a low-latency dispatch that a multiprocessor must hold, at the price of some registers."""
+THREADS_BESIDE_DISPATCH = {4: 512, 8: 384}
+"""Threads of a combine that may start early which must fit beside one of those programs: as many as do without a word
+on the stack. By the bytes that an element has at all ranks together, which threads hold; with more there is no room."""
 LOOK_BACK_LANES = 2048
 """Words that a program reads at once to learn how many rows the programs before it send."""
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
@@ -179,7 +182,8 @@ class IntraNodeEngine(Engine):
                 "COMBINE": constants(Combine, combine),
                 "FORM": kernels.form(stages, launch, has_weights=args.weights is not None),
             }
-            return CompiledKernel(combine_kernel, given, num_warps, _combine_registers(num_warps))
+            max_registers = _combine_registers(launch, config.world_size * config.combined_dtype.itemsize)
+            return CompiledKernel(combine_kernel, given, num_warps, max_registers)
 
         return kernels.get(key, make)
 
@@ -205,14 +209,22 @@ class IntraNodeEngine(Engine):
         )
 
 
-def _combine_registers(num_warps: int) -> int:
+def _combine_registers(launch: Launch, element_bytes: int) -> int:
     """The most registers per thread with which as many programs fit as the policy asks for.
 
-    Left to itself the compiler spills some in order to fit one program more.
+    Left to itself the compiler spills some in order to fit one program more. Programs that may start beside those of
+    their dispatch find some room there: a program of a low-latency dispatch holds half of a multiprocessor's registers.
+
+    Args:
+        launch: of the combine.
+        element_bytes: of an element of a sum, times the ranks.
     """
-    threads = 32 * num_warps
-    programs = max(1, THREADS_PER_SM[Phase.COMBINE] // threads)
-    return REGISTERS_PER_SM // (programs * threads) // REGISTER_GRANULARITY * REGISTER_GRANULARITY
+    threads = 32 * launch.num_warps
+    registers = REGISTERS_PER_SM // (max(1, THREADS_PER_SM[Phase.COMBINE] // threads) * threads)
+    if launch.dependent and not launch.read_ahead:
+        beside = next((threads for most, threads in THREADS_BESIDE_DISPATCH.items() if element_bytes <= most), 1)
+        registers = min(registers, REGISTERS_PER_SM // LL_PROGRAMS_PER_SM // beside)
+    return registers // REGISTER_GRANULARITY * REGISTER_GRANULARITY
 
 
 def dispatch_form(args: DispatchArguments) -> Hashable:

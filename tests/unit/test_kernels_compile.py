@@ -222,6 +222,21 @@ def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
     _check_fit(config, Phase(kind_of(variant)), num_warps, used)
 
 
+@pytest.mark.parametrize(("world_size", "num_beside"), [(2, 4), (4, 3)])
+def test_combines_that_start_early_fit_beside_a_dispatch(world_size, num_beside):
+    """A program of dispatch holds half of a multiprocessor's registers."""
+    config = config_of(world_size=world_size)
+    early = [
+        variant
+        for variant, _ in variants_of(config)
+        if kind_of(variant) == "combine" and variant.named_constants["DEPENDENT_LAUNCH"]
+    ]
+    assert early
+    for variant in early:
+        assert variant.max_registers is not None
+        assert variant.max_registers * 32 * variant.num_warps * num_beside <= REGISTERS_PER_SM // LL_PROGRAMS_PER_SM
+
+
 def test_low_latency_dispatches_leave_room_for_a_second_program():
     for variant, _ in variants_of(config_of(quant_type="fp8_per_1x128")):
         if kind_of(variant) == "low_latency_dispatch":
