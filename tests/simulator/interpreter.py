@@ -352,8 +352,9 @@ class Machine:
         return int(self.scheduler.now * 1e9)
 
     def pause(self, _pause_ns: object) -> None:
-        """A program has polled in vain."""
+        """A program has polled in vain. The look behind a pause is no second poll."""
         self._poll()
+        self.program.last_look = None
 
     def after_previous_launch(self) -> None:
         """A program waits for the end of the launch before its own."""
