@@ -137,14 +137,12 @@ def begin_combine(table, state, num_tokens, step_tokens, S: tl.constexpr, FORM: 
 
 
 @portable(
-    do_not_specialize=[
-        "num_tokens", "step_tokens", "M", "rank", "num_senders", "num_receivers", "shared_from", "pause_ns"
-    ],
+    do_not_specialize=["num_tokens", "step_tokens", "M", "rank", "num_receivers", "shared_from", "pause_ns"],
     do_not_specialize_on_alignment=["ids", "weights_in"],
-)  # fmt: skip
+)
 def combine_kernel(
-    rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, step_tokens, M, rank, num_senders,
-    num_receivers, shared_from, pause_ns,
+    rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, step_tokens, M, rank, num_receivers,
+    shared_from, pause_ns,
     S: tl.constexpr, SENT: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -160,10 +158,9 @@ def combine_kernel(
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
         bias_0, bias_1: [num_tokens, H] of the result's dtype to add to the sums before they are rounded, or None.
         step_tokens: the step's bound, rows per source in layout rank_major. M: rows that each peer may send back.
-        num_senders: programs that send: the first ones, or those after the first where shared_from is NEVER. Program 0
-            exchanges flags with the peers.
-        num_receivers: the last programs of the grid, which only add. shared_from: the first unit that the other
-            programs add, too, once they have sent (AddShare).
+        num_receivers: the last programs of a grid that receives, which only add. The others send; program 0, which
+            exchanges flags with the peers, does so only where shared_from is not NEVER.
+        shared_from: the first unit that programs which send add, too, once they have sent (AddShare).
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
         S: Shape. SENT, ADDED, WEIGHTS: the Block of sent rows, of added rows, and of weights. COMBINE: Combine.
         FORM: LaunchForm.
@@ -182,10 +179,12 @@ def combine_kernel(
     answer = load_poison(poison_word, WEIGHTS.GROUPS_LANES)
     given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
     # where all programs add in the end, the one with the flags sends and adds, too
-    sender = program - (shared_from >= NEVER).to(tl.int32)
-    is_sender = (sender >= 0) & (sender < num_senders)
+    first_sender = (shared_from >= NEVER).to(tl.int32)
+    first_receiver = num_programs - num_receivers if FORM.RECEIVE else num_programs
+    sender = program - first_sender
+    is_sender = (sender >= 0) & (program < first_receiver)
     step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, signals, is_sender, pause_ns)
-    sends = Share(sender, num_senders)
+    sends = Share(sender, first_receiver - first_sender)
     if FORM.SEND:
         # in flight together with what decides whether it is sent
         first = first_unit(rows_in, step, sends, S, SENT, COMBINE.OWN_IN_PLACE)
@@ -193,8 +192,7 @@ def combine_kernel(
     if FORM.SEND:
         send_results(first, given, step, sends, poison, S, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
-        receiver = program - (num_programs - num_receivers)
-        adds = AddShare(program, num_programs, receiver, num_receivers, shared_from)
+        adds = AddShare(program, num_programs, program - first_receiver, num_receivers, shared_from)
         receive_results(given, step, adds, poison, S, ADDED, WEIGHTS, COMBINE, FORM)
         finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:

@@ -202,7 +202,6 @@ class IntraNodeEngine(Engine):
             args.step_tokens,
             config.max_num_inp_token_per_rank,
             config.rank,
-            launch.num_senders,
             launch.num_receivers,
             launch.shared_from,
             launch.pause_ns,
