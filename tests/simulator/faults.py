@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 JOINED = 4
 """Operation from which on others know that a rank was there."""
 BOUND_SECS = 20.0
+EXCHANGE_SECS = 2 * BOUND_SECS
+"""Of the exchange between nodes that ends a combine."""
 ON_HOST_SECS, BETWEEN_HOSTS_SECS = 2.0, 3.0
 """From a death to the error of whoever waits, as docs/reliability.md promises."""
 POLLING_SECS = 8.0
@@ -261,8 +264,12 @@ class Judge:
             if not (right if missing or sure else late and late <= self.stopped):
                 yield f"rank {rank} named {named}, {sure} of {self.died} were gone: {self.lives[rank].error}"
 
-    def _most_secs(self) -> float:
-        """From the last death to the errors."""
+    def _most_secs(self, life: Life) -> float:
+        """From the last death to the error of a rank."""
+        awaited = re.search(r"partners within .*none of \[(.*?)\]", str(life.error))
+        if awaited and not self.died & {int(rank) for rank in awaited[1].split(",")}:
+            # its partner lives and has given up, which an exchange between nodes does not see (docs/reliability.md)
+            return EXCHANGE_SECS + POLLING_SECS
         if not self.run.apart:
             return ON_HOST_SECS + POLLING_SECS
         per_node = len(self.lives) // self.run.case.num_nodes
@@ -275,7 +282,7 @@ class Judge:
             life = self.lives[rank]
             if life.error and not self.stopped:
                 last = max(self.struck[each] for each in self.died if self.struck[each] < life.told_at)
-                if life.told_at > last + self._most_secs():
+                if life.told_at > last + self._most_secs(life):
                     yield f"rank {rank} was told {life.told_at - last:.2f} s after the last death"
             if life.close_secs > CLOSE_PATIENCE_SECS + 1.1:
                 yield f"rank {rank} closed for {life.close_secs:.2f} s"
