@@ -219,9 +219,10 @@ def _combine_registers(launch: Launch, element_bytes: int) -> int:
         element_bytes: of an element of a sum, times the ranks.
     """
     threads = 32 * launch.num_warps
-    registers = REGISTERS_PER_SM // (max(1, THREADS_PER_SM[Phase.COMBINE] // threads) * threads)
+    num_programs = max(1, THREADS_PER_SM[Phase.COMBINE] // threads)
+    registers = REGISTERS_PER_SM // (num_programs * threads)
     if launch.dependent and not launch.read_ahead:
-        beside = next((threads for most, threads in THREADS_BESIDE_DISPATCH.items() if element_bytes <= most), 1)
+        beside = next((room for most, room in THREADS_BESIDE_DISPATCH.items() if element_bytes <= most), 1)
         registers = min(registers, REGISTERS_PER_SM // LL_PROGRAMS_PER_SM // beside)
     return registers // REGISTER_GRANULARITY * REGISTER_GRANULARITY
 

@@ -38,12 +38,12 @@ BULK_CASTERS = 160
 CASTER_ELEMENTS = 4096
 """SEND_ROW_ELEMENTS of programs that also cast: BULK_CASTERS of them, with fewer registers each."""
 SEND_NS, ADD_NS = 0.046, 0.057
-"""What a multiprocessor takes for an element of a row that it sends, and of one that it adds; the sum takes as much as
-one more row."""
+"""Nanoseconds of one multiprocessor for an element of a row that it sends, and of one that it adds. The sum of a token
+takes as long as one more row."""
 CAST_NS, ADD_CAST_NS = 0.060, 0.046
 """The same for rows that are cast to fp8 on the way."""
 WIRE_BYTES_PER_NS = 360.0
-"""What the links of a GPU carry one way, so that more programs that send would wait for them."""
+"""Bytes that the links of a GPU carry one way. More programs than fill them would wait."""
 HEAD_START, CASTER_HEAD_START = 1.5, 1.1
 """Programs that send first and then add, times those that would send for as long as the others add."""
 NEVER_SHARED = 1 << 30
@@ -207,7 +207,7 @@ def _widened(
 
 
 def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens: int) -> tuple[float, float, float]:
-    """What a multiprocessor alone would take to send a row, to send all rows, and to add all tokens' rows.
+    """Nanoseconds of one multiprocessor alone: to send a row, to send all rows, and to add the rows of all tokens.
 
     Experts are taken to be drawn alike. Only a cast sends this rank's own rows. A token's rows are added in the places
     of all ranks or, if the ranks are many, of as many as it has experts.

@@ -146,7 +146,7 @@ def launches_to_try(num_peers: int, budget: int) -> list[PushLaunch]:
 
 
 class BoundsOfLayer(ReferencePush):
-    """What a layer must take at least: the push of its bytes, and reading the weights that its tokens need."""
+    """The least times of a layer: the push of its bytes, and one reading of the weights that its tokens need."""
 
     def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
         super().__init__(workload, context)
