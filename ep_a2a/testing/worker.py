@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -108,10 +107,13 @@ def to_bytes(value: Any) -> bytes:
 def serve(options: WorkerOptions, pipe: connection.Connection) -> None:
     """Main function of a worker: one Reply when it has joined, then one per task read from `pipe`.
 
-    A parent that has ended needs no reply and has removed its folder, so neither is an error.
+    A parent that has ended needs no reply, so that is no error. This process then removes the pool's folder before it
+    ends: its end would cut a removal in another thread short.
     """
-    with contextlib.suppress(EOFError, ConnectionError, FileNotFoundError):
+    try:
         _serve(options, pipe)
+    except (EOFError, ConnectionError, FileNotFoundError):
+        _remove(options.directory)
 
 
 def _serve(options: WorkerOptions, pipe: connection.Connection) -> None:
@@ -188,5 +190,11 @@ def _exit_with_parent(directory: Path) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
         os._exit(1)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a pool's folder, while other ranks do the same and one may still write a file into it."""
+    while directory.exists():
+        shutil.rmtree(directory, ignore_errors=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ep_a2a.errors import ClosedError, ConfigError, ShapeError
 from ep_a2a.memory import host_shm
-from ep_a2a.testing import RankFailure, RankPool, launch, run_ranks
+from ep_a2a.testing import RankFailure, RankPool, launch, run_ranks, worker
 
 ROOT = Path(__file__).resolve().parents[2]
 END_SECS = 60
@@ -178,6 +178,7 @@ def test_a_dying_rank_is_named():
     assert sorted(caught.value.tracebacks) == [0]
 
 
+NUM_PLANTED = 2000
 HOLD_A_POOL = """
 import sys
 from ep_a2a.testing import RankPool
@@ -202,13 +203,31 @@ if __name__ == "__main__":
 def test_ranks_of_a_killed_owner_end_and_remove_its_folder():
     with subprocess.Popen([sys.executable, "-c", HOLD_A_POOL], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         ranks = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
-        assert len(pool_folders(owner.pid)) == 1
+        (folder,) = pool_folders(owner.pid)
+        # its removal takes longer than the end of a rank
+        for number in range(NUM_PLANTED):
+            (folder / str(number)).touch()
         owner.kill()
         for rank in ranks:
             # readable when the process has ended
             assert select.select([rank], [], [], END_SECS)[0]
             os.close(rank)
     assert not pool_folders(owner.pid)
+
+
+def test_a_file_that_a_rank_writes_during_the_removal_goes_too(tmp_path, monkeypatch):
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    remove = os.rmdir
+
+    def rmdir(*args, **options):
+        monkeypatch.setattr(os, "rmdir", remove)
+        (folder / "rendezvous").touch()
+        remove(*args, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    worker._remove(folder)
+    assert not folder.exists()
 
 
 PLANTED = "import os; open(os.environ['PLANTED_RAN'], 'w').close()"
