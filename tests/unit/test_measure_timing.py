@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from types import SimpleNamespace
 
@@ -140,6 +141,22 @@ def test_what_a_graph_reads_is_kept_until_the_graph_is_freed(monkeypatch):
     assert found == ["replay with its input"] * 2 + ["reset with its input"]
     del calls
     assert kept() is None
+
+
+def test_graphs_of_one_timer_share_memory(monkeypatch):
+    """A pool gives blocks that a capture has freed to captures on the same stream only."""
+    places = []
+
+    def captured(graph, pool=None, stream=None, **_):
+        places.append((pool, stream))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "graph", captured)
+    for _ in range(2):
+        timing.capture(lambda: None, lambda: None, RecordingClock(), "pool")
+    assert places[0] == places[1]
 
 
 def test_the_wall_clock_counts_microseconds(monkeypatch):

@@ -310,7 +310,10 @@ def pair_periods(round_trip: Callable[[], Any], clock: Clock) -> list[float]:
 def capture(
     work: Callable[[], Any], warm_up: Callable[[], Any], clock: Clock, pool: Any = None
 ) -> torch.cuda.CUDAGraph:
-    """Returns a CUDA graph of `work`, after a few calls of `warm_up`; pool: memory to capture into, None for new."""
+    """Returns a CUDA graph of `work`, after a few calls of `warm_up`; pool: memory to capture into, None for new.
+
+    All are captured on torch's one stream for that: what one frees in a pool is for the next on the same stream only.
+    """
     for _ in range(CAPTURE_WARMUPS):
         warm_up()
     clock.synchronize()
@@ -318,8 +321,7 @@ def capture(
     gc.collect()
     graph = torch.cuda.CUDAGraph()
     # The thread that watches NCCL makes CUDA calls of its own, which a global capture would forbid.
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
         work()
     clock.synchronize()
     return graph
