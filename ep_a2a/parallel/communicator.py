@@ -12,6 +12,8 @@ from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import ClosedError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_a2a.managers.base import All2AllManagerBase
 
 
@@ -27,7 +29,10 @@ class DeviceCommunicator:
 
     Attributes:
         dp_group, tp_group: the coordinators of the data- and tensor-parallel groups that the manager is given, or None.
+        manager_interface: None, or what is put around the manager when it is made.
     """
+
+    manager_interface: Callable[[All2AllManagerBase], Any] | None = None
 
     def __init__(
         self,
@@ -98,7 +103,8 @@ class DeviceCommunicator:
                 if self.device_group is not self.cpu_group:
                     manager.device_group = self.device_group
                 manager.dp_group, manager.tp_group = self.dp_group, self.tp_group
-                self._manager = manager
+                adapt = type(self).manager_interface
+                self._manager = manager if adapt is None else adapt(manager)
             return self._manager
 
     @all2all_manager.setter

@@ -59,6 +59,7 @@ class GroupCoordinator:
         device: where this rank's tensors live.
         device_backend: backend string for tensors on `device`; the gloo group serves CPU tensors too.
         all2all_backend: backend of an expert-parallel group's manager.
+        communicator: class of `device_communicator`.
 
     Attributes:
         unique_name: "kind:number of the group".
@@ -82,6 +83,7 @@ class GroupCoordinator:
         device: torch.device,
         device_backend: str,
         all2all_backend: str = DEFAULT_BACKEND,
+        communicator: type[DeviceCommunicator] = DeviceCommunicator,
     ) -> None:
         self.rank = dist.get_rank()
         own = [number for number, members in enumerate(groups) if self.rank in members]
@@ -98,7 +100,7 @@ class GroupCoordinator:
             self.device_group = self.cpu_group
             if device.type != "cpu":
                 self.device_group = _make_groups(groups, own[0], device_backend, cleanup)
-            self.device_communicator = DeviceCommunicator(
+            self.device_communicator = communicator(
                 self.cpu_group, device, self.device_group, self.unique_name, all2all_backend
             )
             cleanup.callback(self.device_communicator.destroy)

@@ -19,6 +19,7 @@ from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError,
 from ep_a2a.log_once import log_once
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.parallel.communicator import DeviceCommunicator
 from ep_a2a.parallel.group_coordinator import GroupCoordinator, group_ranks
 from ep_a2a.topology import in_the_same_node_as
 from ep_a2a.topology.gpu_share import gpu_of
@@ -102,6 +103,7 @@ def init_dist_env(
     *,
     all2all_backend: str | None = None,
     config_file: str | Path | None = None,
+    communicator: type[DeviceCommunicator] = DeviceCommunicator,
 ) -> None:
     """Joins the other ranks and makes the TP, DP and EP groups; AITER's function. Collective over the world.
 
@@ -127,6 +129,7 @@ def init_dist_env(
         prefill_context_parallel_size: multiplies the ranks of a replica; makes no group of its own here.
         all2all_backend: backend of the EP group; None goes by the config file, then EP_A2A_BACKEND, then "ep_a2a".
         config_file: TOML file (configs/*.toml); None takes EP_A2A_CONFIG, and no file if that is unset.
+        communicator: class of the groups' communicators.
 
     Raises:
         ConfigError: sizes, ranks, the device or the config file are impossible.
@@ -152,7 +155,7 @@ def init_dist_env(
     with ExitStack() as cleanup:
         _join_world(setup, rank, distributed_init_method, cleanup)
         _check_agreement(setup)
-        _state = _make_state(setup, rank, device, cleanup)
+        _state = _make_state(setup, rank, device, communicator, cleanup)
 
 
 def destroy_dist_env() -> None:
@@ -235,7 +238,9 @@ def _check_agreement(setup: _Setup) -> None:
             )
 
 
-def _make_state(setup: _Setup, rank: int, device: torch.device, cleanup: ExitStack) -> _ParallelState:
+def _make_state(
+    setup: _Setup, rank: int, device: torch.device, communicator: type[DeviceCommunicator], cleanup: ExitStack
+) -> _ParallelState:
     ranks = group_ranks(
         setup.tensor_model_parallel_size,
         setup.data_parallel_size,
@@ -243,7 +248,7 @@ def _make_state(setup: _Setup, rank: int, device: torch.device, cleanup: ExitSta
     )
     coordinators = {}
     for name, groups in (("tp", ranks.tp), ("dp", ranks.dp), ("ep", ranks.ep)):
-        coordinators[name] = GroupCoordinator(groups, name, device, setup.backend, setup.all2all_backend)
+        coordinators[name] = GroupCoordinator(groups, name, device, setup.backend, setup.all2all_backend, communicator)
         cleanup.callback(coordinators[name].destroy)
     ep_communicator = coordinators["ep"].device_communicator
     ep_communicator.dp_group, ep_communicator.tp_group = coordinators["dp"], coordinators["tp"]

@@ -212,56 +212,6 @@ def rows_are_missing(context: RankContext) -> None:
             check_combined(context, tokens, ids, op.combine(received[: cut + shorter_by], None, ids))
 
 
-def the_documents_program(context: RankContext) -> None:
-    """The complete example of MORI's document: its calls and arguments, with other sizes, devices and world."""
-    with mori_world(context) as mori:
-        kernel_type = mori.ops.EpDispatchCombineKernelType.IntraNode
-        config = make_config(mori, context, use_external_inp_buf=False, kernel_type=kernel_type)
-        op = mori.ops.EpDispatchCombineOp(config)
-        num_tokens = MAX_TOKENS - 1
-        torch.manual_seed(context.rank)
-        input_tokens = torch.randn(num_tokens, config.hidden_dim, dtype=torch.bfloat16, device=context.device)
-        weights = torch.rand(num_tokens, config.num_experts_per_token, device=context.device)
-        num_experts, shape = config.num_experts_per_rank * config.world_size, weights.shape
-        indices = torch.randint(0, num_experts, shape, dtype=torch.int32, device=context.device)
-        for _ in range(2):
-            dispatch_output, dispatch_weights, dispatch_scales, dispatch_indices, num_recv_tokens = op.dispatch(
-                input_tokens, weights, None, indices, block_num=80, warp_per_block=8
-            )
-            back = op.combine(
-                dispatch_output, dispatch_weights, dispatch_indices, block_num=80, warp_per_block=8, call_reset=False
-            )
-            assert dispatch_scales is None
-            assert 0 < int(num_recv_tokens) <= len(dispatch_output)
-            check_combined(context, input_tokens, indices, back, weights)
-        del op
-
-
-def the_guides_program(context: RankContext) -> None:
-    """The calls that AITER's guide prints, for an op of fp8 tokens with scales, as printed but for sizes."""
-    with mori_world(context) as mori:
-        hidden_dim = 256
-        tokens, topk_weights, topk_ids = own_tokens(context)
-        tokens_qt = tokens.repeat(1, hidden_dim // HIDDEN_DIM).to(torch.float8_e4m3fn)
-        scale = torch.rand(len(tokens), hidden_dim // 128, device=context.device)
-        mori_config = make_config(
-            mori,
-            context,
-            data_type=tokens_qt.dtype,
-            hidden_dim=hidden_dim,
-            scale_dim=scale.shape[-1],
-            scale_type_size=scale.dtype.itemsize,
-            max_token_type_size=torch.bfloat16.itemsize,
-        )
-        mori_op = mori.ops.EpDispatchCombineOp(mori_config)
-        for _ in range(2):
-            (out, weights, scales, ids, recv_num) = mori_op.dispatch(tokens_qt, topk_weights, scale, topk_ids)
-            assert len(weights) == len(scales) == len(ids) == len(out)
-            assert int(recv_num) <= len(out)
-            combine_output = mori_op.combine(out.to(torch.bfloat16), topk_weights, topk_ids)
-            check_combined(context, tokens_qt, topk_ids, combine_output)
-
-
 def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> None:
     """Virtual nodes: the kernel types that MORI has for several nodes."""
     with mori_world(context) as mori:

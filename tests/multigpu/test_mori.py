@@ -14,8 +14,6 @@ from tests.markers import needs_gpus
     "body",
     [
         "complete_program",
-        "the_documents_program",
-        "the_guides_program",
         "fewer_rows_than_received_buffer",
         "rows_are_missing",
         "what_is_refused",

@@ -21,11 +21,6 @@ def test_calls(ranks, body):
     ranks(getattr(mori_programs, body), 2)
 
 
-@pytest.mark.parametrize("body", ["the_documents_program", "the_guides_program"])
-def test_programs_as_documents_print_them(ranks, body):
-    ranks(getattr(mori_programs, body), 3)
-
-
 def test_addresses(ranks):
     assert ranks(mori_programs.addresses, 2) == [[1, 2], [1, 2]]
 

@@ -1,9 +1,10 @@
-"""Whose module `import mori` gives."""
+"""Whose module an import of another library gives."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import pkgutil
 import sys
 from types import ModuleType
@@ -11,15 +12,33 @@ from types import ModuleType
 import pytest
 
 import ep_a2a.compat.mori as compat
-from ep_a2a.errors import StateError
+from ep_a2a.compat import install, installation, uninstall
+from ep_a2a.errors import StateError, UnknownNameError
 from tests.integration.programs import run_python, succeeded
+
+LIBRARIES = tuple(installation.MODULES)
+NAMES = {
+    "mori": "ops.EpDispatchCombineOp shmem.shmem_npes",
+    "aiter": "init_dist_env destroy_dist_env get_hip_quant QuantType.per_128x128 dtypes.fp8",
+    "aiter.dist.parallel_state": "get_ep_group in_the_same_node_as init_dist_env",
+    "aiter.dist.device_communicators.base_device_communicator": "All2AllManagerBase Cache DeviceCommunicatorBase",
+    "aiter.dist.device_communicators.communicator_cuda": "CudaCommunicator",
+    "aiter.dist.device_communicators.all2all": (
+        "MoriAll2AllManager NaiveAll2AllManager AgRsAll2AllManager PPLXAll2AllManager DeepEPHTAll2AllManager "
+        "DeepEPLLAll2AllManager FlashInferAllToAllManager"
+    ),
+    "deep_ep": "Buffer Config EventOverlap",
+    "deep_ep.utils": "EventHandle EventOverlap",
+    "triton_dist.layers.nvidia": "EPLowLatencyAllToAllLayer",
+}
+"""What documents import, by module."""
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
     yield
-    compat.uninstall()
-    assert not [name for name in sys.modules if name.partition(".")[0] == "mori"]
+    uninstall(*LIBRARIES)
+    assert not [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
 
 
 @pytest.fixture
@@ -31,6 +50,38 @@ def another():
     compat.uninstall()
     for name in modules:
         del sys.modules[name]
+
+
+@pytest.mark.parametrize("libraries", [LIBRARIES, *((library,) for library in LIBRARIES)])
+def test_names_of_the_documents(libraries):
+    install(*libraries)
+    install(*libraries)
+    for module, names in NAMES.items():
+        if module.partition(".")[0] not in libraries:
+            continue
+        package = importlib.import_module(module.partition(".")[0])
+        for path in names.split():
+            below = operator.attrgetter(".".join([*module.split(".")[1:], path]))(package)
+            assert operator.attrgetter(path)(importlib.import_module(module)) is below
+        assert importlib.util.find_spec(module) is not None
+
+
+def test_a_library_that_is_installed_keeps_its_name(tmp_path, monkeypatch):
+    (tmp_path / "aiter.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StateError, match=r"aiter\.py.*replace=True"):
+        install("mori", "aiter")
+    assert not {"mori", "aiter"} & set(sys.modules)
+    install("aiter", replace=True)
+    assert importlib.import_module("aiter").QuantType
+    uninstall("aiter")
+    assert not hasattr(importlib.import_module("aiter"), "QuantType")
+    del sys.modules["aiter"]
+
+
+def test_other_libraries_have_no_counterpart():
+    with pytest.raises(UnknownNameError, match="mori, aiter, deep_ep, triton_dist"):
+        install("pplx")
 
 
 def test_import_mori_is_the_compat_package():

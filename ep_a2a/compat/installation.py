@@ -1,0 +1,131 @@
+"""Gives modules of this package the import names of other libraries, in this process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING
+
+from ep_a2a.errors import StateError, UnknownNameError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+_OURS = "ep_a2a"
+_AITER = "ep_a2a.compat.aiter"
+_COMMUNICATORS = "aiter.dist.device_communicators"
+
+MODULES = {
+    "mori": {"mori": "ep_a2a.compat.mori"},
+    "aiter": {
+        "aiter": _AITER,
+        "aiter.dist.parallel_state": f"{_AITER}.parallel_state",
+        f"{_COMMUNICATORS}.all2all": f"{_AITER}.managers",
+        f"{_COMMUNICATORS}.base_device_communicator": f"{_AITER}.communicators",
+        f"{_COMMUNICATORS}.communicator_cuda": f"{_AITER}.communicators",
+    },
+    "deep_ep": {"deep_ep": "ep_a2a.compat.deep_ep"},
+    "triton_dist": {"triton_dist.layers.nvidia": "ep_a2a.compat.triton_distributed"},
+}
+"""By library, which is also the name of its package: its modules, and ours that take their names.
+
+Modules below one of ours are found below its new name, too.
+"""
+
+_replaced: dict[str, dict[str, ModuleType]] = {}
+"""By installed library: its modules that were imported before."""
+
+
+def install(*libraries: str, replace: bool = False) -> None:
+    """Makes imports of other libraries in this process find this package's modules. Local; repeating it does nothing.
+
+    Must be called on every rank before anything imports a library: a module that has imported another one keeps it. An
+    error leaves all names as they were.
+
+    Args:
+        libraries: out of "mori", "aiter", "deep_ep" and "triton_dist".
+        replace: also take the names of libraries that are installed or imported already.
+
+    Raises:
+        UnknownNameError: this package has no such library's interface.
+        StateError: a library is installed on this machine, or imported in this process.
+    """
+    for library in libraries:
+        if library not in MODULES:
+            raise UnknownNameError(f"out of {', '.join(MODULES)}", repr(library), field="libraries")
+        found = None if _is_ours(library) else _place_of(library)
+        if found is not None and not replace:
+            raise StateError(
+                f"no other {library} on this machine or in this process",
+                found,
+                "Uninstall it, or pass replace=True, before anything imports it, to use ep_a2a in its place.",
+            )
+    for library in libraries:
+        if not _is_ours(library):
+            _install(library)
+
+
+def uninstall(*libraries: str) -> None:
+    """Undoes `install`: imports find what they found before. Local.
+
+    Args:
+        libraries: as for `install`; those that are not installed are left alone.
+    """
+    for library in libraries:
+        if not _is_ours(library):
+            continue
+        for name in _names_of(library):
+            del sys.modules[name]
+        sys.modules.update(_replaced.pop(library, {}))
+
+
+def _install(library: str) -> None:
+    # every module, or an import below one of ours would load the same file a second time under the new name
+    modules = dict(_modules_of(library))
+    _replaced[library] = {name: sys.modules.pop(name) for name in _names_of(library)}
+    for name, module in sorted(modules.items()):
+        parents = name.split(".")[:-1]
+        for depth in range(1, len(parents) + 1):
+            _add(".".join(parents[:depth]), None)
+        _add(name, module)
+
+
+def _add(name: str, module: ModuleType | None) -> None:
+    """Enters a module, or for None an empty package unless there is one, and names it in its parent."""
+    if module is None and name in sys.modules:
+        return
+    if module is None:
+        module = importlib.util.module_from_spec(ModuleSpec(f"{__name__}.{name}", None, is_package=True))
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+
+
+def _modules_of(library: str) -> Iterator[tuple[str, ModuleType]]:
+    for theirs, ours in MODULES[library].items():
+        module = importlib.import_module(ours)
+        yield theirs, module
+        for info in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{ours}."):
+            yield theirs + info.name.removeprefix(ours), importlib.import_module(info.name)
+
+
+def _names_of(library: str) -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == library]
+
+
+def _is_ours(library: str) -> bool:
+    return getattr(sys.modules.get(library), "__name__", "").partition(".")[0] == _OURS
+
+
+def _place_of(library: str) -> str | None:
+    """Returns where an import of the library would find it; None without one."""
+    present = sys.modules.get(library)
+    if present is not None:
+        return f"one from {getattr(present, '__file__', None)}"
+    spec = importlib.util.find_spec(library)
+    return None if spec is None else f"one at {spec.origin}"

@@ -1,0 +1,44 @@
+"""Every program that the documents print runs on CPU ranks."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ep_a2a.testing import RankPool
+from tests.cases import seed_programs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUANT_TYPES = ("per_Token", "per_128x128")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks of their own: the programs leave and make the default group."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_the_complete_example_of_mori(pool, port):
+    pool.run(seed_programs.complete_example, port)
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+@pytest.mark.parametrize("program", ["ep_group", "sections", "direct"])
+def test_the_guide_of_aiter(pool, port, program, quant_type):
+    pool.run(getattr(seed_programs, program), port, quant_type)
+
+
+def test_the_low_latency_layer(pool, port, tmp_path):
+    pool.run(seed_programs.low_latency, port, str(tmp_path))
