@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
+from ep_a2a.commands.bench import runner
 from ep_a2a.commands.bench.contenders import LAYERS, MICRO_BATCHES
 from ep_a2a.commands.bench.layer import Layer, LayerWorkload, require_rows
 from ep_a2a.commands.bench.report import compare, make_table
@@ -54,6 +56,20 @@ def test_each_layer_is_the_dense_layer(ranks: Any, quant_type: str, routing: str
     assert [each["status"] for each in (*push, *own, *gloo)] == ["ok"] * 6, [*push, *own, *gloo]
     assert all(min(each["layer_us"], each["experts_us"], each["exchange_us"]) > 0 for each in (*own, *gloo))
     assert all(min(each["weights_us"], each["exchange_us"]) > 0 for each in push)
+    assert all(first["exchange_us"] == second["exchange_us"] for first, second in (push, own, gloo)), "timed once"
+
+
+def test_layers_take_turns_the_other_way_round_in_every_second_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    class NotedRun(mock.Mock):
+        def time(self, timer: object) -> None:
+            timed.append(self._name)
+
+    monkeypatch.setattr(runner, "_Run", lambda context, workload, name: NotedRun(_name=name, records=[]))
+    monkeypatch.setattr(runner, "Timer", mock.Mock())
+    run_in_turn(mock.Mock(), workload(1), ("a", "b", "c"), ONCE, 3)
+    assert timed == [*"abc", *"cba", *"abc"]
 
 
 def test_micro_batches_are_dense_layers_however_they_run(ranks: Any) -> None:

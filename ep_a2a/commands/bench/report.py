@@ -96,11 +96,11 @@ CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference.
 LAYER_EXPLANATION = (
     "layer: gate to combine, median of the rounds; least and most of them. experts alone: the same gate and experts on "
     "rows that lie ready, with all multiprocessors. exposed: the rest of the layer's time, and its share of in series. "
-    "in series: the exchanges alone at full speed; of reference_push a push of the same bytes. weights: one reading of "
-    "the weights that the tokens need. Two micro-batches of T tokens each: in_turn, one after the other; unsplit, one "
-    "batch of 2T; overlapped/N, each one's exchange beside the other's experts, on N multiprocessors (0: no bound), in "
-    "the steady state of many layers, with products on the rest; yielding/N, the same with products whose programs end "
-    "early."
+    "in series: the exchanges alone at full speed, timed in the first round; of reference_push a push of the same "
+    "bytes. weights: one reading of the weights that the tokens need. Two micro-batches of T tokens each: in_turn, one "
+    "after the other; unsplit, one batch of 2T; overlapped/N, each one's exchange beside the other's experts, on N "
+    "multiprocessors (0: no bound), in the steady state of many layers, with products on the rest; yielding/N, the "
+    "same with products whose programs end early."
 )
 
 

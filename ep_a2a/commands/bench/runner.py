@@ -1,7 +1,8 @@
 """Runs contenders on all ranks, on processes of its own or as one rank of a job that torchrun has started.
 
 Every contender is checked before it is timed. With several rounds, all contenders of a workload take turns in each,
-since a machine's speed changes from minute to minute; times are medians of the rounds.
+since a machine's speed changes from minute to minute; times are medians of the rounds. Layers take turns the other way
+round in every second round.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ def run_in_turn(
     runs = [_Run(context, workload, name) for name in names]
     for run in runs:
         run.prepare()
-    for _ in range(num_rounds):
-        for run in runs:
+    for number in range(num_rounds):
+        # The other way round each time: a GPU's clock follows the load of the contender before.
+        for run in runs[:: -1 if number % 2 else 1]:
             run.time(timer)
     for run in runs:
         run.finish(settings.traces)
