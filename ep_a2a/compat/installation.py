@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _OURS = "ep_a2a"
-_AITER = "ep_a2a.compat.aiter"
+_AITER, _TRITON = "ep_a2a.compat.aiter", "ep_a2a.compat.triton_distributed"
 _COMMUNICATORS = "aiter.dist.device_communicators"
 
 MODULES = {
@@ -29,7 +29,11 @@ MODULES = {
         f"{_COMMUNICATORS}.communicator_cuda": f"{_AITER}.communicators",
     },
     "deep_ep": {"deep_ep": "ep_a2a.compat.deep_ep"},
-    "triton_dist": {"triton_dist.layers.nvidia": "ep_a2a.compat.triton_distributed"},
+    "triton_dist": {
+        "triton_dist.layers.nvidia": _TRITON,
+        "triton_dist.kernels.nvidia": f"{_TRITON}.kernels",
+        "triton_dist.kernels.nvidia.low_latency_all_to_all_v2": f"{_TRITON}.kernels",
+    },
 }
 """By library, which is also the name of its package: its modules, and ours that take their names.
 

@@ -11,7 +11,7 @@ from ep_a2a import errors, shmem
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
-from ep_a2a.quantization import quantize
+from ep_a2a.quantization import quantize, quantize_groups
 from ep_a2a.reference import combine_reference, reduce_experts_reference
 from ep_a2a.routing import expert_ranges
 from tests.cases.op_cases import (
@@ -282,7 +282,6 @@ def construction(context: RankContext, case: Case) -> None:
 
         refused(errors.UnsupportedError, "local_world_size", local_world_size=case.world_size + 1)
         refused(errors.ConfigError, "fp8_gsize", online_quant_fp8=True, fp8_gsize=case.hidden_dim - 1)
-        refused(errors.UnsupportedError, "fp8_gsize", online_quant_fp8=True, fp8_gsize=case.hidden_dim // 2)
         refused(errors.ConfigError, "online_quant_fp8", online_quant_fp8=True, dtype=FP8_DTYPE)
         refused(errors.ConfigError, rank=case.world_size - 1 - context.rank)
         mismatch = errors.UnsupportedError if last else errors.ConfigMismatchError
@@ -343,6 +342,31 @@ def a_call_that_one_rank_refuses(context: RankContext, case: Case) -> None:
             run_step(case, layer, number, context)
 
 
+def groups_of_another_size(context: RankContext, case: Case) -> None:
+    """Online quantisation in groups of 64 and int64 ids: the bits of tokens that are cast before, and int32 ids."""
+    case = replace(case, hidden_dim=192)
+    with Arena(context.group, context.device) as arena:
+        layer = make_layer(context, case, arena, online_quant_fp8=True, fp8_gsize=64)
+        cast = make_layer(context, case, arena, dtype=FP8_DTYPE, fp8_gsize=64)
+        mine = make_inputs(case, 0, context.rank)
+        tokens, ids, weights = (each.to(context.device) for each in (mine.tokens, mine.ids, mine.weights))
+        rows, scales = quantize_groups(tokens.unflatten(1, (3, 64)))
+        far = ids.long()
+        far[:, 0] += 1 << 32
+        dropped = ids.clone()
+        dropped[:, 0] = -1
+        got = layer.dispatch(tokens, None, far)
+        expected = cast.dispatch(rows.flatten(1), scales, dropped)
+        same_bits(got[2], expected[2].cpu(), "counts")
+        for expert, count in enumerate(expected[2].tolist()):
+            for one, other in zip(got[:2], expected[:2]):
+                same_bits(one[expert, :count], other[expert, :count].cpu(), f"expert {expert}")
+        results = torch.ones_like(got[0], dtype=case.dtype)
+        sums = layer.combine(results, far, weights, got[3])
+        same_bits(sums, cast.combine(results, dropped, weights, expected[3]).cpu(), "sums")
+        raised(errors.DtypeError, lambda: layer.dispatch(tokens.double(), None, ids), "send_tokens")
+
+
 BODIES = {
     body.__name__: body
     for body in (
@@ -352,5 +376,6 @@ BODIES = {
         a_rank_without_combine,
         a_call_that_one_rank_refuses,
         construction,
+        groups_of_another_size,
     )
 }

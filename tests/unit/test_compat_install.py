@@ -30,6 +30,8 @@ NAMES = {
     "deep_ep": "Buffer Config EventOverlap",
     "deep_ep.utils": "EventHandle EventOverlap",
     "triton_dist.layers.nvidia": "EPLowLatencyAllToAllLayer",
+    "triton_dist.kernels.nvidia": "dispatch_kernel_v2 combine_kernel_v2 create_ep_ll_a2a_ctx",
+    "triton_dist.kernels.nvidia.low_latency_all_to_all_v2": "dispatch_kernel_v2",
 }
 """What documents import, by module."""
 

@@ -25,7 +25,7 @@ from ep_a2a.compat.mori import shmem_context
 from ep_a2a.compat.mori.ops import dispatch_combine
 from ep_a2a.compat.mori.shmem import tensor_utils
 from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
-from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx
+from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx, kernels
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError, NotInitializedError, UnknownNameError, UnsupportedError
 from ep_a2a.interface import DispatchResult
@@ -339,6 +339,8 @@ REFUSES: dict[str, Callable[[], Any]] = {
     "triton_distributed EPLowLatencyAllToAllLayer local_world_size": lambda: EPLowLatencyAllToAllLayer(
         **LAYER, arena=ARENA
     ),
+    "triton_distributed kernels.dispatch_kernel_v2 ": lambda: kernels.dispatch_kernel_v2[(8,)],
+    "triton_distributed kernels.combine_kernel_v2 ": lambda: kernels.combine_kernel_v2(ROWS_GIVEN),
     "triton_distributed create_ep_ll_a2a_ctx local_world_size": lambda: create_ep_ll_a2a_ctx(**LAYER, arena=ARENA),
 }
 

@@ -143,7 +143,8 @@ def create_ep_ll_a2a_ctx(
     Args:
         max_m: M, the most tokens that any rank brings. hidden: H. topk: K. num_experts: over all ranks.
         online_quant_fp8: whether dispatch casts to fp8, with a scale per `fp8_gsize` elements.
-        fp8_gsize: elements that share a scale; 128 or `hidden` with online_quant_fp8.
+        fp8_gsize: elements that share a scale. With online_quant_fp8 dispatch's kernel casts in groups of 128 or
+            `hidden`, and torch casts before it in others.
         dtype: of the tokens given to dispatch; float8_e4m3fn for tokens that are all cast already.
         world_size, rank: those of the arena's group.
         local_world_size: ranks of a node; must be world_size or None.
@@ -166,7 +167,8 @@ def create_ep_ll_a2a_ctx(
         # the other ranks would wait for this one
         agree_on_config(None, arena.rendezvous, indices[0], error)
         raise
-    phases = [PhaseBuffers(config, arena, index) for index in indices]
+    cast_group = fp8_gsize if online_quant_fp8 and not config.casts_in_dispatch else 0
+    phases = [PhaseBuffers(config, arena, index, cast_group) for index in indices]
     return (
         LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),
         LowlatencyCombineContext(phases, online_quant_fp8, fp8_gsize),

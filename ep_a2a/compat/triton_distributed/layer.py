@@ -10,6 +10,7 @@ import torch
 
 from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
+from ep_a2a.compat.triton_distributed.phases import in_int32
 from ep_a2a.errors import DtypeError, StateError
 from ep_a2a.graph_breaks import outside_graphs
 
@@ -35,7 +36,8 @@ class EPLowLatencyAllToAllLayer:
             tokens that are cast already, with their scales. Without it tokens travel as they are.
         rank: this rank. num_experts: over all ranks, owned linearly.
         local_world_size: ranks of a node; must be world_size. world_size: W.
-        fp8_gsize: elements that share a scale: 128 or `hidden` with online_quant_fp8, any divisor of `hidden` without.
+        fp8_gsize: elements that share a scale, any divisor of `hidden`. Dispatch's kernel casts in groups of 128 or
+            `hidden`; in others torch casts before it, with the same bits.
         dtype: of tokens: bfloat16, float16 or float32; without online_quant_fp8 also float8_e4m3fn, with scales.
             Combine takes and returns this dtype, or bfloat16 for float8_e4m3fn.
         enable_profiling: record spans inside the kernels and on the host, for dump_dispatch_trace and
@@ -119,7 +121,7 @@ class EPLowLatencyAllToAllLayer:
         Args:
             send_tokens: [T, H] of dtype, T <= M; with online_quant_fp8 also float8_e4m3fn, on all ranks or on none.
             send_scales: float32 [T, H / fp8_gsize] of fp8 tokens, else None.
-            topk_indices: int32 [T, K] expert ids; ids outside [0, num_experts) are dropped slots.
+            topk_indices: int32 or int64 [T, K] expert ids; ids outside [0, num_experts) are dropped slots.
             topk_weights: not Triton-distributed's. float32 [T, K], or None on all ranks. Weights given here travel with
                 the tokens. Combine is then given None, which saves an exchange.
 
@@ -187,7 +189,7 @@ class EPLowLatencyAllToAllLayer:
         weights = None if topk_weights is None else _in_float32(topk_weights)
         out = torch.empty(buffers.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
         with self._recorded(buffers, "combine"):
-            op.combine(rows, weights, topk_indices, out=out)
+            op.combine(rows, weights, None if topk_indices is None else in_int32(topk_indices), out=out)
         self.combine_ctx.update_phase()
         return out
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
 from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
+from ep_a2a.ops.inputs import check_rows, check_tensor
 from ep_a2a.ops.memory import block_sizes
+from ep_a2a.quantization import quantize_groups
 
 if TYPE_CHECKING:
-    import torch
-
     from ep_a2a.memory.arena import Arena
 
 SCALE_BYTES = 4
@@ -35,7 +37,7 @@ def make_config(
 
     Raises:
         ConfigError: a value is impossible.
-        UnsupportedError: several nodes; a cast inside dispatch with groups of other sizes than 128 or `hidden`.
+        UnsupportedError: several nodes.
     """
     if local_world_size not in (None, world_size):
         raise UnsupportedError(
@@ -59,17 +61,12 @@ def make_config(
                 "Pass online_quant_fp8=False for tokens that are all cast already.",
             )
         casts = {hidden: QuantType.FP8_PER_TOKEN, FP8_GROUP_SIZE: QuantType.FP8_PER_1X128}
-        if fp8_gsize not in casts:
-            raise UnsupportedError(
-                f"fp8_gsize {FP8_GROUP_SIZE} or hidden ({hidden}) with online_quant_fp8",
-                str(fp8_gsize),
-                "Use one of them, or cast before dispatch (online_quant_fp8=False, dtype=torch.float8_e4m3fn).",
-            )
-        quant_type = casts[fp8_gsize]
-    elif dtype == FP8_DTYPE:
+        quant_type = casts.get(fp8_gsize, QuantType.NONE)
+    if has_scales and quant_type is QuantType.NONE:
         num_scales = hidden // fp8_gsize
     return EpDispatchCombineConfig(
-        data_type=dtype,
+        data_type=FP8_DTYPE if num_scales else dtype,
+        combine_dtype=dtype if num_scales and online_quant_fp8 else None,
         rank=rank,
         world_size=world_size,
         hidden_dim=hidden,
@@ -86,18 +83,27 @@ def make_config(
     )
 
 
+def in_int32(indices: torch.Tensor) -> torch.Tensor:
+    """Returns int64 ids as int32, those outside of int32 as a dropped slot; anything else as it is."""
+    if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
+        return indices
+    return indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+
+
 class PhaseBuffers:
     """One op with its own memory, so that steps of both phases may be open at once. Construction is collective.
 
     Args:
         config: the op's. arena: allocates its memory. index: its place in the arena.
+        cast_group: elements that share a scale in a cast that torch makes before dispatch; 0 = none.
 
     Attributes:
         op: the op. num_tokens: T of its latest dispatch.
     """
 
-    def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
+    def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int, cast_group: int) -> None:
         self.op = CombineTimeWeightsOp(config, arena=arena, index=index)
+        self._cast_group = cast_group
         self.num_tokens = self._num_dispatches = 0
         self._users = 2
 
@@ -105,10 +111,19 @@ class PhaseBuffers:
         self, tokens: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """Returns the op's rows [E, W * M, H], scales [E, W * M, S] or None, and the number of this dispatch."""
-        rows, _, row_scales, _, _ = self.op.dispatch(tokens, weights, scales, indices)
+        if self._cast_group and scales is None:
+            tokens, scales = self._cast(tokens)
+        rows, _, row_scales, _, _ = self.op.dispatch(tokens, weights, scales, in_int32(indices))
         self.num_tokens = tokens.shape[0]
         self._num_dispatches += 1
         return rows, row_scales, self._num_dispatches
+
+    def _cast(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        check_tensor("send_tokens", tokens, (self.op.config.combined_dtype,), self.op.device)
+        check_rows("send_tokens", tokens, self.op.config.hidden_dim)
+        groups = tokens.view(tokens.shape[0], self.op.config.num_scales, self._cast_group)
+        rows, scales = quantize_groups(groups)
+        return rows.flatten(1), scales
 
     def is_open(self, step: int) -> bool:
         """Whether dispatch number `step` is the last one and has not been combined."""
