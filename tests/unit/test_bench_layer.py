@@ -16,6 +16,7 @@ from ep_a2a.commands.bench.experts import (
     Matrices,
     MoEWeights,
     Share,
+    begin_experts,
     dense_experts,
     grouped_product,
     make_weights,
@@ -84,6 +85,14 @@ def test_experts_are_the_dense_ones(num_rows: int, quantised: bool) -> None:
         error = (out[:-2].float() - dense).norm(dim=1)
         assert bool((error <= tolerance * dense.norm(dim=1)).all())
     assert not out[-2:].any()
+
+
+def test_only_the_second_product_and_sums_are_left_for_the_second_half() -> None:
+    weights, ids = make_expert_weights(), make_ids(7)
+    received = Received(torch.randn(7, HIDDEN).bfloat16(), None, ids, torch.rand(7, TOPK), torch.empty(7, HIDDEN))
+    activated = begin_experts(received, weights)
+    num_slots = place_pairs(ids, FIRST, NUM_LOCAL).num_slots
+    assert (activated.values.dtype, activated.values.shape) == (FP8, (num_slots, WIDTH))
 
 
 def test_rows_without_own_experts() -> None:

@@ -157,19 +157,18 @@ class Slots(NamedTuple):
     num_slots: int
 
 
-class Projected(NamedTuple):
-    """What the first product leaves for the second.
+class Activated(NamedTuple):
+    """Rows for the second product.
 
     Attributes:
-        values: bf16 `[S, 2F]`, gate and up side by side.
+        values: float8_e4m3fn `[S, F]`. scales: float32 `[S]`.
         slots: int32 `[R, K]`, slot of each pair; -1 where the expert is not own.
-        weights: float32 `[S]`, router weight of the pair in each slot; NO_PAIR where there is none.
         bounds: as of Slots.
     """
 
     values: torch.Tensor
+    scales: torch.Tensor
     slots: torch.Tensor
-    weights: torch.Tensor
     bounds: torch.Tensor
 
 
@@ -178,8 +177,8 @@ def run_experts(received: Received, weights: MoEWeights) -> None:
     finish_experts(begin_experts(received, weights), received, weights)
 
 
-def begin_experts(received: Received, weights: MoEWeights, share: Share = ALL) -> Projected:
-    """Runs the first half: sorts the rows by experts, casts them and multiplies by w1.
+def begin_experts(received: Received, weights: MoEWeights, share: Share = ALL) -> Activated:
+    """Runs what comes before the second product: sorts the rows by experts, casts them, multiplies by w1, activates.
 
     Args:
         received: the rows. weights: of the experts.
@@ -216,29 +215,33 @@ def begin_experts(received: Received, weights: MoEWeights, share: Share = ALL) -
         num_warps=WIDE_WARPS,
     )
     num_rows = rows_of_expert(received, weights)
-    values = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, num_rows, share)
-    return Projected(values, slots, slot_weights, bounds)
+    projected = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, num_rows, share)
+    return Activated(*activate(projected, slot_weights, bounds), slots, bounds)
 
 
-def finish_experts(projected: Projected, received: Received, weights: MoEWeights, share: Share = ALL) -> None:
-    """Runs the second half: SwiGLU and router weights, the product by w2, sums per row into `received.out`."""
-    values, slots, slot_weights, bounds = projected
-    num_slots, width, out = values.shape[0], weights.w2.values.shape[2], received.out
-    activated = torch.empty(num_slots, width, dtype=torch.uint8, device=values.device)
-    activated_scales = torch.empty(num_slots, device=values.device)
-    launch(
-        swiglu_kernel,
-        num_slots,
-        values,
-        slot_weights,
-        bounds[-1:],
-        activated,
-        activated_scales,
-        WIDTH=width,
-        LANES=lanes(width),
-    )
-    num_rows = rows_of_expert(received, weights)
-    contributions = grouped_product(activated.view(FP8), activated_scales, weights.w2, bounds, num_rows, share)
+def activate(
+    projected: torch.Tensor, slot_weights: torch.Tensor, bounds: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns SwiGLU of rows times their router weights, in fp8 `[S, F]`, and the scales, float32 `[S]`.
+
+    Args:
+        projected: bf16 `[S, 2F]`, gate and up side by side.
+        slot_weights: float32 `[S]`, router weight of the pair in each slot; NO_PAIR where there is none.
+        bounds: as of Slots.
+    """
+    num_slots, width = projected.shape[0], projected.shape[1] // 2
+    activated = torch.empty(num_slots, width, dtype=torch.uint8, device=projected.device)
+    scales = torch.empty(num_slots, device=projected.device)
+    parts = (projected, slot_weights, bounds[-1:], activated, scales)
+    launch(swiglu_kernel, num_slots, *parts, WIDTH=width, LANES=lanes(width))
+    return activated.view(FP8), scales
+
+
+def finish_experts(activated: Activated, received: Received, weights: MoEWeights, share: Share = ALL) -> None:
+    """Runs the rest: the product by w2, sums per row into `received.out`."""
+    values, scales, slots, bounds = activated
+    num_rows, out = rows_of_expert(received, weights), received.out
+    contributions = grouped_product(values, scales, weights.w2, bounds, num_rows, share)
     hidden_dim = out.shape[1]
     sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden_dim, "BLOCK": min(lanes(hidden_dim), MAX_BLOCK)}
     launch(sum_rows_kernel, len(out), contributions, slots, out, len(out), **sizes)

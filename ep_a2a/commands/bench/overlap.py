@@ -87,13 +87,14 @@ class Pair:
         for ahead, behind in ((first, second), (second, first)):
             with self.lanes.exchange():
                 results[behind] = behind.combine()
-            projected = begin_experts(ahead.received, ahead.weights, share)
+            activated = begin_experts(ahead.received, ahead.weights, share)
             self.lanes.join()
-            # The next layer's gate needs the combined tokens, and all multiprocessors.
+            # The next layer's gate needs the combined tokens, and all multiprocessors. Here combine, which takes longer
+            # than dispatch, has the larger part of the experts beside it.
             behind.gate()
             with self.lanes.exchange():
                 behind.dispatch()
-            finish_experts(projected, ahead.received, ahead.weights, share)
+            finish_experts(activated, ahead.received, ahead.weights, share)
             self.lanes.join()
         return [results[batch] for batch in self.batches]
 
