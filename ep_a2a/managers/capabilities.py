@@ -219,12 +219,15 @@ def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
     """Returns why a backend cannot work on tensors of this device here, or None."""
     import torch  # here, so that the doctor reads capabilities where torch is broken
 
+    from ep_a2a.memory.gpu_maker import found_gpu, gpu_maker
+
     if device_type == "cpu":
         return None if capabilities.runs_on_cpu else f"does not run on CPU: needs {_gpus(capabilities)}"
     if not torch.cuda.is_available():
         return f"no GPU found: needs {_gpus(capabilities)}"
-    found = "AMD" if torch.version.hip else "NVIDIA"
-    return None if found in capabilities.gpus else f"found {found} GPUs: needs {_gpus(capabilities)}"
+    if gpu_maker() in capabilities.gpus:
+        return None
+    return f"found {found_gpu()}: needs {_gpus(capabilities)}, whose instructions its kernels contain"
 
 
 def problems(manager: type[All2AllManagerBase], device_type: str) -> tuple[str, ...]:

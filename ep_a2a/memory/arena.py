@@ -20,6 +20,7 @@ from ep_a2a.errors import (
     HostMemoryError,
 )
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
+from ep_a2a.memory.gpu_maker import refuse_other_gpus
 from ep_a2a.memory.gpu_ranks import ranks_by_gpu
 from ep_a2a.memory.guards import SharedBlocks
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -139,6 +140,9 @@ class Arena:
         device: where the memory lies.
         allocate: a function that makes symmetric memory; None takes allocate_symmetric.
 
+    Raises:
+        UnsupportedError: the device is an AMD GPU.
+
     Attributes:
         between_nodes: moves blocks to other nodes, where memory is mapped inside of a node only; else None.
         number: the place among the arenas of the group, counted from 1, in the order in which they are made.
@@ -152,6 +156,7 @@ class Arena:
     between_nodes: NodeTransport | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        refuse_other_gpus(self.device.type)
         self.rendezvous = Rendezvous(self.group)
         self.number = next(self.peers.arena_numbers)
         self._symmetric: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()

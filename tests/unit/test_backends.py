@@ -20,6 +20,7 @@ from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.errors import MissingPackageError, UnsupportedError
+from ep_a2a.integrations.atom import activation
 from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem, problems
 from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.deepep import (
@@ -35,6 +36,7 @@ from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.managers.external.mori import MoriOp
 from ep_a2a.managers.external.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
+from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
@@ -142,6 +144,36 @@ def test_what_a_machine_lacks_is_said():
     assert device_problem(Capabilities(runs_on_cpu=True), "cpu") is None
     assert device_problem(Capabilities(gpus=("AMD",)), "cpu") == "does not run on CPU: needs AMD GPUs"
     assert device_problem(Capabilities(), "cuda") == "no GPU found: needs NVIDIA GPUs"
+
+
+@pytest.fixture
+def amd_gpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI300X")
+
+
+@pytest.mark.usefixtures("amd_gpu")
+def test_an_amd_gpu_is_refused_by_name_and_reason(monkeypatch):
+    own = manager_type("ep_a2a")
+    found = device_problem(own.capabilities, "cuda")
+    assert found == (
+        "found AMD Instinct MI300X, on AMD's build of torch: needs NVIDIA GPUs, whose instructions its kernels contain"
+    )
+    assert device_problem(own.capabilities, "cpu") is None
+    assert device_problem(Capabilities(gpus=("NVIDIA", "AMD")), "cuda") is None
+    words = r"NVIDIA's instructions.*MI300X.*allgather_reducescatter"
+    with pytest.raises(UnsupportedError, match=words):
+        Arena(None, torch.device("cuda", 0))
+    monkeypatch.setenv("EP_A2A_BACKEND", "ep_a2a")
+    with pytest.raises(UnsupportedError, match=words):
+        activation.activate()
+    reached = []
+    monkeypatch.setattr(activation, "on_import", lambda *names, **_: reached.extend(names))
+    for backend in ("naive", "allgather_reducescatter", "mori"):
+        monkeypatch.setenv("EP_A2A_BACKEND", backend)
+        assert activation.activate()
+    assert len(reached) == 3
 
 
 def test_a_kwarg_is_a_kernels_own_or_goes_into_every_backend():

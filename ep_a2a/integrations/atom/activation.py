@@ -6,6 +6,7 @@ import importlib.util
 import logging
 
 from ep_a2a import env
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.integrations.atom.import_hook import on_import
 from ep_a2a.managers.registry import check_backend_name
 
@@ -36,11 +37,16 @@ def activate() -> bool:
 
     Raises:
         UnknownNameError: EP_A2A_BACKEND names no backend.
+        UnsupportedError: it names "ep_a2a", and the GPUs are AMD's.
     """
     backend = env.BACKEND.get()
     if not backend:
         return False
     check_backend_name(backend)
+    if backend == DEFAULT_BACKEND:
+        from ep_a2a.memory.gpu_maker import refuse_other_gpus
+
+        refuse_other_gpus("cuda")
     on_import(PATCHED_MODULE, before=_before_layers, after=_after_layers)
     logger.info("ATOM's MoE layers will use %s, as EP_A2A_BACKEND says", backend)
     return True
