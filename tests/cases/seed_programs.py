@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ep_a2a.testing import RankContext
 
 SEEDS = Path(__file__).parents[1] / "seeds"
-NUM_TOKENS, HIDDEN_DIM, TOPK, EXPERTS_PER_RANK = (5, 3, 0, 4), 256, 2, 8
+NUM_TOKENS, HIDDEN_DIM, TOPK, NUM_EXPERTS = (5, 3, 0, 4), 256, 2, 16
 
 REPLACED = {
     "000_complete_example": {
@@ -96,8 +96,8 @@ def join(port: str, context: RankContext) -> None:
 def own_tokens(context: RankContext) -> dict[str, Any]:
     """Tokens of this rank with routing, under the names that AITER's guide uses."""
     generator = torch.Generator().manual_seed(context.rank)
-    num_tokens, num_experts = NUM_TOKENS[context.rank % len(NUM_TOKENS)], EXPERTS_PER_RANK * context.world_size
-    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :TOPK]
+    num_tokens = NUM_TOKENS[context.rank % len(NUM_TOKENS)]
+    ids = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
     return {
         "tokens": torch.randn(num_tokens, HIDDEN_DIM, generator=generator).bfloat16().to(context.device),
         "topk_weights": torch.rand(num_tokens, TOPK, generator=generator).to(context.device),
@@ -143,19 +143,19 @@ def complete_example(context: RankContext, port: str) -> None:
 def guide_names(context: RankContext, quant_type: str) -> dict[str, Any]:
     """What AITER's guide leaves open."""
     kinds = importlib.import_module("aiter").QuantType
-    num_experts, first = EXPERTS_PER_RANK * context.world_size, EXPERTS_PER_RANK * context.rank
+    per_rank = NUM_EXPERTS // context.world_size
     given = own_tokens(context) | {
         "quant_type": kinds[quant_type],
         "rank_id": context.rank,
         "hidden_dim": HIDDEN_DIM,
         "max_tokens": 8,
-        "E": num_experts,
-        "num_experts": num_experts,
-        "total_experts": num_experts,
+        "E": NUM_EXPERTS,
+        "num_experts": NUM_EXPERTS,
+        "total_experts": NUM_EXPERTS,
         "topk": TOPK,
         "gpus_per_node": context.world_size,
-        "local_start": first,
-        "local_end": first + EXPERTS_PER_RANK,
+        "local_start": per_rank * context.rank,
+        "local_end": per_rank * (context.rank + 1),
         "num_local_tokens": NUM_TOKENS[context.rank % len(NUM_TOKENS)],
     }
     return given | dict.fromkeys(("w1", "w2", "w1_scale", "w2_scale"))
@@ -260,14 +260,14 @@ def low_latency(context: RankContext, port: str, folder: str) -> None:
         join(port, context)
         shmem.shmem_torch_process_group_init(dist.group.WORLD.group_name, context.device)
         given = own_tokens(context)
-        first = EXPERTS_PER_RANK * context.rank
+        per_rank = NUM_EXPERTS // context.world_size
 
         def expert_ffn(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            experts = torch.arange(first, first + EXPERTS_PER_RANK, device=context.device)[:, None, None]
+            experts = per_rank * context.rank + torch.arange(per_rank, device=context.device)[:, None, None]
             return (scaled(rows, scales) * (1 + experts)).bfloat16()
 
         names |= {
-            "num_experts": EXPERTS_PER_RANK * context.world_size,
+            "num_experts": NUM_EXPERTS,
             "tokens": given["tokens"],
             "expert_ids": given["topk_ids"],
             "routing_weights": given["topk_weights"],

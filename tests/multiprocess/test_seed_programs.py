@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ep_a2a.testing import RankPool
+from ep_a2a.testing import RankPool, run_ranks
 from tests.cases import seed_programs
 
 if TYPE_CHECKING:
@@ -38,6 +38,12 @@ def test_the_complete_example_of_mori(pool, port):
 @pytest.mark.parametrize("program", ["ep_group", "sections", "direct"])
 def test_the_guide_of_aiter(pool, port, program, quant_type):
     pool.run(getattr(seed_programs, program), port, quant_type)
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_the_guides_own_size(port, quant_type):
+    """World 8, 16 experts, top-2: the size of AITER's own test."""
+    run_ranks(seed_programs.sections, 8, port, quant_type)
 
 
 def test_the_low_latency_layer(pool, port, tmp_path):
