@@ -55,7 +55,7 @@ CAST_PARTS, PLAIN_PARTS = 2, 4
 LISTED_WORDS, LEAST_LISTED = 1024, 16
 """Pairs of a token and a rank that a program works out at once, where it lists destinations; and the fewest tokens."""
 LL_PROGRAMS_PER_SM = 2
-"""Programs of a low-latency dispatch that a multiprocessor must hold, at the price of some registers."""
+"""Programs of a low-latency dispatch, unless they are wide, that a multiprocessor must hold for some registers less."""
 THREADS_BESIDE_DISPATCH = {4: 512, 8: 384}
 """Threads of a combine that may start early which must fit beside one of those programs: as many as do without a word
 on the stack. By the bytes that an element has at all ranks together, which threads hold; with more there is no room."""
@@ -269,7 +269,10 @@ def dispatch_kernel(
             given |= _bulk_constants(kernels, args, launch)
             return CompiledKernel(bulk_dispatch_kernel, given, launch.num_warps)
         given |= _low_latency_constants(kernels, args, launch)
-        max_registers = REGISTERS_PER_SM // (LL_PROGRAMS_PER_SM * 32 * launch.num_warps)
+        threads = 32 * launch.num_warps
+        # wide programs, where the multiprocessors are bounded, have one each
+        num_programs = min(LL_PROGRAMS_PER_SM, max(1, THREADS_PER_SM[phase] // threads))
+        max_registers = REGISTERS_PER_SM // (num_programs * threads)
         return CompiledKernel(ll_dispatch_kernel, given, launch.num_warps, max_registers)
 
     return kernels.get(key, make)
