@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,8 @@ class Site:
         return f"{self.file}:{self.line} {self.kind}"
 
 
-def ordering_sites() -> list[Site]:
+@functools.cache
+def ordering_sites() -> tuple[Site, ...]:
     """All sites, in the order of the source."""
     found: list[Site] = []
     for path in sorted(KERNELS.glob("*.py")):
@@ -51,7 +53,7 @@ def ordering_sites() -> list[Site]:
                 for line, kind in kinds:
                     found.append(Site(path.name, line, function.name, kind, counts[kind]))
                     counts[kind] += 1
-    return found
+    return tuple(found)
 
 
 def _kinds_of(node: ast.AST) -> list[str]:
