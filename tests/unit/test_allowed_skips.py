@@ -42,25 +42,16 @@ def test_marked():
 FORBIDDEN_MODULE = "import pytest\npytest.skip('no time', allow_module_level=True)"
 
 
-def run(folder: Path, *options: str, **sources: str) -> tuple[int, str]:
-    for name, source in sources.items():
-        (folder / f"{name}.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.allowed_skips", "-p", "no:cacheprovider", *options, "."]
-    variables = os.environ | {"PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=variables)
-    return done.returncode, done.stdout
-
-
 def test_other_skips_fail(tmp_path: Path) -> None:
-    sources = {"test_skips": FORBIDDEN, "test_module": FORBIDDEN_MODULE}
-    code, printed = run(tmp_path, allowed_skips.OPTION, "--continue-on-collection-errors", **sources)
-    assert (code, "1 failed, 3 errors" in printed) == (1, True), printed
-    assert printed.count("does not allow this skip on this machine, CI_WITHOUT may: no time") >= 4
-
-
-def test_allowed_skips_and_expected_failures_do_not(tmp_path: Path) -> None:
-    code, printed = run(tmp_path, allowed_skips.OPTION, test_it=ALLOWED)
-    assert (code, "1 skipped, 1 xfailed" in printed) == (0, True), printed
+    for name, source in {"skips": FORBIDDEN, "module": FORBIDDEN_MODULE, "allowed": ALLOWED}.items():
+        (tmp_path / f"test_{name}.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.allowed_skips", "-p", "no:cacheprovider"]
+    command += [allowed_skips.OPTION, "--continue-on-collection-errors", "."]
+    variables = os.environ | {"PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=variables)
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 1 skipped, 1 xfailed, 3 errors" in done.stdout
+    assert done.stdout.count("does not allow this skip on this machine, CI_WITHOUT may: no time") >= 4
 
 
 def test_a_whole_reason_is_compared() -> None:
