@@ -1,45 +1,14 @@
-"""What has passed in an earlier run is left out, if a folder for that is named."""
+"""A pass in an earlier run counts for the same code alone."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests import resume
 
 if TYPE_CHECKING:
-    import pytest
-
-PROJECT = Path(__file__).resolve().parents[2]
-TESTS = """
-def test_right():
-    pass
-
-def test_wrong():
-    assert {verdict}
-"""
-
-
-def run(folder: Path, verdict: bool) -> str:
-    (folder / "test_it.py").write_text(TESTS.format(verdict=verdict))
-    (folder / "conftest.py").write_text(
-        "from tests.resume import leave_out_passed, note as pytest_runtest_logreport\n"
-        "def pytest_collection_modifyitems(config, items):\n    leave_out_passed(config, items)\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT).stdout
-
-
-def test_the_next_run_has_what_did_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(resume.VARIABLE, str(tmp_path / "results"))
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
-    assert "1 failed, 1 passed" in run(tmp_path, False)
-    assert resume.passed(tmp_path / "results" / resume.FILE) == {"test_it.py::test_right"}
-    assert "1 passed, 1 deselected" in run(tmp_path, True)
-    assert "2 deselected" in run(tmp_path, True)
+    from pathlib import Path
 
 
 def test_a_pass_of_other_code_does_not_count(tmp_path: Path) -> None:
