@@ -145,6 +145,13 @@ RDMA_DEVICES = Variable(
     "RDMA devices with commas between, behind ^ those not to use",
     "Devices that carry tokens between nodes, for NCCL and NVSHMEM; NCCL_IB_HCA and NVSHMEM_HCA_LIST take precedence.",
 )
+DEEPEP_EDITION = Variable(
+    "EP_A2A_DEEPEP_EDITION",
+    2026,
+    _checked(int, lambda year: year in (2025, 2026)),
+    "2025 or 2026",
+    "Edition of DeepEP whose size hints and configs `ep-a2a plan` and compat's Buffer and Config give.",
+)
 LOG_LEVEL = Variable(
     "EP_A2A_LOG_LEVEL",
     "WARNING",

@@ -1,27 +1,30 @@
 """DeepEP's buffer size hints for a shape, by its published formulas and without DeepEP.
 
-The formulas are those of DeepEP V1 in two versions. EARLY is early 2025 (csrc/config.hpp): `deep_ep_hints` and
-`ep-a2a plan` use it. CURRENT is July 2026 (dd758ca, csrc/legacy/config.hpp): `ep_a2a.compat.deep_ep` uses it.
-Constants and chunk sizes are in configs/deep_ep_sizes.toml.
+The formulas are those of DeepEP V1 in two editions: 2025 (218c5a1, csrc/config.hpp) and 2026 (dd758ca,
+csrc/legacy/config.hpp). `choose_edition`, else EP_A2A_DEEPEP_EDITION, decides for `ep-a2a plan` and for
+`ep_a2a.compat.deep_ep` alike. Constants and chunk sizes are in configs/deep_ep_sizes.toml.
 """
 
 from __future__ import annotations
 
 import functools
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ep_a2a.errors import UnsupportedError
+from ep_a2a import env
+from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.tuning.tables import shipped_directory
 
 FILE_NAME = "deep_ep_sizes.toml"
-EARLY, CURRENT = "configs", "configs_2026"
-"""The versions, by the name of their table of chunk sizes in the file."""
+EDITIONS = {2025: "April 2025", 2026: "July 2026"}
 INT_BYTES, INT64_BYTES, FLOAT_BYTES, INT4_BYTES, BFLOAT16_BYTES = 4, 8, 4, 16, 2
 """`INT4` is CUDA's vector of four ints."""
 SCALE_GROUP = 128
 """Elements that share a scale in DeepEP's fp8 rows."""
+
+
+_edition: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ class ChunkConfig:
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+
+    @property
+    def num_rdma_ring_tokens(self) -> int:
+        """Tokens of a ring between nodes, num_max_rdma_chunked_recv_tokens rounded up to whole chunks."""
+        chunk = self.num_max_rdma_chunked_send_tokens
+        return -(-self.num_max_rdma_chunked_recv_tokens // chunk) * chunk
 
 
 @dataclass(frozen=True)
@@ -58,29 +67,45 @@ class DeepEpHints:
 
 @functools.cache
 def deep_ep_table() -> dict[str, Any]:
-    """Returns the parsed data file: `constants`, `sizes`, `configs` and `configs_2026`."""
+    """Returns the parsed data file: `constants`, `sizes`, `configs_2025` and `configs_2026`."""
     return tomllib.loads((shipped_directory() / FILE_NAME).read_text(encoding="utf-8"))
 
 
-def known_ranks(table: str = EARLY) -> tuple[int, ...]:
+def choose_edition(edition: int | None) -> None:
+    """Chooses the edition of all numbers of this process; None leaves it to EP_A2A_DEEPEP_EDITION.
+
+    Raises:
+        UnknownNameError: there is no such edition.
+    """
+    global _edition
+    if edition not in (None, *EDITIONS):
+        raise UnknownNameError(f"out of {', '.join(map(str, EDITIONS))}", repr(edition), field="deep_ep_edition")
+    _edition = edition
+
+
+def edition() -> int:
+    """Returns the edition that was chosen, by the process or else by the environment."""
+    return env.DEEPEP_EDITION.get() if _edition is None else _edition
+
+
+def known_ranks() -> tuple[int, ...]:
     """Returns the numbers of ranks that DeepEP's table has rows for."""
-    return tuple(row["num_ranks"] for row in deep_ep_table()[table])
+    return tuple(row["num_ranks"] for row in _rows())
 
 
-def chunk_configs(num_ranks: int, table: str = EARLY) -> tuple[ChunkConfig, ChunkConfig]:
+def chunk_configs(num_ranks: int) -> tuple[ChunkConfig, ChunkConfig]:
     """Returns the rows of dispatch and of combine (DeepEP, get_dispatch_config and get_combine_config).
 
     Args:
         num_ranks: over all nodes.
-        table: EARLY or CURRENT.
 
     Raises:
         UnsupportedError: the table has no row for num_ranks.
     """
-    for row in deep_ep_table()[table]:
+    for row in _rows():
         if row["num_ranks"] == num_ranks:
             return ChunkConfig(row["num_sms"], *row["dispatch"]), ChunkConfig(row["num_sms"], *row["combine"])
-    known = ", ".join(map(str, known_ranks(table)))
+    known = ", ".join(map(str, known_ranks()))
     raise UnsupportedError(f"one of DeepEP's numbers of ranks: {known}", str(num_ranks), "Ask for one of these.")
 
 
@@ -117,32 +142,84 @@ def rdma_ring_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> i
 
 
 def rdma_hint_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> int:
-    """Returns DeepEP's get_rdma_buffer_size_hint: rdma_ring_bytes, or 0 inside one node."""
-    return rdma_ring_bytes(hidden_bytes, num_ranks, config) if num_ranks > num_nvl_peers() else 0
+    """Returns DeepEP's get_rdma_buffer_size_hint: rdma_ring_bytes of rings of whole chunks, or 0 inside one node."""
+    if num_ranks <= num_nvl_peers():
+        return 0
+    whole = replace(config, num_max_rdma_chunked_recv_tokens=config.num_rdma_ring_tokens)
+    return rdma_ring_bytes(hidden_bytes, num_ranks, whole)
 
 
-def low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int, table: str = EARLY) -> int:
-    """Returns DeepEP's get_low_latency_rdma_size_hint: all buffers twice, for odd and even steps.
+@dataclass(frozen=True)
+class LowLatencyBuffer:
+    """Addresses of DeepEP's low-latency buffers for odd or for even steps. Combine's are those of dispatch.
+
+    Attributes:
+        num_clean_int: counts of received rows, int32.
+        dispatch_rdma_send_buffer, dispatch_rdma_recv_data_buffer: of rows.
+        dispatch_rdma_recv_count_buffer: of the counts.
+        num_bytes_per_combine_msg: of a row that travels back.
+    """
+
+    num_clean_int: int
+    dispatch_rdma_send_buffer: int
+    dispatch_rdma_recv_data_buffer: int
+    dispatch_rdma_recv_count_buffer: int
+    num_bytes_per_combine_msg: int
+
+    def clean_meta(self) -> tuple[int, int]:
+        """Returns the address and the number of the int32 that DeepEP zeroes before the first step."""
+        return self.dispatch_rdma_recv_count_buffer, self.num_clean_int
+
+
+class LowLatencyLayout:
+    """DeepEP's layout of its low-latency memory, by the formulas of the chosen edition; nothing is allocated.
 
     Args:
-        hidden_dim: elements of a row; the rest behind its last group of 128 has no scale.
-        max_num_tokens: the most tokens that any rank brings (num_max_dispatch_tokens_per_rank).
-        num_experts: over all ranks. The number of ranks has no part in it.
-        table: EARLY; or CURRENT, in which combine sends two bf16 per 128 elements, and counts are aligned.
+        rdma_buffer: address of the memory.
+        num_max_dispatch_tokens_per_rank: the most tokens that any rank brings.
+        hidden: elements of a row; the rest behind its last group of 128 has no scale.
+        num_ranks: without effect. num_experts: over all ranks.
+
+    Attributes:
+        total_bytes: of all buffers. buffers: those of odd and of even steps.
     """
-    num_scales, count_bytes = hidden_dim // SCALE_GROUP, num_experts * INT_BYTES
-    head_bytes = INT4_BYTES
-    if table == CURRENT:
-        head_bytes, count_bytes = num_scales * 2 * BFLOAT16_BYTES, _aligned(count_bytes)
-    combine_message_bytes = head_bytes + hidden_dim * BFLOAT16_BYTES
-    fp8_bytes = hidden_dim + num_scales * FLOAT_BYTES
-    dispatch_message_bytes = INT4_BYTES + max(hidden_dim * BFLOAT16_BYTES, fp8_bytes)
-    rows = num_experts * max_num_tokens
-    send_bytes = max(max_num_tokens * dispatch_message_bytes, rows * combine_message_bytes)
-    recv_bytes = rows * max(dispatch_message_bytes, combine_message_bytes)
-    total_bytes = 2 * (send_bytes + recv_bytes + count_bytes)
+
+    def __init__(
+        self, rdma_buffer: int, num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> None:
+        num_scales, count_bytes = hidden // SCALE_GROUP, num_experts * INT_BYTES
+        head_bytes, counts_are_first = INT4_BYTES, edition() > min(EDITIONS)
+        if counts_are_first:
+            # two bf16 per 128 elements travel back with a row
+            head_bytes, count_bytes = num_scales * 2 * BFLOAT16_BYTES, _aligned(count_bytes)
+        combine_message = head_bytes + hidden * BFLOAT16_BYTES
+        fp8_bytes = hidden + num_scales * FLOAT_BYTES
+        dispatch_message = INT4_BYTES + max(hidden * BFLOAT16_BYTES, fp8_bytes)
+        rows = num_experts * num_max_dispatch_tokens_per_rank
+        send_bytes = max(num_max_dispatch_tokens_per_rank * dispatch_message, rows * combine_message)
+        recv_bytes = rows * max(dispatch_message, combine_message)
+        self.total_bytes = 2 * (send_bytes + recv_bytes + count_bytes)
+        data = rdma_buffer + (2 * count_bytes if counts_are_first else 0)
+        counts = rdma_buffer if counts_are_first else data + 2 * (send_bytes + recv_bytes)
+        self.buffers = tuple(
+            LowLatencyBuffer(
+                num_experts,
+                data + send_bytes * step,
+                data + 2 * send_bytes + recv_bytes * step,
+                counts + count_bytes * step,
+                combine_message,
+            )
+            for step in range(2)
+        )
+
+
+def low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int) -> int:
+    """Returns DeepEP's get_low_latency_rdma_size_hint; arguments are those of LowLatencyLayout.
+
+    The number of ranks has no part in it.
+    """
     # DeepEP adds a whole unit of alignment to a total that is aligned already
-    return _aligned(total_bytes + 1)
+    return _aligned(LowLatencyLayout(0, max_num_tokens, hidden_dim, 1, num_experts).total_bytes + 1)
 
 
 def deep_ep_hints(
@@ -164,6 +241,11 @@ def deep_ep_hints(
         max(rdma_hint_bytes(hidden_bytes, num_ranks, config) for config in configs),
         low_latency,
     )
+
+
+def _rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = deep_ep_table()[f"configs_{edition()}"]
+    return rows
 
 
 def _side_bytes() -> int:

@@ -9,6 +9,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
+from ep_a2a.compat.deep_ep_sizes import choose_edition
 from ep_a2a.errors import StateError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _replaced: dict[str, dict[str, ModuleType]] = {}
 """By installed library: its modules that were imported before."""
 
 
-def install(*libraries: str, replace: bool = False) -> None:
+def install(*libraries: str, replace: bool = False, deep_ep_edition: int | None = None) -> None:
     """Makes imports of other libraries in this process find this package's modules. Local; repeating it does nothing.
 
     Must be called on every rank before anything imports a library: a module that has imported another one keeps it. An
@@ -53,9 +54,10 @@ def install(*libraries: str, replace: bool = False) -> None:
     Args:
         libraries: out of "mori", "aiter", "deep_ep" and "triton_dist".
         replace: also take the names of libraries that are installed or imported already.
+        deep_ep_edition: 2025 or 2026: of DeepEP's size hints and configs in this process; None leaves it as it is.
 
     Raises:
-        UnknownNameError: this package has no such library's interface.
+        UnknownNameError: this package has no such library's interface, or there is no such edition.
         StateError: a library is installed on this machine, or imported in this process.
     """
     for library in libraries:
@@ -68,6 +70,8 @@ def install(*libraries: str, replace: bool = False) -> None:
                 found,
                 "Uninstall it, or pass replace=True, before anything imports it, to use ep_a2a in its place.",
             )
+    if deep_ep_edition is not None:
+        choose_edition(deep_ep_edition)
     for library in libraries:
         if not _is_ours(library):
             _install(library)
@@ -85,6 +89,8 @@ def uninstall(*libraries: str) -> None:
         for name in _names_of(library):
             del sys.modules[name]
         sys.modules.update(_replaced.pop(library, {}))
+        if library == "deep_ep":
+            choose_edition(None)
 
 
 def _install(library: str) -> None:

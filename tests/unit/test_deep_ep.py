@@ -20,7 +20,7 @@ from ep_a2a.compat.deep_ep.layouts import dispatch_layout, rank_ids, routed_ids
 from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Hook, Step, Steps
 from ep_a2a.compat.deep_ep.streams import CommStream, tensors_of
-from ep_a2a.compat.deep_ep_sizes import CURRENT, hidden_bytes_of, known_ranks
+from ep_a2a.compat.deep_ep_sizes import hidden_bytes_of, known_ranks
 from ep_a2a.config import Layout
 from ep_a2a.errors import ConfigError, InputError, StateError, UnsupportedError
 from ep_a2a.managers.external.deepep import RANK_COUNTS
@@ -56,7 +56,8 @@ def test_hints_are_of_sizes_that_there_are(hint):
 
 
 def test_a_config_holds_whole_chunks():
-    assert Config(20, 6, 256, 6, 128).num_max_rdma_chunked_recv_tokens == 132
+    config = Config(20, 6, 256, 6, 128)
+    assert (config.num_max_rdma_chunked_recv_tokens, config.num_rdma_ring_tokens) == (128, 132)
     assert Config() == Config(num_sms=20, num_max_nvl_chunked_send_tokens=6)
 
 
@@ -87,7 +88,7 @@ def test_configs_and_hints_are_those_of_the_commit(num_ranks):
 
 
 def test_the_backend_takes_the_same_numbers_of_ranks():
-    assert tuple(TABLE) == known_ranks(CURRENT) == RANK_COUNTS
+    assert tuple(TABLE) == known_ranks() == RANK_COUNTS
 
 
 def test_sizes_without_a_config():

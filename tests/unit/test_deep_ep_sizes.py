@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,10 @@ from typer.testing import CliRunner
 
 from ep_a2a.cli import app
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED
+from ep_a2a.compat import deep_ep, install, uninstall
 from ep_a2a.compat import deep_ep_sizes as sizes
 from ep_a2a.compat.deep_ep_sizes import ChunkConfig
-from ep_a2a.errors import UnsupportedError
+from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.kernels.layout import Region
 from tests.cases.tables import read_table
 
@@ -21,9 +24,14 @@ HIDDEN_BYTES = 7168 * 2
 SIDE_BYTES = 8 + 128 * (8 + 4) + 128 * 4
 TABLE = {int(num_ranks): row for num_ranks, row in read_table("deep_ep")["chunks_and_hints_of_v1"].items()}
 """By ranks: multiprocessors, tokens (nvl sent, nvl held, rdma sent, rdma held) of dispatch and of combine, then the
-NVL and the RDMA hint for rows of 7168 bf16, worked out apart: 10 channels, rings of 16392 bytes a token (16408 rdma).
+NVL and the RDMA hint for rows of 7168 bf16, which DeepEP's csrc/config.hpp at 218c5a1 gave, compiled.
 """
 CONSTANTS = {"num_max_nvl_peers": 8, "num_buffer_alignment_bytes": 128}
+
+
+@pytest.fixture(autouse=True)
+def _edition(monkeypatch):
+    monkeypatch.setenv("EP_A2A_DEEPEP_EDITION", "2025")
 
 
 def test_the_worked_example_of_low_latency():
@@ -128,3 +136,49 @@ def test_more_ranks_than_a_node_has_take_rings():
     inside = json.loads(plan("--ranks 16 --json"))
     assert inside["assumed"] == []
     assert "rings" not in inside["bytes_per_gpu"]
+
+
+# --- the edition ---
+
+
+@pytest.mark.parametrize(
+    ("year", "total_bytes", "buffers"),
+    [
+        (2025, 242_491_656, [(4096, 121_249_792, 242_495_488), (60_626_944, 181_872_640, 242_495_620)]),
+        (2026, 246_006_272, [(4608, 123_007_488, 4096), (61_506_048, 184_508_928, 4352)]),
+    ],
+)
+def test_the_low_latency_layout_is_deep_eps(monkeypatch, year, total_bytes, buffers):
+    """Numbers of LowLatencyLayout of both commits, compiled."""
+    monkeypatch.setenv("EP_A2A_DEEPEP_EDITION", str(year))
+    layout = deep_ep.LowLatencyLayout(4096, 128, 7168, 8, 33)
+    assert layout.total_bytes == total_bytes
+    for found, (send, data, counts) in zip(layout.buffers, buffers):
+        assert (found.dispatch_rdma_send_buffer, found.dispatch_rdma_recv_data_buffer) == (send, data)
+        assert found.clean_meta() == (counts, 33)
+    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 11, 33) == -(-(total_bytes + 1) // 128) * 128
+
+
+def test_buffer_config_and_plan_follow_the_edition(monkeypatch):
+    def numbers() -> tuple[int, int, Any]:
+        hints = json.loads(plan("--hidden 7168 --max-tokens 128 --experts 256 --topk 8 --ranks 16 --json"))
+        config = deep_ep.Buffer.get_dispatch_config(16)
+        rdma_bytes = config.get_rdma_buffer_size_hint(HIDDEN_BYTES, 16)
+        low_latency = hints["deep_ep_hints"]["low_latency_bytes"]
+        assert low_latency == deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 16, 256)
+        return low_latency, rdma_bytes, astuple(config)
+
+    early = (1_881_147_520, 91_887_744, (20, 16, 288, 20, 128))
+    now = (1_908_410_496, 91_887_744, (20, 36, 288, 20, 128))
+    assert numbers() == early
+    monkeypatch.delenv("EP_A2A_DEEPEP_EDITION")
+    assert numbers() == now
+    assert "July 2026" in plan(EXAMPLE)
+    try:
+        install("deep_ep", deep_ep_edition=2025)
+        assert numbers() == early
+        with pytest.raises(UnknownNameError, match="2025, 2026"):
+            install("deep_ep", deep_ep_edition=2024)
+    finally:
+        uninstall("deep_ep")
+    assert numbers() == now

@@ -10,6 +10,7 @@ import pytest
 
 from ep_a2a import env
 from ep_a2a.commands.messages import set_up_logging
+from ep_a2a.compat import deep_ep_sizes
 from ep_a2a.config.file import choose_backend
 from ep_a2a.errors import EnvironmentVariableError, EpA2AError
 from ep_a2a.managers.registry import check_backend_name
@@ -172,6 +173,7 @@ USES: dict[str, Callable[[], Any]] = {
     "EP_A2A_TUNING_DIR": lambda: load_tables("sm_90", 8),
     "EP_A2A_INTERNODE_TRANSPORT": lambda: choose_transport("auto", {}),
     "EP_A2A_LOG_LEVEL": set_up_logging,
+    "EP_A2A_DEEPEP_EDITION": deep_ep_sizes.known_ranks,
     **{
         variable.name: variable.get
         for variable in (env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS, env.RDMA_DEVICES)

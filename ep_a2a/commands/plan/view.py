@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
+from ep_a2a import env
 from ep_a2a.commands.plan.sizes import op_facts, rows_of
 from ep_a2a.commands.tables import bytes_text, new_table
-from ep_a2a.compat.deep_ep_sizes import known_ranks
+from ep_a2a.compat.deep_ep_sizes import EDITIONS, edition, known_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,9 +80,8 @@ def _table(plan: Plan, *, verbose: bool) -> Table:
 
 def _deep_ep_table(plan: Plan) -> Table:
     hints, ranks = plan.deep_ep_hints, plan.config.world_size
-    table = new_table(
-        "DeepEP for the same shape, by its formulas of early 2025", ("", "MiB", "bytes", "for"), right=("MiB", "bytes")
-    )
+    title = f"DeepEP for the same shape, by its formulas of {EDITIONS[edition()]} ({env.DEEPEP_EDITION.name})"
+    table = new_table(title, ("", "MiB", "bytes", "for"), right=("MiB", "bytes"))
     between = "normal kernels, rings between nodes" if hints.rdma_bytes else "none inside one node"
     rows = [("NVL", hints.nvl_bytes, "normal kernels, rings in a node"), ("RDMA", hints.rdma_bytes, between)]
     if plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS:

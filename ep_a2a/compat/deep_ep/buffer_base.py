@@ -12,7 +12,7 @@ from ep_a2a.compat.deep_ep.ops import Ops
 from ep_a2a.compat.deep_ep.steps import Steps
 from ep_a2a.compat.deep_ep.streams import CommStream
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
-from ep_a2a.compat.deep_ep_sizes import CURRENT, low_latency_bytes
+from ep_a2a.compat.deep_ep_sizes import low_latency_bytes
 from ep_a2a.compat.parameters import remedy_of, warn_once
 from ep_a2a.config.op_config import checked_integer
 from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
@@ -134,7 +134,7 @@ class BufferBase:
         }
         for name, size in sizes.items():
             checked_integer(name, size, 1)
-        return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts, CURRENT)
+        return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts)
 
     def get_comm_stream(self) -> Any:
         """Returns the CUDA stream of calls with async_finish; on CPU torch's placeholder for a stream."""

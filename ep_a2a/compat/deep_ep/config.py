@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 
 from ep_a2a.compat.deep_ep_sizes import (
-    CURRENT,
     ChunkConfig,
     chunk_configs,
     num_nvl_peers,
@@ -35,9 +34,9 @@ class Config(ChunkConfig):
             self,
         )
         _require(rdma_send > 0, "num_max_rdma_chunked_send_tokens > 0", rdma_send)
-        whole_chunks = -(-self.num_max_rdma_chunked_recv_tokens // rdma_send) * rdma_send
-        object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", whole_chunks)
-        _require(whole_chunks >= 2 * rdma_send, "at least two chunks in num_max_rdma_chunked_recv_tokens", self)
+        _require(
+            self.num_rdma_ring_tokens >= 2 * rdma_send, "at least two chunks in num_max_rdma_chunked_recv_tokens", self
+        )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Returns the bytes of DeepEP's rings inside a node. Our ops allocate other sizes, when they are made."""
@@ -66,9 +65,9 @@ def recommended_configs(num_ranks: int, num_sms: int) -> tuple[Config, Config]:
     """Returns DeepEP's configs of dispatch and of combine for this number of ranks, with num_sms.
 
     Raises:
-        UnsupportedError: DeepEP's table of July 2026 (configs/deep_ep_sizes.toml) has no row for num_ranks.
+        UnsupportedError: DeepEP's table of the chosen edition has no row for num_ranks (configs/deep_ep_sizes.toml).
     """
-    dispatch, combine = (Config(*astuple(row)) for row in chunk_configs(num_ranks, CURRENT))
+    dispatch, combine = (Config(*astuple(row)) for row in chunk_configs(num_ranks))
     return replace(dispatch, num_sms=num_sms), replace(combine, num_sms=num_sms)
 
 
