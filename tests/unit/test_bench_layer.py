@@ -15,12 +15,12 @@ from ep_a2a.commands.bench.experts import (
     FP8,
     Matrices,
     MoEWeights,
-    Share,
     begin_experts,
     dense_experts,
     grouped_product,
     make_weights,
     place_pairs,
+    programs_of_product,
     quantize_rows,
     quantize_whole_rows,
     run_experts,
@@ -164,12 +164,9 @@ def test_product_compiles_to_fp8_of_the_tensor_cores(num_rows: int, rows: int) -
     assert ".local" not in made["ptx"]
 
 
-def test_programs_of_a_product() -> None:
-    work = 1000 * 2 * 7168
-    assert Share(num_free=8).programs(132, work) == 124
-    assert Share().programs(132, work) == 132
-    assert Share(yields=True).programs(132, work) == 1000
-    assert Share(yields=True).programs(132, 5) == 132
+def test_a_product_leaves_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(multi_processor_count=132))
+    assert [programs_of_product(torch.device("cuda"), free) for free in (0, 8, 200)] == [132, 124, 1]
 
 
 def test_tiles_divide_small_matrices() -> None:

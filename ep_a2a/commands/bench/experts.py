@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,8 +36,6 @@ NO_PAIR = -1.0
 """Weight of a slot between the last pair of an expert and the first of the next."""
 WEIGHTS_SEED = 77
 ADA = (8, 9)
-SHORT_DEPTH = 2 * 7168
-"""Depth of the matrices, times tiles, of a program that yields: it takes about 0.1 ms on an H100."""
 MOST_FEW_ROWS = 96
 """Rows of an expert up to which a tile of a product has 64 of them, in place of 128."""
 MAX_BLOCK = 1024
@@ -121,28 +118,6 @@ def quantize_whole_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return (rows / scales[:, None]).to(FP8), scales
 
 
-@dataclass(frozen=True)
-class Share:
-    """Multiprocessors that products take.
-
-    Attributes:
-        num_free: those that are left for others.
-        yields: whether programs end early, so that launches of higher priority find multiprocessors when they come.
-            Else each of them stays to the end.
-    """
-
-    num_free: int = 0
-    yields: bool = False
-
-    def programs(self, num_sms: int, work: int) -> int:
-        """Returns the programs of a product: its tiles, each times the depth of the matrices, are `work`."""
-        most = max(1, num_sms - self.num_free)
-        return max(most, work // SHORT_DEPTH) if self.yields else most
-
-
-ALL = Share()
-
-
 class Slots(NamedTuple):
     """Places of (row, own expert) pairs in the order of experts; S slots in all, R rows.
 
@@ -177,12 +152,12 @@ def run_experts(received: Received, weights: MoEWeights) -> None:
     finish_experts(begin_experts(received, weights), received, weights)
 
 
-def begin_experts(received: Received, weights: MoEWeights, share: Share = ALL) -> Activated:
+def begin_experts(received: Received, weights: MoEWeights, num_free: int = 0) -> Activated:
     """Runs what comes before the second product: sorts the rows by experts, casts them, multiplies by w1, activates.
 
     Args:
         received: the rows. weights: of the experts.
-        share: of the product.
+        num_free: multiprocessors that the product leaves to others.
     """
     rows, scales, ids, row_weights, _ = received
     hidden_dim = rows.shape[1]
@@ -215,7 +190,7 @@ def begin_experts(received: Received, weights: MoEWeights, share: Share = ALL) -
         num_warps=WIDE_WARPS,
     )
     num_rows = rows_of_expert(received, weights)
-    projected = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, num_rows, share)
+    projected = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, num_rows, num_free)
     return Activated(*activate(projected, slot_weights, bounds), slots, bounds)
 
 
@@ -237,11 +212,11 @@ def activate(
     return activated.view(FP8), scales
 
 
-def finish_experts(activated: Activated, received: Received, weights: MoEWeights, share: Share = ALL) -> None:
-    """Runs the rest: the product by w2, sums per row into `received.out`."""
+def finish_experts(activated: Activated, received: Received, weights: MoEWeights, num_free: int = 0) -> None:
+    """Runs the rest: the product by w2, sums per row into `received.out`; num_free: as of `begin_experts`."""
     values, scales, slots, bounds = activated
     num_rows, out = rows_of_expert(received, weights), received.out
-    contributions = grouped_product(values, scales, weights.w2, bounds, num_rows, share)
+    contributions = grouped_product(values, scales, weights.w2, bounds, num_rows, num_free)
     hidden_dim = out.shape[1]
     sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden_dim, "BLOCK": min(lanes(hidden_dim), MAX_BLOCK)}
     launch(sum_rows_kernel, len(out), contributions, slots, out, len(out), **sizes)
@@ -277,7 +252,7 @@ def grouped_product(
     matrices: Matrices,
     bounds: torch.Tensor,
     rows_of_expert: int,
-    share: Share = ALL,
+    num_free: int = 0,
 ) -> torch.Tensor:
     """Multiplies the rows of each expert by its matrix transposed; rows behind the last bound give anything.
 
@@ -286,7 +261,7 @@ def grouped_product(
         matrices: of the experts.
         bounds: int32 `[E + 1]`, each expert's rows are bounds[e] ... bounds[e + 1] - 1.
         rows_of_expert: rows of an expert, about.
-        share: of the multiprocessors.
+        num_free: multiprocessors that are left to others: programs on all the rest stay to the end.
 
     Returns:
         bf16 `[S, out]`.
@@ -295,18 +270,21 @@ def grouped_product(
     out = torch.empty(rows.shape[0], width, dtype=torch.bfloat16, device=rows.device)
     if rows.device.type == "cuda":
         tile = tile_of(rows_of_expert, width, depth)
-        num_tiles = num_experts * (rows_of_expert // tile["ROWS"] + 1) * (width // tile["COLUMNS"])
-        num_sms = torch.cuda.get_device_properties(rows.device).multi_processor_count
         parts = (rows, scales, matrices.values, matrices.scales, bounds, out, num_experts)
         sizes = {"EXPERT_LANES": lanes(num_experts), "WIDTH": width, "DEPTH": depth}
         kernel: Any = grouped_product_kernel
-        kernel[(share.programs(num_sms, num_tiles * depth),)](*parts, **sizes, **tile)
+        kernel[(programs_of_product(rows.device, num_free),)](*parts, **sizes, **tile)
         return out
     edges = bounds.tolist()
     for expert, (start, end) in enumerate(itertools.pairwise(edges)):
         wide = rows[start:end].to(torch.float32) * scales[start:end, None]
         out[start:end] = (wide @ matrices.of(expert).T).bfloat16()
     return out
+
+
+def programs_of_product(device: torch.device, num_free: int) -> int:
+    """Returns a program for each multiprocessor of the GPU but for `num_free`, which are left to others."""
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - num_free)
 
 
 def tile_of(num_rows: int, width: int, depth: int) -> dict[str, int]:

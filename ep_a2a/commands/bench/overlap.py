@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.bench.contenders import MICRO_BATCHES, Contender
-from ep_a2a.commands.bench.experts import Share, begin_experts, finish_experts, run_experts
+from ep_a2a.commands.bench.experts import begin_experts, finish_experts, run_experts
 from ep_a2a.commands.bench.layer import Layer, Layers, LayerWorkload
 from ep_a2a.commands.bench.own import op_refusal
 from ep_a2a.commands.measure.session import OpRoundTrip, OpVariant
@@ -73,12 +73,11 @@ class Pair:
         self.lanes.join()
         run_experts(self.batches[1].received, self.batches[1].weights)
 
-    def run(self, num_sms: int, share: Share) -> list[torch.Tensor]:
+    def run(self, num_sms: int) -> list[torch.Tensor]:
         """Runs a layer of both; returns the results that have come, one of each.
 
         Args:
-            num_sms: multiprocessors of an exchange; 0 = no bound.
-            share: of products.
+            num_sms: multiprocessors of an exchange, which products leave to it; 0 = no bound.
         """
         for batch in self.batches:
             batch.communication.op.set_max_sms(num_sms)
@@ -87,14 +86,14 @@ class Pair:
         for ahead, behind in ((first, second), (second, first)):
             with self.lanes.exchange():
                 results[behind] = behind.combine()
-            activated = begin_experts(ahead.received, ahead.weights, share)
+            activated = begin_experts(ahead.received, ahead.weights, num_sms)
             self.lanes.join()
             # The next layer's gate needs the combined tokens, and all multiprocessors. Here combine, which takes longer
             # than dispatch, has the larger part of the experts beside it.
             behind.gate()
             with self.lanes.exchange():
                 behind.dispatch()
-            finish_experts(activated, ahead.received, ahead.weights, share)
+            finish_experts(activated, ahead.received, ahead.weights, num_sms)
             self.lanes.join()
         return [results[batch] for batch in self.batches]
 
@@ -118,16 +117,16 @@ class Overlapped(Layers):
     Args:
         workload: of one micro-batch.
         context: this rank.
-        num_sms, share: as of `Pair.run`.
+        num_sms: as of `Pair.run`.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int, share: Share) -> None:
-        self._pair, self._num_sms, self._share = _pair(workload, context), num_sms, share
+    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int) -> None:
+        self._pair, self._num_sms = _pair(workload, context), num_sms
         super().__init__(context, self._pair.batches)
 
     def run(self) -> list[torch.Tensor]:
         """Runs a layer of both."""
-        return self._pair.run(self._num_sms, self._share)
+        return self._pair.run(self._num_sms)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """Returns the layer only; in_turn has its experts and its exchanges alone."""
@@ -163,9 +162,7 @@ def unsplit(workload: LayerWorkload, context: RankContext) -> Layers:
 
 def beside(name: str, num_sms: int) -> Contender:
     """Returns the contender of this name whose exchanges have so many multiprocessors; 0 = no bound."""
-    share = Share(num_sms) if name == MICRO_BATCHES[2] else Share(yields=True)
-    make = functools.partial(Overlapped, num_sms=num_sms, share=share)
-    return Contender(f"{name}/{num_sms}", layer=make, unavailable=_refusal)
+    return Contender(f"{name}/{num_sms}", layer=functools.partial(Overlapped, num_sms=num_sms), unavailable=_refusal)
 
 
 _refusal = functools.partial(op_refusal, OpVariant())

@@ -99,8 +99,7 @@ LAYER_EXPLANATION = (
     "in series: the exchanges alone at full speed, timed in the first round; of reference_push a push of the same "
     "bytes. weights: one reading of the weights that the tokens need. Two micro-batches of T tokens each: in_turn, one "
     "after the other; unsplit, one batch of 2T; overlapped/N, each one's exchange beside the other's experts, on N "
-    "multiprocessors (0: no bound), in the steady state of many layers, with products on the rest; yielding/N, the "
-    "same with products whose programs end early."
+    "multiprocessors (0: no bound), in the steady state of many layers, with products on the rest."
 )
 
 
