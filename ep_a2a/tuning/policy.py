@@ -27,7 +27,8 @@ SEND_ROW_ELEMENTS = 8192
 """Elements that a program of a combine sends at once where there are many tokens: most rows in one piece."""
 FEW_TOKENS = 64
 """Below this max_num_tokens latency counts: work is spread thin, and a launch is prepared while the previous one runs.
-From it on bandwidth counts, which an early launch takes from the previous one (bench/results)."""
+The same holds for as many tokens with a low-latency dispatch. Otherwise bandwidth counts, which an early launch takes
+from the previous one (bench/results)."""
 MAX_COUNTED_ALONE = 1023
 """Up to this max_num_tokens each program scans the ids of all tokens (redundant scan) and needs no other program."""
 BULK_SENDERS_PER_RANK = 16
@@ -221,11 +222,17 @@ def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens
     return row_ns, sent_rows * row_ns, num_tokens * token_ns
 
 
+def has_few_tokens(config: EpDispatchCombineConfig, max_num_tokens: int) -> bool:
+    """Returns whether latency counts in a step, as FEW_TOKENS says; the same on all ranks."""
+    is_low_latency = dispatch_phase(config, max_num_tokens) is Phase.LOW_LATENCY_DISPATCH
+    return max_num_tokens <= (FEW_TOKENS if is_low_latency else FEW_TOKENS - 1)
+
+
 def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
     """Returns a launch with a program per unit of work."""
     if phase is Phase.BULK_DISPATCH:
         return Launch(num_tokens, DISPATCH_WARPS, "analytic")
-    few = max_num_tokens < FEW_TOKENS
+    few = has_few_tokens(config, max_num_tokens)
     if phase is Phase.LOW_LATENCY_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
         num_programs = FLAG_PROGRAMS[phase] + senders + receivers
@@ -305,7 +312,7 @@ def launch_shapes(
     Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
     """
     most = config.max_num_inp_token_per_rank
-    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, config.low_latency_tokens, config.low_latency_tokens + 1}
+    sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS + 1, config.low_latency_tokens, config.low_latency_tokens + 1}
     sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, most}
     sizes |= tables.turning_points() if tables is not None else set()
     shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}

@@ -38,7 +38,7 @@ THREADS_PER_SM = 2048
 # Names under which device code loads what a wait looks at.
 POLLED = {"answer", "seen", "side", "words"}
 # The most ranks of which a flagged dispatch has tokens enough for sparse polls.
-SPARSE_RANKS = LOW_LATENCY_MAX_ROWS // FEW_TOKENS
+SPARSE_RANKS = LOW_LATENCY_MAX_ROWS // (FEW_TOKENS + 1)
 SPARSE, WIDE = {"world_size": SPARSE_RANKS}, {"max_sms": 20}
 # A cast, a layout, what else the config says, and names of kernels, which take seconds to compile: what dispatch can do
 # is compiled at least once, but not every combination of it.
@@ -306,7 +306,8 @@ def test_casts_change_dispatch_only():
         (4096, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse", "alone", "many"), 8),
         (LOW_LATENCY_MAX_TOKENS + 1, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse", "alone"), 8),
         (LOW_LATENCY_MAX_TOKENS, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
-        (FEW_TOKENS - 1, LOW_LATENCY_MAX_TOKENS, 2, ("dependent",), 4),
+        (FEW_TOKENS + 1, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
+        (FEW_TOKENS, LOW_LATENCY_MAX_TOKENS, 2, ("dependent",), 4),
         (16, 16, 8, ("dependent",), 4),
         (16, 0, 8, ("alone",), 4),
         (MAX_COUNTED_ALONE, 0, 8, ("alone",), 8),

@@ -133,12 +133,23 @@ def test_few_low_latency_tokens_have_a_program_for_every_row_that_travels(world_
 
 
 @pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("max_num_tokens", [1, FEW_TOKENS - 1, FEW_TOKENS, 128, 4096])
-def test_steps_of_few_tokens_are_prepared_early_and_look_at_everything_at_once(phase, max_num_tokens):
+@pytest.mark.parametrize(
+    ("max_num_tokens", "world_size", "few"),
+    [
+        (1, 8, True),
+        (FEW_TOKENS - 1, 8, True),
+        # as many are few where dispatch is a low-latency one
+        (FEW_TOKENS, 8, False),
+        (FEW_TOKENS, 4, True),
+        (FEW_TOKENS + 1, 4, False),
+        (128, 2, False),
+        (4096, 8, False),
+    ],
+)
+def test_steps_of_few_tokens_are_prepared_early_and_look_at_everything_at_once(phase, max_num_tokens, world_size, few):
     """Later ones leave the bandwidth to what they wait for. All ranks agree on max_num_tokens; their own T differs."""
     for num_tokens in (0, max_num_tokens):
-        launch = choose_launch(config_of(), phase, num_tokens, max_num_tokens, H200_SMS)
-        few = max_num_tokens < FEW_TOKENS
+        launch = choose_launch(config_of(world_size=world_size), phase, num_tokens, max_num_tokens, H200_SMS)
         assert launch.dependent == (few and phase in WITH_ROLES)
         assert launch.sparse_polls == (not few and phase is Phase.LOW_LATENCY_DISPATCH)
 
