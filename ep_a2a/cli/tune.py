@@ -79,5 +79,5 @@ def _tune_micro_batches(options: SimpleNamespace, fixed: dict[str, tuple[Any, ..
     opt.refuse({"output": options.output}, "with --micro-batches, which write no tables", "Leave it out.")
     sizes = {"num_tokens": options.max_tokens or (1024, 4096), "intermediate_dim": (options.intermediate,)}
     points = make_workloads(fixed | sizes, LayerWorkload)
-    settings = TimingSettings(num_warmups=2, num_runs=options.iterations, num_round_trips=4, num_rounds=3)
+    settings = TimingSettings(num_warmups=2, num_runs=options.iterations, num_round_trips=4, num_rounds=4)
     return execute(points, options.micro_batches, settings, as_json=options.as_json)
