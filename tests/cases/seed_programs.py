@@ -214,9 +214,18 @@ def sections(context: RankContext, port: str, quant_type: str) -> None:
         state = importlib.import_module("aiter.dist.parallel_state")
         state.init_dist_env(1, 0, "gloo", data_parallel_size=context.world_size, data_parallel_rank=context.rank)
         names |= {"ep_group": state.get_ep_group(), "fused_moe": fused_moe}
-        for block in ("6_quantization", "3_handle", "4_1_dispatch", "4_2_local_moe", "4_3_combine", "4_3_result"):
-            run_block(f"001_{block}", names)
-        check_guide(names, names["result"])
+        run_block("001_6_quantization", names)
+        run_block("001_3_handle", names)
+        # the same by hand, as the guide's table of use cases says
+        managers = importlib.import_module("aiter.dist.device_communicators.all2all")
+        by_hand = managers.MoriAll2AllManager(names["ep_group"].cpu_group)
+        by_hand.manager.device = context.device
+        for op in (names["mori_op"], by_hand.get_handle(names["handle_kwargs"])):
+            names["mori_op"] = op
+            for block in ("4_1_dispatch", "4_2_local_moe", "4_3_combine", "4_3_result"):
+                run_block(f"001_{block}", names)
+            check_guide(names, names["result"])
+        by_hand.destroy()
         names |= {"self": SimpleNamespace(), "cpu_group": names["ep_group"].cpu_group}
         run_block("001_8_internode", names)
         assert names["self"].internode is False

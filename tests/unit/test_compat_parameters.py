@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MODULES = {
+    "aiter": ("",),
     "deep_ep": ("",),
     "mori": ("ops", "ops.dispatch_combine", "shmem"),
     "triton_distributed": ("",),
