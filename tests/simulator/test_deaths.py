@@ -71,7 +71,7 @@ def test_a_rank_that_stands_still_in_a_step_reads_what_the_others_read():
 def test_a_rank_of_another_node_that_holds_up_a_chunk_is_named():
     """Rings of one chunk: then the others have no room for chunks of their own node either."""
     _, first = faults.whole_lives("rings_by_puts")[FAR_VICTIM]
-    in_combine = Fault(FAR_VICTIM, first["reset"] - 170, LONG_STOP_SECS)
+    in_combine = Fault(FAR_VICTIM, first["reset"] - 300, LONG_STOP_SECS)
     assert problems_of(Run("rings_by_puts", Conditions(num_sms=4, faults=(in_combine,)))) == []
 
 
