@@ -36,7 +36,7 @@ TIMEOUT_SECS = 4.0
 MOST_SECS, LATE_SECS = 25.0, 60.0
 """MOST_SECS: a wait ends at its third look at the clock, which comes every 32 polls of up to 0.2 s each here."""
 SIZES = BlockSizes(512, {"dispatch": 1024}, 64, {"result": 128}, record_words=8)
-TWO = Case(world_size=2, hidden_dim=32)
+TWO = Case(world_size=2, hidden_dim=32, tokens=((3, 2),), max_tokens=5)
 
 
 def results_of(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
