@@ -11,12 +11,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ep_a2a.testing import mps
 from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
 from tests.waiting import await_file, await_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CONTROL = """#!/bin/sh
 if [ "$1" = -f ]; then
@@ -37,8 +41,8 @@ exit 1
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the daemon notes when it ends; its program is on the PATH, and folders are made in a place of their own."""
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """What the daemon notes when it ends; its program is on the PATH. No folder is left where new ones are made."""
     folder, temporary = tmp_path / "bin", Path(tempfile.mkdtemp(prefix="mps"))
     folder.mkdir()
     (folder / mps.CONTROL).write_text(CONTROL)
@@ -49,7 +53,8 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.delenv(mps.PIPE_VARIABLE, raising=False)
     monkeypatch.setattr(mps, "DEFAULT_PIPE", tmp_path / "nobody")
-    return tmp_path / "log"
+    yield tmp_path / "log"
+    temporary.rmdir()
 
 
 def lstat_of(path: Path, planted: int) -> os.stat_result:
