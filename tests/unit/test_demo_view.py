@@ -15,16 +15,10 @@ def report_of(**changes: Any) -> dict[str, Any]:
     return read_table("demo_report") | changes
 
 
-def printed(report: dict[str, Any], width: int = 80, *, verbose: bool = False) -> str:
+def printed(report: dict[str, Any], width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show_report(console, report, verbose=verbose)
+    show_report(console, report, verbose=False)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-
-def test_the_first_sentence_says_what_was_checked_and_that_it_is_right() -> None:
-    sentence = "Right: 12 tokens went through an expert-parallel MoE layer on 2 CPU processes, and every output matches"
-    assert printed(report_of(), 200).startswith(sentence)
-    assert "on 2 GPUs, and" in printed(report_of(device="cuda"), 200)
 
 
 def test_the_first_sentence_says_what_is_wrong() -> None:
@@ -47,14 +41,6 @@ def test_many_ranks_fit_into_eighty_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert ["63", "1000", "63000", "30.8", "MiB", "64000"] in [line.split() for line in text.splitlines()]
-
-
-def test_details_come_last_and_on_request() -> None:
-    short, details = (printed(report_of(), verbose=verbose) for verbose in (False, True))
-    assert details.startswith(short.rstrip("\n"))
-    for label in ("text", "layer", "topology", "kernel", "tolerance"):
-        assert f"\n{label}" not in short
-        assert f"\n{label}" in details
 
 
 def test_shared_gpus_are_mentioned() -> None:
