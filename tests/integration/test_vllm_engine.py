@@ -16,15 +16,15 @@ from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.engines.vllm.cpu.counters import check_ranks_agree
 from tests.engines.vllm.cpu.program import FOLLOWING, NUM_TOKENS, PROMPTS
 from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, Starter, check_equal
-from tests.engines.vllm.models import CONFIGS, QWEN3_MOE, save_model
+from tests.engines.vllm.models import QWEN3_MOE
 from tests.engines.vllm.trained import trained_model, without_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-KNOWING = "qwen3_moe"
-"""The family whose model knows a text, and continues its prompts with it."""
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+"""Their models know a text, and continue its prompts with it."""
 COUNTED_STEPS = 512
 COUNTED = {"EP_A2A_COUNTERS": str(COUNTED_STEPS)}
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in range(QWEN3_MOE["num_hidden_layers"])]
@@ -41,12 +41,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    trained = trained_model(PYTHON_WITH_DEPENDENCIES, KNOWING)
-    return {
-        KNOWING: trained,
-        "without experts": without_experts(trained, tmp_path_factory.mktemp("without")),
-        "deepseek_v2": save_model(tmp_path_factory.mktemp("deepseek_v2"), CONFIGS["deepseek_v2"]),
-    }
+    trained = {family: trained_model(PYTHON_WITH_DEPENDENCIES, family) for family in FAMILIES}
+    return trained | {"without experts": without_experts(trained["qwen3_moe"], tmp_path_factory.mktemp("without"))}
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,9 @@ ENGINES = {
     "tensor-parallel": Engine(
         "qwen3_moe", 2, ("--tensor-parallel", "2", "--compiled", "--counters", "--stop"), COUNTED
     ),
-    "deepseek_v2": Engine("deepseek_v2", 2, ("--compiled",)),
+    # MLA, shared experts, experts chosen by groups
+    "deepseek_v3": Engine("deepseek_v3", 2, ("--compiled",)),
+    "deepseek_v3 in bfloat16": Engine("deepseek_v3", 2, dtype="bfloat16"),
     # sums of another order are rounded otherwise, and still the same token is by far the likeliest
     "bfloat16": Engine("qwen3_moe", 2, dtype="bfloat16"),
     # virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens
@@ -122,13 +120,12 @@ def test_tokens_are_those_of_one_rank(run_of, alone, name):
     run, engine = run_of(name), ENGINES[name]
     check_equal(run, alone(engine.family, engine.dtype), engine.num_tokens, engine.dtype)
     for number, completion in run.results.items():
-        if engine.family == KNOWING:
-            assert completion["tokens"] == FOLLOWING[number][: len(completion["tokens"])], number
+        assert completion["tokens"] == FOLLOWING[number][: len(completion["tokens"])], number
     if "--stop" not in engine.options:
         assert set(run.exit_codes) == {0}, run.tails()
 
 
-@pytest.mark.parametrize("name", ["compiled", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["compiled", "deepseek_v3"])
 def test_one_rank_says_what_was_built(run_of, name):
     logs = run_of(name).logs
     (line,) = [line for line in logs[0].splitlines() if "ep_a2a: IntraNode kernels" in line]

@@ -25,8 +25,8 @@ def read_configs(folder: str) -> dict[str, dict[str, Any]]:
 CONFIGS = read_configs("tiny")
 """What a CPU runs.
 
-vLLM's attention kernel for CPUs takes deepseek_v2's two large sizes only. It is right with yarn scaling only, which the
-real models have.
+vLLM's attention kernel for CPUs takes deepseek_v3's two large sizes of MLA only. It is right with yarn scaling only,
+which the real models have.
 """
 SHAPES = read_configs("on_gpus")
 """qwen3_moe and deepseek_v2 have four layers: what engines of two backends are compared with. The others are the shapes
