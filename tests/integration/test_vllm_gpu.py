@@ -51,6 +51,8 @@ CAPTURED = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}
 EAGER = {"enforce_eager": True}
 SPLIT = {"enable_dbo": True, "dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 16}
 """Dual batch overlap in most steps of `tokens`."""
+SHORT = {"max_model_len": 128}
+"""For models that know a text."""
 FOR_TWO_RANKS = pytest.mark.skipif(
     NUM_RANKS > 2, reason="half of the tokens are equal on two ranks only: on more, float32 and the two modes judge"
 )
@@ -182,7 +184,7 @@ def test_a_known_text_goes_on_to_its_end(tmp_path, mode, options):
     """In bfloat16, with a model that knows it by heart: with whole steps, and with dual batch overlap."""
     action = tokens("first", num_tokens=24) | {"known": True}
     path = trained_model(Path(sys.executable), "qwen3_moe")
-    done = run_and_count_splits(tmp_path, path, action, mode | options)
+    done = run_and_count_splits(tmp_path, path, action, mode | SHORT | options)
     expected = known_prompts(action["num_prompts"], action["num_tokens"])
     for number, completion in done.completions("first").items():
         got = completion["tokens"]
