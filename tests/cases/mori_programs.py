@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ep_a2a.compat.mori import install, uninstall
-from ep_a2a.errors import AlternationError, ForeignIndicesError, InputError, StateError, UnsupportedError
+from ep_a2a.errors import AlternationError, DtypeError, ForeignIndicesError, InputError, StateError, UnsupportedError
+from ep_a2a.memory.guards import recording_on_cpu
 from ep_a2a.routing import num_distinct_ranks
 
 if TYPE_CHECKING:
@@ -226,6 +227,34 @@ def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> N
             received, _, _, _, _ = op.dispatch(tokens, weights, None, ids)
             check_combined(context, tokens, ids, op.combine(received, None, ids))
         assert len(op.get_dispatch_src_token_pos()) <= len(received)
+
+
+def a_dtype_per_call(context: RankContext) -> None:
+    """Tokens of other dtypes than the config's, in turn; the first call of each makes an op with all ranks."""
+    with mori_world(context) as mori:
+        op = mori.ops.EpDispatchCombineOp(make_config(mori, context))
+        made = {}
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn):
+            tokens, weights, ids = own_tokens(context)
+            received = op.dispatch(tokens.to(dtype), weights, None, ids)[0]
+            assert received.dtype == dtype
+            assert made.setdefault(dtype, op.native) is op.native
+            with pytest.raises(AlternationError, match="combine"):
+                op.dispatch(tokens.half(), weights, None, ids)
+            rows = received.to(torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
+            sums = op.combine(rows, None, ids)[0][: len(ids)].cpu()
+            world_size = context.world_size
+            num_ranks = num_distinct_ranks(ids.cpu(), EXPERTS_PER_RANK * world_size, world_size)[:, None]
+            assert torch.equal(sums, (tokens.to(dtype).float().cpu() * num_ranks).to(sums.dtype))
+        assert len(made) == 3
+        with pytest.raises(DtypeError):
+            op.dispatch(tokens.double(), weights, None, ids)
+        if context.device.type == "cpu":
+            with recording_on_cpu(), pytest.raises(UnsupportedError, match="before the capture"):
+                op.dispatch(tokens.half(), weights, None, ids)
+        op.reset()
+        op.close()
+        assert all(each.closed for each in made.values())
 
 
 def what_is_refused(context: RankContext) -> None:

@@ -17,6 +17,7 @@ from tests.markers import needs_gpus
         "fewer_rows_than_received_buffer",
         "rows_are_missing",
         "what_is_refused",
+        "a_dtype_per_call",
         "addresses",
     ],
 )

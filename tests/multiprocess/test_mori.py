@@ -16,7 +16,9 @@ def test_halves(ranks, kernel_type):
     ranks(mori_programs.halves, 2, kernel_type)
 
 
-@pytest.mark.parametrize("body", ["fewer_rows_than_received_buffer", "rows_are_missing", "what_is_refused"])
+@pytest.mark.parametrize(
+    "body", ["fewer_rows_than_received_buffer", "rows_are_missing", "what_is_refused", "a_dtype_per_call"]
+)
 def test_calls(ranks, body):
     ranks(getattr(mori_programs, body), 2)
 

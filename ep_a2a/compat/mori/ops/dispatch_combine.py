@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -12,13 +12,17 @@ from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched
 from ep_a2a.compat.mori.shmem_context import current_world
 from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
 from ep_a2a.compat.parameters import warn_once
-from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from ep_a2a.errors import ClosedError, EpA2AError
+from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig, EpDispatchCombineKernelType
+from ep_a2a.config.op_config import TOKEN_DTYPES
+from ep_a2a.errors import AlternationError, ClosedError, EpA2AError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
+from ep_a2a.memory.guards import is_capturing
 from ep_a2a.ops.op_sizes import OpSizes
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_a2a.interface import DispatchCombineOp, DispatchResult
 
 __all__ = [
@@ -55,12 +59,16 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     `mori.shmem.shmem_finalize()` gives its memory back. So does `close()`, for the next op, in the same order on all
     ranks. Errors are those of ep_a2a's op, `native`.
 
+    Tokens may have another dtype than `data_type`, the same on all ranks: the first dispatch of a dtype makes an op for
+    it, with memory of its own, and cannot be captured.
+
     Args:
         config: shapes and choices. kernel_type may be any of MORI's: inside a node all run as IntraNode, on virtual
             nodes of one host as they are named, and between hosts as InterNodeV1.
 
     Attributes:
-        native: our op, with the calls that MORI's op lacks (`check`, `set_timeout`, `recv_counts`, ...).
+        native: our op for the dtype of the last dispatch, with the calls that MORI's op lacks (`check`, `set_timeout`,
+            `recv_counts`, ...).
 
     Raises:
         NotInitializedError: before shmem_torch_process_group_init.
@@ -68,20 +76,47 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
 
     def __init__(self, config: EpDispatchCombineConfig) -> None:
         _warn_of_config(config)
-        self._wrap(current_world().make_op(config), config)
+        self._make = current_world().make_op
+        self._wrap(self._make(config), config)
 
     @classmethod
     def around(cls, native: DispatchCombineOp) -> Self:
         """Returns MORI's interface to an op that a manager has made."""
         op = cls.__new__(cls)
+        op._make = None
         op._wrap(native, native.config)  # noqa: SLF001 - this class
         return op
+
+    _make: Callable[[EpDispatchCombineConfig], DispatchCombineOp] | None
 
     def _wrap(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
         self.config, self.native = config, native
         self._combine_input = CombineInput(native, config)
+        self._by_dtype = {config.data_type: (native, self._combine_input)}
         self._sent: Dispatched | None = None
         self._counts_experts = False
+
+    def _choose_native(self, tokens: torch.Tensor) -> None:
+        """Makes this step's calls go to the op for the tokens' dtype, which all ranks make when it is new.
+
+        Dtypes without an op, as all do that no kernel moves, are left to the present op, which refuses them.
+        """
+        config, dtype = self.native.config, getattr(tokens, "dtype", None)
+        casts_already = config.casts_in_dispatch and dtype == FP8_DTYPE
+        if self._make is None or dtype == config.data_type or dtype not in TOKEN_DTYPES or casts_already:
+            return
+        if self.native.has_open_step:
+            raise AlternationError("a combine of the step before", f"a dispatch of {dtype}", "Combine that step first.")
+        if dtype not in self._by_dtype:
+            if is_capturing(self.native.device):
+                raise UnsupportedError(
+                    "the first dispatch of a dtype outside of a graph's capture",
+                    str(dtype),
+                    "Dispatch tokens of this dtype once on all ranks before the capture.",
+                )
+            made = self._make(replace(self.config, data_type=dtype))
+            self._by_dtype[dtype] = made, CombineInput(made, made.config)
+        self.native, self._combine_input = self._by_dtype[dtype]
 
     @outside_graphs
     def dispatch(
@@ -107,6 +142,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         if routing is not None or return_routing:
             raise refused(f"{OP}.dispatch", "routing" if routing is not None else "return_routing")
         _warn_of_rdma_blocks("dispatch", rdma_block_num)
+        self._choose_native(input)
         self._combine_input.lost_rows.check()
         result = self.native.dispatch(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block, call_local_expert_count
@@ -131,6 +167,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         `dispatch_recv`.
         """
         _warn_of_launch("dispatch_send", block_num, warp_per_block)
+        self._choose_native(input)
         self._combine_input.lost_rows.check()
         result = self.native.dispatch_send(input, weights, scales, indices)
         self._counts_experts = call_local_expert_count
@@ -219,19 +256,21 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         The reset is collective. An error that one rank has recorded reaches all ranks. The error of a combine that was
         given too few rows, which `check` repeats, is forgotten in either case.
         """
-        try:
-            self.native.check()
-        except ClosedError:
-            raise
-        except EpA2AError:
-            self._sent = None
-            self._combine_input.dispatched = None
-            self.native.reset()
-        self._combine_input.lost_rows.clear()
+        for native, combine_input in self._by_dtype.values():
+            try:
+                native.check()
+            except ClosedError:
+                raise
+            except EpA2AError:
+                self._sent = None
+                combine_input.dispatched = None
+                native.reset()
+            combine_input.lost_rows.clear()
 
     def close(self) -> None:
         """Ends the use of the op and gives its memory to the next one, in the same order on all ranks. Not MORI's."""
-        self.native.close()
+        for native, _ in self._by_dtype.values():
+            native.close()
 
     @property
     def closed(self) -> bool:
