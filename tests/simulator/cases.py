@@ -159,13 +159,6 @@ def run_staged(context: Context, case: Case) -> None:
         op.check()
 
 
-def run_until_death(context: Context, case: Case) -> None:
-    """Steps during which another rank may die at any point."""
-    op = make_op(context, case, Arena(context.group, context.device))
-    unchecked_steps(context, case, op)
-    op.reset()
-
-
 def run_late_weights(context: Context, case: Case) -> None:
     """Steps whose combine, not their dispatch, is given the router's weights."""
     with Arena(context.group, context.device) as arena:

@@ -12,7 +12,6 @@ import torch
 from ep_a2a import env
 from ep_a2a.config import (
     EpDispatchCombineConfig,
-    EpDispatchCombineKernelType,
     Layout,
     QuantType,
     ScaleFormat,
@@ -24,7 +23,6 @@ from tests.cases.configs import deepseek_v3
 from tests.cases.tables import read_table
 
 FP8 = torch.float8_e4m3fn
-KERNEL_TYPE = EpDispatchCombineKernelType
 TABLES = read_table("configs")
 MAY_BE_ZERO = {
     "rank",
