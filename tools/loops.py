@@ -59,13 +59,17 @@ class Instruction(NamedTuple):
     @property
     def ends_way(self) -> bool:
         """Whether nothing but its target follows, for threads that it is not left out for."""
-        return self.opcode.split(".")[0] in ("BRA", "EXIT", "RET")
+        return self.opcode.split(".")[0] in ("BRA", "EXIT", "RET") and not self.opcode.startswith("BRA.DIV")
 
     @property
     def target(self) -> str:
-        """The label that may follow; "" for none. A reconvergence point or a function is none."""
+        """The label that may follow; "" for none. A reconvergence point or a function is none.
+
+        Nor is the target of BRA.DIV: only warps whose threads are apart go there.
+        """
         found = JUMP.search(self.operands)
-        return found[1] if found and self.opcode.split(".")[0] not in ("BSSY", "CALL") else ""
+        goes_on = self.opcode.split(".")[0] in ("BSSY", "CALL") or self.opcode.startswith("BRA.DIV")
+        return found[1] if found and not goes_on else ""
 
 
 @functools.cache
