@@ -232,22 +232,86 @@ def packed_e4m3(first, second, third, fourth):
 
 
 @portable
-def e4m3_words(values):
-    """A tile [lines, elements] of float32 values as e4m3 words [lines, elements / 4]."""
+def neighbours_of(values):
+    """Elements 0, 2, 4, ... and 1, 3, 5, ... of each line of a tile."""
     lines: tl.constexpr = values.shape[0]
-    num_words: tl.constexpr = values.shape[1] // 4
-    even, odd = tl.split(tl.reshape(values, (lines, num_words, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return packed_e4m3(first, second, third, fourth)
+    half: tl.constexpr = values.shape[1] // 2
+    return tl.split(tl.reshape(values, (lines, half, 2)))
 
 
 @portable
-def line_scales(parts, LINES: tl.constexpr):
-    """scales_of groups of LINES lines, for each line: vectors. parts: as of line_words."""
-    largest = reduce_max(magnitudes_of(parts[0]), 1)
-    for part in tl.static_range(1, len(parts)):
-        largest = tl.maximum(largest, reduce_max(magnitudes_of(parts[part]), 1))
+def e4m3_words(elements):
+    """e4m3 words of lines of float32 values. elements: tiles as from elements_of, one or two for each word."""
+    even, odd = elements if len(elements) == 2 else neighbours_of(elements[0])
+    first, third = neighbours_of(even)
+    second, fourth = neighbours_of(odd)
+    return packed_e4m3(first, second, third, fourth)
+
+
+def _interpreted_finite_pairs(words):
+    magnitudes = words & 0x7FFF7FFF
+    low, high = magnitudes & 0x7FFF, magnitudes >> 16
+    return tl.where(low < 0x7F80, low, 0) | (tl.where(high < 0x7F80, high, 0) << 16)
+
+
+@portable(interpreted=_interpreted_finite_pairs)
+def finite_pairs(words):
+    """The two bf16 of each word; for infinity NaN, which larger_pairs leaves out. Interpreted: magnitudes, and 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
+        "=r,r",
+        [words],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+def _interpreted_larger_pairs(first, second):
+    low, high = tl.maximum(first & 0xFFFF, second & 0xFFFF), tl.maximum(first >> 16, second >> 16)
+    return low | (high << 16)
+
+
+@portable(interpreted=_interpreted_larger_pairs)
+def larger_pairs(first, second):
+    """The larger magnitude of two bf16, with either sign, for both in each word."""
+    return tl.inline_asm_elementwise(
+        "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@portable
+def largest_pairs(words):
+    """The largest bf16 magnitudes, with either sign, of both places in each line's pairs: [lines, 1]."""
+    found = finite_pairs(words)
+    for _ in tl.static_range(words.shape[1] // 2):
+        first, second = neighbours_of(found)
+        found = larger_pairs(first, second)
+    return found
+
+
+@portable
+def largest_of(parts, DTYPE: tl.constexpr):
+    """float32: the largest finite magnitude of each line, or NaN. parts, DTYPE: as of quantize_lines."""
+    if DTYPE == tl.bfloat16:
+        found = largest_pairs(parts[0])
+        if len(parts) == 2:
+            found = larger_pairs(found, largest_pairs(parts[1]))
+        lower, upper = elements_of(found, DTYPE)
+        largest = reduce_max(tl.maximum(tl.abs(lower), tl.abs(upper)), 1)
+    else:
+        largest = tl.full((parts[0].shape[0],), 0.0, tl.float32)
+        for part in tl.static_range(len(parts)):
+            elements = elements_of(parts[part], DTYPE)
+            for each in tl.static_range(len(elements)):
+                largest = tl.maximum(largest, reduce_max(magnitudes_of(elements[each]), 1))
+    return largest
+
+
+@portable
+def line_scales(parts, LINES: tl.constexpr, DTYPE: tl.constexpr):
+    """scales_of groups of LINES lines, for each line: vectors. parts, DTYPE: as of quantize_lines."""
+    largest = largest_of(parts, DTYPE)
     num_lines: tl.constexpr = largest.shape[0]
     groups: tl.constexpr = num_lines // LINES
     bits, reciprocals = scales_of(reduce_max(tl.reshape(largest, (groups, LINES)), 1), False)
@@ -257,24 +321,30 @@ def line_scales(parts, LINES: tl.constexpr):
 
 
 @portable
-def line_words(parts):
-    """e4m3 words of lines of float32 values. parts: tiles of values, of which each has a part of every line."""
-    words = e4m3_words(parts[0])
+def line_words(parts, reciprocals, DTYPE: tl.constexpr):
+    """e4m3 words of lines of elements, times each line's reciprocal if not None. parts, DTYPE: as of quantize_lines."""
+    words = ()
+    for part in tl.static_range(len(parts)):
+        elements, scaled = elements_of(parts[part], DTYPE), ()
+        for each in tl.static_range(len(elements)):
+            value = elements[each]
+            if reciprocals is not None:
+                value = value * reciprocals[:, None]
+            scaled = scaled + (value,)
+        words = words + (e4m3_words(scaled),)
+    joined = words[0]
     if len(parts) == 2:
-        both = tl.permute(tl.join(words, e4m3_words(parts[1])), (0, 2, 1))
-        words = tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
-    return words
+        both = tl.permute(tl.join(words[0], words[1]), (0, 2, 1))
+        joined = tl.reshape(both, (joined.shape[0], 2 * joined.shape[1]))
+    return joined
 
 
 @portable
-def quantize_lines(parts, GROUP_LINES: tl.constexpr):
-    """Quantises lines of float32 values: (line_words, the bits of each line's scale as int32).
+def quantize_lines(parts, GROUP_LINES: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantises lines of words with elements of DTYPE: (line_words, the bits of each line's scale as int32).
 
     Args:
-        parts: as of line_words. GROUP_LINES: lines that share a scale.
+        parts: tiles of words, of which each has a part of every line. GROUP_LINES: lines that share a scale.
     """
-    scale_bits, reciprocals = line_scales(parts, GROUP_LINES)
-    scaled = ()
-    for part in tl.static_range(len(parts)):
-        scaled = scaled + (parts[part] * reciprocals[:, None],)
-    return line_words(scaled), scale_bits
+    scale_bits, reciprocals = line_scales(parts, GROUP_LINES, DTYPE)
+    return line_words(parts, reciprocals, DTYPE), scale_bits

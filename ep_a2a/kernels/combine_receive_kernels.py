@@ -120,34 +120,43 @@ def routes_of(routes, token, step, S: tl.constexpr):
         for peer in tl.static_range(S.WORLD_SIZE):
             found = found + (tl.load(line + peer, mask=token < step.num_tokens, other=-1),)
     else:
-        lanes = tl.arange(0, S.WORLD_LANES)
+        # as many as a warp has threads: it finds their least in one instruction
+        lanes = tl.arange(0, max(S.WORLD_LANES, 32))
         there = (lanes < S.WORLD_SIZE) & (full_like(lanes, token) < step.num_tokens)
         found = tl.load(line + lanes, mask=there, other=-1)
     return found
 
 
 @portable
-def next_rows(found, step, S: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
-    """Return (the first of a token's rows as Rows, the routes of the others).
-
-    Args:
-        found: from routes_of, or the routes of the others from here.
-    """
-    slots, own = (), tl.full((), -1, tl.int32)
+def slots_of(found, step, S: tl.constexpr):
+    """Return where rows with these routes (routes_of) arrive: a tuple with -1 for none, or a vector with NEVER."""
     if S.WORLD_SIZE <= ROWS_AT_ONCE:
+        slots = ()
         for peer in tl.static_range(S.WORLD_SIZE):
             slots = slots + (tl.where(found[peer] >= 0, peer * step.M + found[peer], -1),)
-            if OWN_IN_PLACE:
-                own = tl.where(step.rank == peer, slots[peer], own)
     else:
-        lanes = tl.arange(0, S.WORLD_LANES)
-        for each in tl.static_range(min(ROWS_AT_ONCE, S.TOPK)):
-            peer = reduce_min(tl.where(found >= 0, lanes, S.WORLD_LANES), 0)
-            index = reduce_max(tl.where(lanes == peer, found, -1), 0)
-            found = tl.where(lanes == peer, -1, found)
-            slots = slots + (tl.where(index >= 0, peer * step.M + index, -1),)
-            if OWN_IN_PLACE:
-                own = tl.where(step.rank == peer, slots[each], own)
+        slots = tl.where(found >= 0, tl.arange(0, found.shape[0]) * step.M + found, NEVER)
+    return slots
+
+
+@portable
+def next_rows(found, step, S: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+    """Return (the first of a token's rows as Rows, the slots of the others).
+
+    Args:
+        found: from slots_of, or the slots of the others from here.
+    """
+    slots, own = found, tl.full((), -1, tl.int32)
+    if S.WORLD_SIZE > ROWS_AT_ONCE:
+        slots = ()
+        for _ in tl.static_range(min(ROWS_AT_ONCE, S.TOPK)):
+            slot = reduce_min(found, 0)
+            found = tl.where(found == slot, NEVER, found)
+            slots = slots + (tl.where(slot < NEVER, slot, -1),)
+    if OWN_IN_PLACE:
+        first = step.rank * step.M
+        for each in tl.static_range(len(slots)):
+            own = tl.where((slots[each] >= first) & (slots[each] < first + step.M), slots[each], own)
     return Rows(slots, own), found
 
 
@@ -341,7 +350,9 @@ def add_results(
     poison = tl.full((), 0, tl.int32)
     num_units = step.num_tokens * num_blocks
     unit = first_unit
-    rows, others = next_rows(routes_of(routes, unit // num_blocks, step, S), step, S, COMBINE.OWN_IN_PLACE)
+    rows, others = next_rows(
+        slots_of(routes_of(routes, unit // num_blocks, step, S), step, S), step, S, COMBINE.OWN_IN_PLACE
+    )
     sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
     if COMBINE.READ_AHEAD:
         following = routes_of(routes, unit_after(share, unit) // num_blocks, step, S)
@@ -350,11 +361,11 @@ def add_results(
         token, first = unit // num_blocks, (unit % num_blocks) * block
         ends, next_unit = True, unit_after(share, unit)
         if not one_turn:
-            ends = reduce_max(others, 0) < 0
+            ends = reduce_min(others, 0) == NEVER
             next_unit = tl.where(ends, next_unit, unit)
         # in flight while this turn's rows are waited for
         if COMBINE.READ_AHEAD:
-            found = routes_left(ends, following, others, one_turn)
+            found = slots_left(ends, following, others, step, S, one_turn)
             next_turn, others = next_rows(found, step, S, COMBINE.OWN_IN_PLACE)
             following = routes_of(routes, unit_after(share, next_unit) // num_blocks, step, S)
             taken = seen
@@ -362,7 +373,7 @@ def add_results(
         else:
             following = routes_of(routes, next_unit // num_blocks, step, S)
             taken = read_block(places, own_base, rows, first, B)
-            found = routes_left(ends, following, others, one_turn)
+            found = slots_left(ends, following, others, step, S, one_turn)
             next_turn, others = next_rows(found, step, S, COMBINE.OWN_IN_PLACE)
         if poison == 0:
             sums, poison = take_block(taken, step, places, own_base, rows, first, sums, S, B)
@@ -389,11 +400,11 @@ def add_results(
 
 
 @portable
-def routes_left(ends, following, others, ONE_TURN: tl.constexpr):
-    """Return the routes that the next turn takes rows of: those of the next unit where this one ends."""
-    found = following
+def slots_left(ends, following, others, step, S: tl.constexpr, ONE_TURN: tl.constexpr):
+    """Return the slots of the rows that the next turn takes: those of the next unit where this one ends."""
+    found = slots_of(following, step, S)
     if not ONE_TURN:
-        found = tl.where(full_like(others, ends.to(tl.int32)) > 0, following, others)
+        found = tl.where(full_like(others, ends.to(tl.int32)) > 0, found, others)
     return found
 
 

@@ -111,17 +111,19 @@ def load_block(rows_in, row, num_rows, first, B: tl.constexpr):
     """Load a block of `num_rows` rows to send back, B.ROWS at most, from `row` on.
 
     Returns:
-        Words; in QUANTIZED blocks tiles of elements, of which each has a part of every line.
+        Words; of QUANTIZED blocks tiles, of which each has a part of every line.
     """
     offsets, inside = tile_of(first, num_rows, B)
     if B.QUANTIZED:
-        elements: tl.constexpr = 4 * B.GROUP
-        part: tl.constexpr = min(MOST_LOADED, elements)
+        per_word: tl.constexpr = 32 // rows_in.dtype.element_ty.primitive_bitwidth
+        line: tl.constexpr = 4 * B.GROUP // per_word
+        part: tl.constexpr = min(MOST_LOADED // per_word, line)
         lines, there = line_starts(first, num_rows, B)
-        source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * (4 * B.WIDTH), 16)
+        words_in = rows_in.to(tl.pointer_type(tl.int32))
+        source = tl.multiple_of(words_in + tl.cast(row, tl.int64) * (4 * B.WIDTH // per_word), 16)
         values = ()
-        for at in tl.static_range(0, elements, part):
-            places = (lines * 4 + at)[:, None] + tl.arange(0, part)[None, :]
+        for at in tl.static_range(0, line, part):
+            places = (lines * 4 // per_word + at)[:, None] + tl.arange(0, part)[None, :]
             values = values + (tl.load(source + places, mask=there[:, None], other=0),)
     else:
         source = tl.multiple_of(rows_in + tl.cast(row, tl.int64) * B.WIDTH, 16)
@@ -169,21 +171,18 @@ def return_places(table, destination, WORLD_SIZE: tl.constexpr, ELEMENT: tl.cons
 
 
 @portable
-def push_block(values, places, slot, num_rows, first, B: tl.constexpr):
+def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl.constexpr):
     """Send a block of `num_rows` rows to the rank that their tokens came from, cast to fp8 if asked.
 
     Args:
-        values: from load_block.
+        values: from load_block. DTYPE: of the elements in these words.
     """
     offsets, inside = tile_of(first, num_rows, B)
     target = tl.multiple_of(places.rows + tl.cast(slot, tl.int64) * B.WIDTH, 16)
     if B.QUANTIZED:
-        wide = ()
-        for part in tl.static_range(len(values)):
-            wide = wide + (values[part].to(tl.float32),)
         if B.SCALED:
             per_scale: tl.constexpr = SCALED_WORDS // B.GROUP
-            words, scale_bits = quantize_lines(wide, per_scale)
+            words, scale_bits = quantize_lines(values, per_scale, DTYPE)
             lanes = tl.arange(0, B.ROWS * B.GROUPS_LANES)
             rows, lines = lanes // B.GROUPS_LANES, first // B.GROUP + lanes % B.GROUPS_LANES
             num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
@@ -191,7 +190,7 @@ def push_block(values, places, slot, num_rows, first, B: tl.constexpr):
             mask = (rows < num_rows) & (lines < B.WIDTH // B.GROUP) & (lines % per_scale == 0)
             tl.store(scales + (rows * num_scales + lines // per_scale), scale_bits, mask=mask, cache_modifier=".wt")
         else:
-            words = line_words(wide)
+            words = line_words(values, None, DTYPE)
         tl.store(target + offsets, words, mask=inside, cache_modifier=".wt")
     else:
         tl.store(target + offsets, never_empty(values), mask=inside, cache_modifier=".wt")
@@ -247,8 +246,8 @@ def push_results(
     if OWN_IN_PLACE and S.WORLD_SIZE == 1:
         num_units = num_units * 0
     aim, places, values = first
+    num_rows = rows_from(aim.destination, step, S) - aim.index
     for unit in range(share.program, num_units, share.num_programs):
-        num_rows = rows_from(aim.destination, step, S) - aim.index
         next_aim = unit_of(unit + share.num_programs, step, S, B, OWN_IN_PLACE)
         next_places = return_places(step.table, next_aim.destination, S.WORLD_SIZE, B.ELEMENT)
         # while this block leaves
@@ -256,10 +255,10 @@ def push_results(
         next_values = load_block(given.rows, next_aim.row, next_num_rows, next_aim.first, B)
         if num_rows > 0:
             slot = step.rank * step.M + aim.index
-            push_block(values, places, slot, num_rows, aim.first, B)
+            push_block(values, places, slot, num_rows, aim.first, B, given.rows.dtype.element_ty)
             if HAS_WEIGHTS:
                 push_weights_of(given, places, aim, slot, num_rows, S, B)
-        aim, places, values = next_aim, next_places, next_values
+        aim, num_rows, places, values = next_aim, next_num_rows, next_places, next_values
 
 
 @portable

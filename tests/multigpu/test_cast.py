@@ -9,11 +9,12 @@ from ep_a2a.kernels.cast_kernels import (
     e4m3_bits,
     e4m3_bits_by_integers,
     packed_e4m3,
+    quantize_lines,
     quarters_of,
     scales_of,
 )
 from ep_a2a.kernels.portable import portable
-from ep_a2a.quantization import fp32_to_e4m3_bits
+from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 
 BLOCK = 4096
 BLOCKS_PER_PROGRAM = 256
@@ -98,3 +99,30 @@ def test_words_of_four_equal_the_reference() -> None:
     assert torch.equal(words.cpu().view(torch.uint8), expected)
     wide = expected.view(torch.float8_e4m3fn).to(torch.float32)
     torch.testing.assert_close(out.cpu(), wide, rtol=0, atol=0, equal_nan=True)
+
+
+@portable
+def quantize_pairs(words_in, words_out, scales_out):
+    lines = tl.program_id(0) * 256 + tl.arange(0, 256)
+    parts = ()
+    for part in tl.static_range(2):
+        parts = parts + (tl.load(words_in + (lines * 8 + part * 4)[:, None] + tl.arange(0, 4)[None, :]),)  # noqa: RUF005
+    words, scale_bits = quantize_lines(parts, 8, tl.bfloat16)
+    tl.store(words_out + lines[:, None] * 4 + tl.arange(0, 4)[None, :], words)
+    tl.store(scales_out + lines, scale_bits)
+
+
+def test_groups_of_any_bf16_equal_the_reference() -> None:
+    """Each group of 128 draws from all patterns, or is of a size with some that are not finite among it."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(-(2**15), 2**15, (1 << 13, 128), generator=generator, dtype=torch.int32).to(torch.int16)
+    rows = rows.view(torch.bfloat16)
+    sizes = torch.randn(1 << 12, 1, generator=generator).mul(20).exp2()
+    rows[::2] = (torch.randn(1 << 12, 128, generator=generator) * sizes).to(torch.bfloat16)
+    rows[::4, 5], rows[::8, 6] = float("inf"), float("nan")
+    words = torch.empty(1 << 13, 32, dtype=torch.int32, device="cuda")
+    scales = torch.empty(1 << 13, 8, dtype=torch.int32, device="cuda")
+    quantize_pairs[(1 << 8,)](rows.view(torch.int32).cuda(), words, scales)
+    expected, expected_scales = quantize_groups(rows, "float32")
+    assert torch.equal(words.cpu().view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales.cpu(), expected_scales.view(torch.int32).view(-1, 1).expand(-1, 8))

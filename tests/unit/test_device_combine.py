@@ -8,7 +8,16 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.kernels.cast_kernels import elements_of, quantize_lines
-from ep_a2a.kernels.combine_receive_kernels import NEVER, AddShare, first_of, has_units, next_rows, unit_after
+from ep_a2a.kernels.combine_receive_kernels import (
+    NEVER,
+    AddShare,
+    first_of,
+    has_units,
+    next_rows,
+    routes_of,
+    slots_of,
+    unit_after,
+)
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
 from ep_a2a.kernels.constants import Block
 from ep_a2a.kernels.portable import portable
@@ -114,13 +123,7 @@ def test_each_unit_is_added_once(num_programs, num_units):
 @portable
 def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
     step = CombineStep(routes, rank, 1, 1, M, M, routes, False, False, 0)
-    if SHAPE.WORLD_SIZE <= 4:
-        found = ()
-        for peer in tl.static_range(SHAPE.WORLD_SIZE):
-            found = found + (tl.load(routes + peer),)  # noqa: RUF005 - device code
-    else:
-        lanes = tl.arange(0, SHAPE.WORLD_LANES)
-        found = tl.load(routes + lanes, mask=lanes < SHAPE.WORLD_SIZE, other=-1)
+    found = slots_of(routes_of(routes, 0, step, SHAPE), step, SHAPE)
     at = 0
     for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):
         rows, found = next_rows(found, step, SHAPE, True)
@@ -146,22 +149,24 @@ def test_rows_come_in_the_order_of_their_ranks(world_size, topk):
 
 
 @portable
-def quantize_words(values, words_out, scales_out, PART: tl.constexpr, PARTS: tl.constexpr):
+def quantize_words(words_in, words_out, scales_out, PART: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    per_word: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     lines = tl.arange(0, 32 * 128 // (PART * PARTS))
     parts = ()
     for part in tl.static_range(PARTS):
-        where = (lines * PARTS + part)[:, None] * PART + tl.arange(0, PART)[None, :]
-        parts = parts + (tl.load(values + where),)  # noqa: RUF005 - device code
-    words, scale_bits = quantize_lines(parts, 128 // (PART * PARTS))
+        where = (lines * PARTS + part)[:, None] * (PART // per_word) + tl.arange(0, PART // per_word)[None, :]
+        parts = parts + (tl.load(words_in + where),)  # noqa: RUF005 - device code
+    words, scale_bits = quantize_lines(parts, 128 // (PART * PARTS), DTYPE)
     tl.store(words_out + lines[:, None] * (PART * PARTS // 4) + tl.arange(0, PART * PARTS // 4)[None, :], words)
     tl.store(scales_out + lines, scale_bits)
 
 
+@pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16, tl.float32], ids=str)
 @pytest.mark.parametrize(("part", "num_parts"), [(4, 1), (8, 1), (8, 2)])
-def test_words_of_fp8_equal_the_reference(part, num_parts):
-    rows = unusual_rows(128)
+def test_words_of_fp8_equal_the_reference(part, num_parts, dtype):
+    rows = unusual_rows(128).to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[str(dtype)]))
     words, scales = untouched(32, 32), untouched(32, 128 // (part * num_parts))
-    quantize_words.interpret((1,), rows, words, scales, PART=part, PARTS=num_parts)
+    quantize_words.interpret((1,), rows.view(torch.int32), words, scales, PART=part, PARTS=num_parts, DTYPE=dtype)
     expected, expected_scales = quantize_groups(rows, "float32")
     assert torch.equal(words.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales.view(torch.int32).view(-1, 1).expand_as(scales))
