@@ -52,7 +52,7 @@ SLACK = 2.0
 BASE_RANKS = 8
 """Ranks with which more ranks are compared."""
 FEW_SMS = 24
-"""The bound on multiprocessors of variants whose name has `few`."""
+"""The bound on multiprocessors of variants whose name has `few`. Those of `wide` have programs as wide without it."""
 MARKS = {"COUNTS_ALONE": "alone", "DEPENDENT_LAUNCH": "dependent", "SPARSE_POLLS": "sparse"}
 """Constants that tell variants of a kernel apart, and how names have them."""
 FORMS = (
@@ -122,7 +122,11 @@ def variants(world_size: int) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
                 if kernel.endswith(roles):
                     constants = variant.named_constants
                     marks = [mark for name, mark in MARKS.items() if constants.get(name)]
-                    yield "-".join([kernel, form, *(["few"] if max_sms else []), *marks]), variant, args
+                    if max_sms:
+                        marks = ["few", *marks]
+                    elif constants.get("READ_AHEAD"):
+                        marks = ["wide", *marks]
+                    yield "-".join([kernel, form, *marks]), variant, args
 
 
 def show(found: Iterable[tuple[str, int, Figures]]) -> None:

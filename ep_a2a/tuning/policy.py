@@ -50,7 +50,14 @@ HEAD_START, CASTER_HEAD_START = 1.5, 1.1
 NEVER_SHARED = 1 << 30
 """Launch.shared_from where programs that send add no rows."""
 WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
-"""Rows that a program of a combine sends at once where the multiprocessors are bounded, and one that also casts."""
+"""Rows that a wide program of a combine sends at once, and one that also casts. Programs are wide where the
+multiprocessors are bounded and, with casts, where rows are many."""
+MANY_CAST_ROWS = 1800
+"""Rows that a rank sends back, from which on programs that cast are wide without a bound, too: measured with 1843 rows
+(4 ranks, 512 tokens) and more."""
+WIDE_CASTERS = 39
+"""Wide programs that cast as many rows for other ranks as the links carry; more cast a rank's own rows besides. 4 ranks
+have 52: with 36 a combine of 4096 tokens took 7 % longer (bench/results)."""
 TILE_TOKENS = 16
 """Tokens that a program of a bulk dispatch sends at once where the multiprocessors are bounded: one for each warp."""
 MAX_WARPS = 32
@@ -155,7 +162,8 @@ def choose_launch(
             send_rows=INTERPRETED_TILE if tiles else 1,
             shared_from=shared_from,
         )
-    wish = _default(config, phase, num_tokens, max_num_tokens)
+    chooses_warps = config.launch != "manual" and warp_per_block <= 0
+    wish = _default(config, phase, num_tokens, max_num_tokens, chooses_warps=chooses_warps)
     if config.launch == "manual":
         wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block, reason="config")
     elif tables is not None:
@@ -184,13 +192,7 @@ def _widened(
     if phase is not Phase.COMBINE:
         return wish
     casts = config.combine_quant != QuantType.NONE
-    wish = replace(
-        wish,
-        send_elements=SEND_ROW_ELEMENTS,
-        send_rows=WIDE_CASTER_ROWS if casts else WIDE_ROWS,
-        add_elements=SEND_ROW_ELEMENTS,
-        read_ahead=True,
-    )
+    wish = _by_rows(wish, WIDE_CASTER_ROWS if casts else WIDE_ROWS)
     programs = max(FLAG_PROGRAMS[phase] + 2, max_sms)
     row_ns, sent_ns, added_ns = _combine_ns(config, num_tokens, max_num_tokens)
     fill_wire = math.ceil(row_ns * WIRE_BYTES_PER_NS / (config.hidden_dim * config.combine_wire_dtype.itemsize))
@@ -207,6 +209,23 @@ def _widened(
     return replace(wish, num_programs=programs, num_senders=senders, num_receivers=receivers, shared_from=shared_from)
 
 
+def _by_rows(wish: Launch, send_rows: int) -> Launch:
+    """Returns the wish for a combine with programs that send `send_rows` whole rows at once, and add whole rows."""
+    return replace(
+        wish,
+        num_warps=WIDE_WARPS[Phase.COMBINE],
+        send_elements=SEND_ROW_ELEMENTS,
+        send_rows=send_rows,
+        add_elements=SEND_ROW_ELEMENTS,
+        read_ahead=True,
+    )
+
+
+def _rows_per_token(config: EpDispatchCombineConfig) -> float:
+    """Returns how many ranks a token goes to, its own included, where experts are drawn alike."""
+    return config.world_size * (1 - (1 - 1 / config.world_size) ** config.topk)
+
+
 def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens: int) -> tuple[float, float, float]:
     """Nanoseconds of one multiprocessor alone: to send a row, to send all rows, and to add the rows of all tokens.
 
@@ -215,8 +234,7 @@ def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens
     """
     ranks, topk = config.world_size, config.topk
     casts = config.combine_quant != QuantType.NONE
-    rows_per_token = ranks * (1 - (1 - 1 / ranks) ** topk)
-    sent_rows = max_num_tokens * rows_per_token * (1 if casts else (ranks - 1) / ranks)
+    sent_rows = max_num_tokens * _rows_per_token(config) * (1 if casts else (ranks - 1) / ranks)
     row_ns = (CAST_NS if casts else SEND_NS) * config.hidden_dim
     token_ns = (1 + min(ranks, topk)) * (ADD_CAST_NS if casts else ADD_NS) * config.hidden_dim
     return row_ns, sent_rows * row_ns, num_tokens * token_ns
@@ -228,8 +246,10 @@ def has_few_tokens(config: EpDispatchCombineConfig, max_num_tokens: int) -> bool
     return max_num_tokens <= (FEW_TOKENS if is_low_latency else FEW_TOKENS - 1)
 
 
-def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int) -> Launch:
-    """Returns a launch with a program per unit of work."""
+def _default(
+    config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int, *, chooses_warps: bool
+) -> Launch:
+    """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
         return Launch(num_tokens, DISPATCH_WARPS, "analytic")
     few = has_few_tokens(config, max_num_tokens)
@@ -246,9 +266,25 @@ def _default(config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max
     if few:
         return wish
     if config.combine_quant != QuantType.NONE:
+        if chooses_warps and max_num_tokens >= many_cast_tokens(config):
+            return _with_wide_casters(wish, config, num_tokens)
         return replace(wish, num_senders=BULK_CASTERS, send_elements=CASTER_ELEMENTS)
     bulk_senders = min(BULK_SENDERS_PER_RANK * config.world_size, MOST_BULK_SENDERS)
     return replace(wish, num_senders=bulk_senders, send_elements=SEND_ROW_ELEMENTS)
+
+
+def many_cast_tokens(config: EpDispatchCombineConfig) -> int:
+    """Returns the tokens of a step from which on programs that cast are wide."""
+    return max(FEW_TOKENS, math.ceil(MANY_CAST_ROWS / _rows_per_token(config)))
+
+
+def _with_wide_casters(wish: Launch, config: EpDispatchCombineConfig, num_tokens: int) -> Launch:
+    """Returns the wish for a combine of many rows that are cast, with all multiprocessors."""
+    senders = math.ceil(WIDE_CASTERS * config.world_size / max(1, config.world_size - 1))
+    receivers = num_tokens * -(-config.hidden_dim // SEND_ROW_ELEMENTS)
+    num_programs = FLAG_PROGRAMS[Phase.COMBINE] + senders + receivers
+    wish = replace(wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
+    return _by_rows(wish, WIDE_CASTER_ROWS)
 
 
 def _rows_to_receive(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
@@ -277,7 +313,13 @@ def _tuned(
         to_send = config.world_size * max_num_tokens * -(-config.hidden_dim // tuned.send_elements)
         to_receive = num_tokens * -(-config.hidden_dim // tuned.add_elements)
         default = replace(
-            default, send_elements=tuned.send_elements, add_elements=tuned.add_elements, pause_ns=tuned.pause_ns
+            default,
+            send_elements=tuned.send_elements,
+            add_elements=tuned.add_elements,
+            pause_ns=tuned.pause_ns,
+            send_rows=tuned.send_rows,
+            # for one row at once there would be too few registers
+            read_ahead=tuned.send_rows > 1,
         )
     senders = max(1, min(tuned.num_senders or to_send, to_send))
     receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
@@ -313,7 +355,7 @@ def launch_shapes(
     """
     most = config.max_num_inp_token_per_rank
     sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS + 1, config.low_latency_tokens, config.low_latency_tokens + 1}
-    sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, most}
+    sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, many_cast_tokens(config), most}
     sizes |= tables.turning_points() if tables is not None else set()
     shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}
     for size in sorted(size for size in sizes if 1 <= size <= most):

@@ -204,6 +204,26 @@ def test_max_sms_bounds_programs(phase, max_sms):
             assert launch.num_programs == max(least(phase), max_sms)
 
 
+@pytest.mark.parametrize(("world_size", "least", "roles"), [(2, 904, (65, 66)), (4, 501, (52, 79)), (8, 343, (45, 86))])
+def test_programs_that_cast_many_rows_are_wide(world_size, least, roles):
+    """With all multiprocessors; more of them send where more of the rows stay. Without a cast, none are."""
+    casts = config_of(world_size=world_size, quant_type="fp8_blockwise")
+    for tokens in (FEW_TOKENS, least - 1):
+        launch = choose_launch(casts, Phase.COMBINE, tokens, tokens, H200_SMS)
+        assert (launch.num_warps, launch.send_rows, launch.add_elements, launch.read_ahead) == (4, 1, 1024, False)
+    for tokens in (least, 4096):
+        launch = choose_launch(casts, Phase.COMBINE, tokens, tokens, H200_SMS)
+        assert (launch.num_warps, launch.send_rows, launch.read_ahead) == (16, WIDE_CASTER_ROWS, True)
+        assert (launch.num_senders, launch.num_receivers, launch.shared_from) == (*roles, NEVER_SHARED)
+        assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
+        check_roles(launch, Phase.COMBINE)
+        # of the caller's warps nobody knows whether they hold whole rows
+        own = choose_launch(casts, Phase.COMBINE, tokens, tokens, H200_SMS, warp_per_block=8)
+        assert (own.num_warps, own.send_rows, own.read_ahead) == (8, 1, False)
+        plain = choose_launch(config_of(world_size=world_size), Phase.COMBINE, tokens, tokens, H200_SMS)
+        assert (plain.num_warps, plain.send_rows, plain.read_ahead) == (4, 1, False)
+
+
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("max_sms", [1, 4, 20, 64])
 @pytest.mark.parametrize(("quant_type", "num_rows"), [("none", WIDE_ROWS), ("fp8_blockwise", WIDE_CASTER_ROWS)])
@@ -215,7 +235,7 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, nu
     assert launch.num_warps == WIDE_WARPS[phase] >= unbounded.num_warps
     if phase is Phase.COMBINE:
         assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
-        assert (launch.send_rows, unbounded.send_rows, launch.read_ahead) == (num_rows, 1, True)
+        assert (launch.send_rows, launch.read_ahead) == (num_rows, True)
         # the caller's warps are the caller's, whatever is bounded
         own = choose_launch(config, phase, 4096, 4096, H200_SMS, warp_per_block=4)
         assert own == replace(launch, num_warps=4, reason="caller")
