@@ -61,6 +61,17 @@ def quantized(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def fill_dummy_weights(model: torch.nn.Module) -> None:
+    """Gives vLLM's dummy weights that decide the routing a size at which tokens choose unlike experts."""
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.fill_(1)
+        elif name.endswith(("gate.weight", "embed_tokens.weight")):
+            weight.data.normal_()
+        elif name.endswith("e_score_correction_bias"):
+            weight.data.zero_()
+
+
 def save_model(folder: Path, config: dict[str, Any], expert_gain: float = 2.0) -> Path:
     """Writes config.json and model.safetensors. With expert_gain 0 the routed experts give zeros."""
     from safetensors.torch import save_file

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.engines.vllm.models import fill_dummy_weights
 from tests.engines.vllm.trained import known_prompts
 from tests.waiting import await_file, await_until
 
@@ -217,6 +218,18 @@ class Rank:
 
         few = max(1, output // 8)
         return {"few": few, "few_secs": best(few), "secs": best(output)}
+
+    def profile(self, batch: int, prompt: int, output: int) -> dict[str, Any]:
+        """Records the steps of `batch` prompts per rank that start all at once; vLLM writes the trace."""
+        self.llm.apply_model(fill_dummy_weights)
+        chosen = random.Random(self.rank)
+        warm_up, recorded = ([self._prompt(chosen, prompt) for _ in range(batch)] for _ in range(2))
+        self._generate(warm_up, output)
+        self._settle()
+        self.llm.start_profile()
+        self._generate(recorded, output)
+        self.llm.stop_profile()
+        return {}
 
     # how they do it
 
