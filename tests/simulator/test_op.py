@@ -37,12 +37,21 @@ CASTS: dict[str, dict[str, Any]] = {
     "cast": {"hidden_dim": 128, "quant_type": "fp8_blockwise"},
 }
 """Rows as they are, and rows that are cast inside dispatch and on the way back."""
+DISPATCHES: dict[str, dict[str, Any]] = {
+    "low_latency": {},
+    "bulk": {"flagged_max_tokens": 0},
+    "tiles": {"flagged_max_tokens": 0, "max_sms": 1},
+}
 QUICK = (9, "rank_major", "bulk", "cast")
 
 
 def many_ranks() -> list[Any]:
-    """More ranks than a host has, in every layout, by either dispatch."""
-    names = itertools.product((9, 16), ("compact", "rank_major", "expert_major"), ("low_latency", "bulk"), CASTS)
+    """More ranks than a host has, in every layout, by each dispatch: tiles are for bounded multiprocessors."""
+    layouts = ("compact", "rank_major", "expert_major")
+    names = [
+        *itertools.product((9, 16), layouts, ("low_latency", "bulk"), CASTS),
+        *itertools.product((9,), layouts, ("tiles",), CASTS),
+    ]
     return [
         pytest.param(*name, id="-".join(map(str, name)), marks=[] if name == QUICK else pytest.mark.full)
         for name in names
@@ -51,8 +60,7 @@ def many_ranks() -> list[Any]:
 
 @pytest.mark.parametrize(("world_size", "layout", "dispatch", "cast"), many_ranks())
 def test_many_ranks(world_size: int, layout: str, dispatch: str, cast: str) -> None:
-    options: dict[str, Any] = {"flagged_max_tokens": 0} if dispatch == "bulk" else {}
-    options |= {"dispatch_quant_type": "fp8_per_1x128"} if cast == "cast" else {}
+    options = DISPATCHES[dispatch] | ({"dispatch_quant_type": "fp8_per_1x128"} if cast == "cast" else {})
     case = Case(
         world_size=world_size,
         num_experts=2 * world_size + 1,
