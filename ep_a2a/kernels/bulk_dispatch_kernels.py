@@ -1,8 +1,8 @@
 """IntraNode bulk dispatch: writes rows where their experts read them, then raises one flag per peer.
 
 Each program owns a contiguous chunk of this rank's tokens, so that row numbers follow from a prefix count and rows
-land in (source rank, source token) order. It sends them one by one with all its warps, or, where programs are few, in
-tiles with a warp for each token. The last program to finish posts the flags and waits for those of the peers.
+land in (source rank, source token) order. It sends them one by one with all its warps, or, where tokens are many or
+programs few, in tiles. The last program to finish posts the flags and waits for those of the peers.
 """
 
 from typing import NamedTuple
@@ -61,7 +61,7 @@ from ep_a2a.kernels.send_kernels import (
     store_at_all,
     targets_of,
 )
-from ep_a2a.kernels.send_tile_kernels import send_beside_rows, send_cast_tiles, send_tiles
+from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_cast_tiles, send_tiles
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
@@ -167,7 +167,7 @@ def rows_before_program(
     """
     ranks = tl.arange(0, S.WORLD_LANES)
     before, first_index, own_counts = (), full_like(ranks, 0), full_like(ranks, 0)
-    if TILE.TOKENS > 1:
+    if TILE.TOKENS > 0:
         if BULK.COUNTS_ALONE:
             first_index = count_by_rank(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
         else:
@@ -181,7 +181,7 @@ def rows_before_program(
         first_index = rows_of_programs_before(
             step.table, step.epoch, own_counts, step.program, step.rank, S.WORLD_SIZE, S.WORLD_LANES, BULK.PROGRAM_LANES
         )
-        if TILE.TOKENS == 1:
+        if TILE.TOKENS == 0:
             before = packed(first_index, S.WORLD_SIZE, S.WORLD_LANES, BULK.COUNT_BITS)
     return before, first_index, own_counts
 
@@ -198,7 +198,7 @@ def publish_counts(
         begin_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
         if not counts_all:
             counts = first_index + own_counts
-        elif TILE.TOKENS > 1:
+        elif TILE.TOKENS > 0:
             counts = count_by_rank(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
         else:
             totals = count_rows(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
@@ -240,19 +240,25 @@ def send_one_by_one(
 
 @portable
 def send_by_tiles(
-    given, step, first, last, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
+    given, step, first, last, parts, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
     LINE: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Send tokens first ... last - 1 in tiles. index: [WORLD_LANES], rows of the tokens before them."""
+    """Send tokens first ... last - 1 in tiles.
+
+    Args:
+        parts: of a first tile of one token, from load_parts. index: [WORLD_LANES], rows of the tokens before them.
+    """
     for start in range(first, last, TILE.LISTED):
         index = record_routes(given.ids, step, start, last, index, bases, OWNERS, S, TILE.LISTED)
         # the lists of destinations are read by other threads than wrote them
         tl.debug_barrier()
         send_beside_rows(given, step, start, last, S, TILE.LISTED, FORM.HAS_WEIGHTS)
+    if TILE.TOKENS > 1:
+        parts = load_parts(given.x, first, last, ROW, TILE)
     if ROW.GROUP > 0:
-        send_cast_tiles(given, step, first, last, S, ROW, TILE)
+        send_cast_tiles(given, step, first, last, parts, S, ROW, TILE)
     else:
-        send_tiles(given, step, first, last, S, ROW, LINE, TILE)
+        send_tiles(given, step, first, last, parts, S, ROW, LINE, TILE)
 
 
 @portable
@@ -270,9 +276,12 @@ def send_rows(
     chunk = (step.num_tokens + num_programs - 1) // num_programs
     first = tl.minimum(program * chunk, step.num_tokens)
     last = tl.minimum(first + chunk, step.num_tokens)
-    loaded = first
-    if TILE.TOKENS == 1:
+    # a tile of many tokens has no registers left for what is on its way
+    loaded = ()
+    if TILE.TOKENS == 0:
         loaded = load_first(given, first, last, S, ROW, LINE, FORM)
+    elif TILE.TOKENS == 1:
+        loaded = load_parts(given.x, first, last, ROW, TILE)
     before, first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, S, BULK, TILE)
     if program == 0:
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
@@ -285,8 +294,8 @@ def send_rows(
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
     next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
     if poison == 0:
-        if TILE.TOKENS > 1:
-            send_by_tiles(given, step, first, last, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
+        if TILE.TOKENS > 0:
+            send_by_tiles(given, step, first, last, loaded, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
         else:
             send_one_by_one(given, step, first, last, loaded, before, bases, OWNERS, S, ROW, LINE, BULK, FORM)
     next_span(FORM.SPANS, table, QUANT_AND_PUT, ARRIVE, S.WORLD_SIZE)

@@ -93,11 +93,11 @@ class BulkDispatch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of tokens that a program of a bulk dispatch sends at once: TOKENS of them, each by a warp of its own.
+    """The tile of tokens that a program of a bulk dispatch sends at once: TOKENS of them, among which its warps divide.
 
-    1 sends token by token, with all warps. A program moves PARTS parts of each row at once: with a cast GROUPS groups a
-    part, else WORDS words. COPIES: threads that hold the scale of a group. LISTED: tokens whose destinations a program
-    lists at once.
+    0: no tiles, but rows one by one with their addresses in registers. A program moves PARTS parts of each row at once:
+    with a cast GROUPS groups a part, else WORDS words. COPIES: threads that hold the scale of a group. LISTED: tokens
+    whose destinations a program lists at once.
     """
 
     TOKENS: tl.constexpr

@@ -1,7 +1,7 @@
-"""Device helpers of bulk dispatch that send a tile of tokens at once; each token has a warp of its own.
+"""Device helpers of bulk dispatch that send a tile of tokens at once: a warp each of many, or all warps one token.
 
 They read from DESTINATIONS where the tokens go (routing_kernels.list_destinations). The shapes of tensors give warps
-their tokens: Triton spreads the lanes of a warp over the dimension whose addresses follow each other, then over the
+their part: Triton spreads the lanes of a warp over the dimension whose addresses follow each other, then over the
 first of the others, and warps over the rest.
 """
 
@@ -102,15 +102,24 @@ def send_given_scales(scales, start, last, aims, all_go, S: tl.constexpr, LINE: 
 
 
 @portable
-def send_tiles(
-    given, step, first, last, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """Send the rows of tokens first ... last - 1, and their scales if they have some."""
-    block: tl.constexpr = TILE.WORDS * TILE.PARTS
-    num_blocks: tl.constexpr = (ROW.ROW_WORDS + block - 1) // block
+def load_parts(x, start, last, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Load the first parts of the rows of a tile of tokens, as send_tiles or send_cast_tiles wants them."""
     parts = ()
     for part in tl.static_range(TILE.PARTS):
-        parts = parts + (load_words(given.x, first, last, part * TILE.WORDS, ROW, TILE),)
+        if ROW.GROUP > 0:
+            parts = parts + load_groups(x, start, last, part * TILE.GROUPS, ROW, TILE)
+        else:
+            parts = parts + (load_words(x, start, last, part * TILE.WORDS, ROW, TILE),)
+    return parts
+
+
+@portable
+def send_tiles(
+    given, step, first, last, parts, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Send the rows of tokens first ... last - 1, and their scales if they have some. parts: from load_parts."""
+    block: tl.constexpr = TILE.WORDS * TILE.PARTS
+    num_blocks: tl.constexpr = (ROW.ROW_WORDS + block - 1) // block
     for start in range(first, last, TILE.TOKENS):
         row_aims, scale_aims, all_go = aims_of(
             step, start, last, ROW.ROW_WORDS, tl.int32, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, S, TILE
@@ -227,15 +236,12 @@ def send_scales(parts, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, 
 
 
 @portable
-def send_cast_tiles(given, step, first, last, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
-    """Cast the rows of tokens first ... last - 1 to fp8, and send them with their scales."""
+def send_cast_tiles(given, step, first, last, parts, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Cast the rows of tokens first ... last - 1 to fp8, and send them with their scales. parts: from load_parts."""
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
     block: tl.constexpr = TILE.GROUPS * TILE.PARTS
     num_blocks: tl.constexpr = (num_groups + block - 1) // block
     scale_dtype: tl.constexpr = tl.uint8 if ROW.BYTE_SCALES else tl.int32
-    parts = ()
-    for part in tl.static_range(TILE.PARTS):
-        parts = parts + load_groups(given.x, first, last, part * TILE.GROUPS, ROW, TILE)
     for start in range(first, last, TILE.TOKENS):
         row_aims, scale_aims, all_go = aims_of(
             step, start, last, ROW.ROW_WORDS * 4, tl.uint8, num_groups, scale_dtype, S, TILE

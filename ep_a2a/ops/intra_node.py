@@ -54,6 +54,8 @@ CAST_PARTS, PLAIN_PARTS = 2, 4
 """Parts of a tile's rows under way at once, as many as registers hold: with a cast, and without."""
 LISTED_WORDS, LEAST_LISTED = 1024, 16
 """Pairs of a token and a rank that a program works out at once, where it lists destinations; and the fewest tokens."""
+WARP_LANES, LEAST_LISTED_SOON = 32, 8
+"""The same for tiles of one token, whose first row shall leave soon: one warp lists so few pairs without a barrier."""
 LL_PROGRAMS_PER_SM = 2
 """Programs of a low-latency dispatch, unless they are wide, that a multiprocessor must hold for some registers less."""
 THREADS_BESIDE_DISPATCH = {4: 512, 8: 384}
@@ -320,18 +322,21 @@ def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch)
 
 
 def _tile_tokens(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> int:
-    """Tokens that a program sends at once: one where a scale is a row's, which takes the registers of all warps."""
+    """Tokens of a tile; 0, no tiles, also where a scale is a row's, which takes the registers of all warps."""
     by_rows = kernels.casts(args.tokens) and kernels.config.dispatch_quant != QuantType.FP8_PER_1X128
-    return 1 if by_rows else launch.send_rows
+    return 0 if by_rows else launch.send_rows
 
 
 def _tile(tokens: int, group: int, dtype: torch.dtype, threads: int, world_size: int) -> Tile:
     """The constants of a tile: a part of its rows is what all threads load at once, or with a cast at twice."""
-    groups = max(1, threads * 2 * TILE_LOAD_BYTES // (tokens * max(1, group) * dtype.itemsize))
-    words = max(1, threads * TILE_LOAD_BYTES // (tokens * WORD_BYTES))
+    rows, lanes = max(1, tokens), padded(world_size)
+    groups = max(1, threads * 2 * TILE_LOAD_BYTES // (rows * max(1, group) * dtype.itemsize))
+    words = max(1, threads * TILE_LOAD_BYTES // (rows * WORD_BYTES))
     parts = CAST_PARTS if group else PLAIN_PARTS
-    copies = max(1, threads // (tokens * groups * parts))
-    listed = max(LEAST_LISTED, min(BLOCK_TOKENS, LISTED_WORDS // padded(world_size)))
+    copies = max(1, threads // (rows * groups * parts))
+    listed = max(LEAST_LISTED, min(BLOCK_TOKENS, LISTED_WORDS // lanes))
+    if tokens == 1:
+        listed = max(LEAST_LISTED_SOON, WARP_LANES // lanes)
     return Tile(*map(tl.constexpr, (tokens, groups, words, parts, copies, listed)))
 
 

@@ -30,7 +30,9 @@ FEW_TOKENS = 64
 The same holds for as many tokens with a low-latency dispatch. Otherwise bandwidth counts, which an early launch takes
 from the previous one (bench/results)."""
 MAX_COUNTED_ALONE = 1023
-"""Up to this max_num_tokens each program scans the ids of all tokens (redundant scan) and needs no other program."""
+"""Up to this max_num_tokens each program scans the ids of all tokens (redundant scan) and needs no other program.
+Without a bound on multiprocessors, a bulk dispatch sends rows one by one up to here, and tiles of one token in larger
+steps: a tile takes fewer instructions, but destinations must be listed before the first one leaves (bench/results)."""
 BULK_SENDERS_PER_RANK = 16
 MOST_BULK_SENDERS = 64
 """The most programs that send many tokens. More peers need more senders (2 ranks 32, 4 ranks 64: bench/results), until
@@ -106,7 +108,8 @@ class Launch:
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
-        send_rows: rows that a program of a combine or of a bulk dispatch sends at once.
+        send_rows: rows that a program of a combine sends at once, and tokens of a tile of a bulk dispatch; 0 where it
+            sends rows one by one, without a list of their destinations in memory.
     """
 
     num_programs: int
@@ -151,7 +154,9 @@ def choose_launch(
     max_sms = config.max_sms if max_sms is None else max_sms
     if num_sms == 0:
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
-        tiles = phase is Phase.BULK_DISPATCH and max_sms > 0
+        send_rows = 1
+        if phase is Phase.BULK_DISPATCH:
+            send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(max_num_tokens)
         shared_from = programs if phase is Phase.COMBINE and max_sms > 0 else NEVER_SHARED
         return Launch(
             programs,
@@ -159,7 +164,7 @@ def choose_launch(
             "interpreter",
             programs,
             programs,
-            send_rows=INTERPRETED_TILE if tiles else 1,
+            send_rows=send_rows,
             shared_from=shared_from,
         )
     chooses_warps = config.launch != "manual" and warp_per_block <= 0
@@ -240,6 +245,11 @@ def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens
     return row_ns, sent_rows * row_ns, num_tokens * token_ns
 
 
+def _dispatched_rows(max_num_tokens: int) -> int:
+    """Launch.send_rows of a bulk dispatch without a bound on multiprocessors."""
+    return 1 if max_num_tokens > MAX_COUNTED_ALONE else 0
+
+
 def has_few_tokens(config: EpDispatchCombineConfig, max_num_tokens: int) -> bool:
     """Returns whether latency counts in a step, as FEW_TOKENS says; the same on all ranks."""
     is_low_latency = dispatch_phase(config, max_num_tokens) is Phase.LOW_LATENCY_DISPATCH
@@ -251,7 +261,7 @@ def _default(
 ) -> Launch:
     """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
-        return Launch(num_tokens, DISPATCH_WARPS, "analytic")
+        return Launch(num_tokens, DISPATCH_WARPS, "analytic", send_rows=_dispatched_rows(max_num_tokens))
     few = has_few_tokens(config, max_num_tokens)
     if phase is Phase.LOW_LATENCY_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)

@@ -51,6 +51,8 @@ source * step.step_tokens + index
 slot = expert * block_rows + index
 rank * (own_slots
 tl.cast(source * step_tokens + index, tl.int64)
+places in a token's line of ranks:
+is_sent - num_below + is_below * num_sent
 elements of a tile, or of a row:
 block_offsets(first * per_word
 (lanes % B.GROUPS_LANES)[:, None] * B.GROUP

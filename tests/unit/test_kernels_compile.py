@@ -346,7 +346,7 @@ def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flag
     assert all(v.named_constants["READ_AHEAD"] for v, _ in bounded if kind_of(v) == "combine")
     # a group that is a whole row is cast by all warps
     bulk = [v.named_constants for v, _ in bounded if kind_of(v) == "bulk_dispatch"]
-    assert {(each["GROUP"] == 7168, each["TOKENS"]) for each in bulk} <= {(True, 1), (False, TILE_TOKENS)}
+    assert {(each["GROUP"] == 7168, each["TOKENS"]) for each in bulk} <= {(True, 0), (False, TILE_TOKENS)}
 
 
 @pytest.mark.parametrize(

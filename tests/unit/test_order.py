@@ -10,7 +10,7 @@ import pytest
 from tools import order
 
 QUICK = {
-    "ep2-rank_major-bf16-1-dispatch",
+    "ep2-rank_major-cast-2-dispatch",
     "ep2-compact-bf16-0-dispatch",
     "ep2-compact-cast-3-dispatch",
     "ep2-rank_major-bf16-4-combine",

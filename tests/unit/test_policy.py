@@ -15,6 +15,7 @@ from ep_a2a.tuning.policy import (
     FEW_TOKENS,
     FLAG_PROGRAMS,
     INTERPRETED_PROGRAMS,
+    MAX_COUNTED_ALONE,
     MAX_DISPATCH_PROGRAMS,
     NEVER_SHARED,
     SEND_ROW_ELEMENTS,
@@ -85,7 +86,8 @@ def test_interpreted_launches_are_few_programs(phase, num_tokens):
 @pytest.mark.parametrize("phase", Phase)
 def test_interpreted_launches_take_the_callers_number_if_it_is_small(phase):
     for block_num in (1, 2, 3, 4):
-        expected = Launch(block_num, 1, "interpreter", block_num, block_num)
+        send_rows = 0 if phase is Phase.BULK_DISPATCH else 1
+        expected = Launch(block_num, 1, "interpreter", block_num, block_num, send_rows=send_rows)
         assert choose_launch(config_of(), phase, 16, 16, 0, block_num, 8) == expected
     # MORI's example asks for 80
     for block_num in (-1, 0, 5, 80):
@@ -243,6 +245,7 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, nu
         assert (launch.send_elements, launch.add_elements) == (unbounded.send_elements, unbounded.add_elements)
     if phase is Phase.BULK_DISPATCH:
         assert (launch.send_rows, unbounded.send_rows) == (TILE_TOKENS, 1)
+        assert choose_launch(config_of(), phase, MAX_COUNTED_ALONE, MAX_COUNTED_ALONE, H200_SMS).send_rows == 0
     # the config's own numbers are not made wide
     manual = config_of(max_sms=max_sms, launch="manual", block_num=1000, warp_num_per_block=4)
     assert choose_launch(manual, phase, 4096, 4096, H200_SMS).num_warps == 4

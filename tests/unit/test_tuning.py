@@ -144,7 +144,7 @@ def test_tuned_numbers_are_taken():
     num_programs = FLAG_PROGRAMS[Phase.COMBINE] + 16 + 100
     assert launch == Launch(num_programs, 8, "tuned table a.json, exact", 16, 100, 2048, 512, 50)
     dispatch = tables_of(entry(512, DISPATCH, cast="fp8_per_1x128"), phase="bulk_dispatch")
-    assert chosen(Phase.BULK_DISPATCH, 512, 512, dispatch) == Launch(20, 16, "tuned table a.json, exact")
+    assert chosen(Phase.BULK_DISPATCH, 512, 512, dispatch) == Launch(20, 16, "tuned table a.json, exact", send_rows=0)
 
 
 def test_launches_without_an_entry_are_the_analytic_ones():
