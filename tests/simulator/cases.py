@@ -70,7 +70,7 @@ CASES = {
     "low_latency": SMALL,
     "low_latency_marks": replace(SMALL, unusual=True),
     "low_latency_compact": replace(SMALL, layout="compact", split="mixed"),
-    "low_latency_sparse": replace(SMALL, max_tokens=64, num_steps=2),
+    "low_latency_sparse": replace(SMALL, max_tokens=65, num_steps=2),
     # scales travel beside a row
     "low_latency_cast": replace(SMALL, hidden_dim=256, quant_type="fp8_per_1x128", unusual=True, num_steps=2),
     # rows of several blocks in dispatch and in combine, the last of them a part of one
