@@ -138,4 +138,5 @@ def _place_of(library: str) -> str | None:
     if present is not None:
         return f"one from {getattr(present, '__file__', None)}"
     spec = importlib.util.find_spec(library)
-    return None if spec is None else f"one at {spec.origin}"
+    # a folder without __init__.py has no origin: such as a clone beside the script, whose package lies deeper
+    return None if spec is None or spec.origin is None else f"one at {spec.origin}"

@@ -81,6 +81,15 @@ def test_a_library_that_is_installed_keeps_its_name(tmp_path, monkeypatch):
     del sys.modules["aiter"]
 
 
+def test_a_folder_without_a_package_is_no_library(tmp_path, monkeypatch):
+    """As a clone beside the script is, whose package lies one folder deeper."""
+    (tmp_path / "aiter" / "aiter").mkdir(parents=True)
+    (tmp_path / "aiter" / "aiter" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    install("aiter")
+    assert importlib.import_module("aiter").QuantType
+
+
 def test_other_libraries_have_no_counterpart():
     with pytest.raises(UnknownNameError, match="mori, aiter, deep_ep, triton_dist"):
         install("pplx")
