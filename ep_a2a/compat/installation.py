@@ -60,9 +60,8 @@ def install(*libraries: str, replace: bool = False, deep_ep_edition: int | None 
         UnknownNameError: this package has no such library's interface, or there is no such edition.
         StateError: a library is installed on this machine, or imported in this process.
     """
+    _check_names(libraries)
     for library in libraries:
-        if library not in MODULES:
-            raise UnknownNameError(f"out of {', '.join(MODULES)}", repr(library), field="libraries")
         found = None if _is_ours(library) else _place_of(library)
         if found is not None and not replace:
             raise StateError(
@@ -82,7 +81,11 @@ def uninstall(*libraries: str) -> None:
 
     Args:
         libraries: as for `install`; those that are not installed are left alone.
+
+    Raises:
+        UnknownNameError: this package has no such library's interface. All names stay as they were.
     """
+    _check_names(libraries)
     for library in libraries:
         if not _is_ours(library):
             continue
@@ -91,6 +94,12 @@ def uninstall(*libraries: str) -> None:
         sys.modules.update(_replaced.pop(library, {}))
         if library == "deep_ep":
             choose_edition(None)
+
+
+def _check_names(libraries: tuple[str, ...]) -> None:
+    for library in libraries:
+        if library not in MODULES:
+            raise UnknownNameError(f"out of {', '.join(MODULES)}", repr(library), field="libraries")
 
 
 def _install(library: str) -> None:

@@ -90,9 +90,13 @@ def test_a_folder_without_a_package_is_no_library(tmp_path, monkeypatch):
     assert importlib.import_module("aiter").QuantType
 
 
-def test_other_libraries_have_no_counterpart():
-    with pytest.raises(UnknownNameError, match="mori, aiter, deep_ep, triton_dist"):
-        install("pplx")
+@pytest.mark.parametrize("name", ["pplx", "morri", "ep_a2a"])
+def test_other_libraries_have_no_counterpart(name):
+    install("mori")
+    for call in (install, uninstall):
+        with pytest.raises(UnknownNameError, match=f"mori, aiter, deep_ep, triton_dist; got '{name}'"):
+            call("mori", name)
+        assert sys.modules["mori"] is compat
 
 
 def test_import_mori_is_the_compat_package():
