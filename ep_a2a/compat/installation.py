@@ -69,11 +69,12 @@ def install(*libraries: str, replace: bool = False, deep_ep_edition: int | None 
                 found,
                 "Uninstall it, or pass replace=True, before anything imports it, to use ep_a2a in its place.",
             )
+    # every module, or an import below one of ours would load the same file a second time under the new name
+    modules = {library: dict(_modules_of(library)) for library in libraries if not _is_ours(library)}
     if deep_ep_edition is not None:
         choose_edition(deep_ep_edition)
-    for library in libraries:
-        if not _is_ours(library):
-            _install(library)
+    for library in modules:
+        _enter(library, modules[library])
 
 
 def uninstall(*libraries: str) -> None:
@@ -102,9 +103,8 @@ def _check_names(libraries: tuple[str, ...]) -> None:
             raise UnknownNameError(f"out of {', '.join(MODULES)}", repr(library), field="libraries")
 
 
-def _install(library: str) -> None:
-    # every module, or an import below one of ours would load the same file a second time under the new name
-    modules = dict(_modules_of(library))
+def _enter(library: str, modules: dict[str, ModuleType]) -> None:
+    """Gives modules their new names, in place of all that the library has imported."""
     _replaced[library] = {name: sys.modules.pop(name) for name in _names_of(library)}
     for name, module in sorted(modules.items()):
         parents = name.split(".")[:-1]

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import ep_a2a.compat.mori as compat
-from ep_a2a.compat import install, installation, uninstall
+from ep_a2a.compat import deep_ep_sizes, install, installation, uninstall
 from ep_a2a.errors import StateError, UnknownNameError
 from tests.integration.programs import run_python, succeeded
 
@@ -88,6 +88,15 @@ def test_a_folder_without_a_package_is_no_library(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     install("aiter")
     assert importlib.import_module("aiter").QuantType
+
+
+def test_an_error_leaves_all_names_and_the_edition(monkeypatch):
+    before = deep_ep_sizes.edition()
+    monkeypatch.setitem(installation.MODULES, "aiter", {"aiter": "ep_a2a.compat.absent"})
+    with pytest.raises(ImportError, match="absent"):
+        install("mori", "aiter", deep_ep_edition=2025 if before == 2026 else 2026)
+    assert not {"mori", "aiter"} & set(sys.modules)
+    assert deep_ep_sizes.edition() == before
 
 
 @pytest.mark.parametrize("name", ["pplx", "morri", "ep_a2a"])
