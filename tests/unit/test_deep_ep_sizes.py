@@ -112,7 +112,8 @@ def test_the_command_says_every_region_and_deep_eps_hints(nodes):
     assert regions["poison"] == 256
     assert regions["expert_rows"] == 0
     assert len(regions) == len(Region)
-    assert found["deep_ep_hints"] == {"nvl_bytes": 335_709_824, "rdma_bytes": 0, "low_latency_bytes": 1_881_147_520}
+    hints = {"nvl_bytes": 335_709_824, "rdma_bytes": 0, "low_latency_bytes": 1_881_147_520}
+    assert found["deep_ep_hints"] == {"edition": 2025, **hints}
     text = " ".join(plan(f"{EXAMPLE}{nodes}").replace("│", " ").split())
     for each in ("total", "1,881,147,520", "335,709,824"):
         assert each in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.compat.deep_ep_sizes import DeepEpHints, deep_ep_hints
+from ep_a2a.compat.deep_ep_sizes import DeepEpHints, deep_ep_hints, edition
 from ep_a2a.config import Layout
 from ep_a2a.kernels.layout import OpLayout, Region
 from ep_a2a.kernels.ring_shape import Rings
@@ -74,7 +74,7 @@ class Plan:
             "bytes_allocated_later": {part.name: part.num_bytes for part in self.later},
             "bytes_by_rank": list(self.bytes_by_rank),
             "bytes_of_all_gpus": sum(self.bytes_by_rank),
-            "deep_ep_hints": asdict(self.deep_ep_hints),
+            "deep_ep_hints": {"edition": edition(), **asdict(self.deep_ep_hints)},
         }
 
     @property
