@@ -10,6 +10,7 @@ import pickle
 import shutil
 import signal
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -29,6 +30,8 @@ CUDA_ERRORS = ("CUDA error", "[CUDA]")
 """What errors of CUDA have in their texts: torch's, and those of Triton's launches."""
 STOP = b""
 """The task that ends a worker."""
+REMOVAL_SECS = 5
+"""How long a rank whose parent has ended tries to remove the pool's folder."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,10 @@ def _exit_with_parent(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Removes a pool's folder, while other ranks do the same and one may still write a file into it."""
-    while directory.exists():
+    """Removes a pool's folder, while other ranks do the same and one may still write a file into it.
+
+    Leaves what it cannot remove within REMOVAL_SECS: a rank that does not end keeps its GPU.
+    """
+    deadline = time.monotonic() + REMOVAL_SECS
+    while directory.exists() and time.monotonic() < deadline:
         shutil.rmtree(directory, ignore_errors=True)

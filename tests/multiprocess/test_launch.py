@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,6 +231,21 @@ def test_a_file_that_a_rank_writes_during_the_removal_goes_too(tmp_path, monkeyp
     monkeypatch.setattr(os, "rmdir", rmdir)
     worker._remove(folder)
     assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_removed_is_left_after_a_while(tmp_path, monkeypatch):
+    """As where it belongs to another user."""
+    clock = itertools.count()
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: next(clock)), raising=False)
+    tries = []
+
+    def refused(folder, **options):
+        tries.append(folder)
+        assert len(tries) < 100
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    worker._remove(tmp_path)
+    assert len(tries) > 1
 
 
 PLANTED = "import os; open(os.environ['PLANTED_RAN'], 'w').close()"
