@@ -37,6 +37,7 @@ from ep_a2a.managers.external.mori import MoriOp
 from ep_a2a.managers.external.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
 from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.gpu_maker import refuse_other_gpus
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
@@ -165,6 +166,8 @@ def test_an_amd_gpu_is_refused_by_name_and_reason(monkeypatch):
     words = r"NVIDIA's instructions.*MI300X.*allgather_reducescatter"
     with pytest.raises(UnsupportedError, match=words):
         Arena(None, torch.device("cuda", 0))
+    # on CPU the kernels run by Triton's interpreter
+    refuse_other_gpus("cpu")
     monkeypatch.setenv("EP_A2A_BACKEND", "ep_a2a")
     with pytest.raises(UnsupportedError, match=words):
         activation.activate()
