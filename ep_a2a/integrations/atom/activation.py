@@ -22,6 +22,7 @@ def register() -> None:
 
     Raises:
         UnknownNameError: EP_A2A_BACKEND names no backend.
+        UnsupportedError: it names "ep_a2a", and the GPUs are AMD's.
     """
     if env.BACKEND.get() and importlib.util.find_spec("atom") is not None:
         activate()
