@@ -218,7 +218,7 @@ def send_scales(parts, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, 
     """Send the scales of a block of each row, whose parts [GROUPS, TOKENS] are two or one.
 
     A tensor with TILE.COPIES copies of each, of which one is stored, gives them to the warp that has the token. So
-    Triton 3.6 moves them without a barrier.
+    Triton 3.6 moves them without a barrier, unless all warps share a tile of one token.
     """
     block: tl.constexpr = TILE.GROUPS * TILE.PARTS
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP

@@ -272,7 +272,7 @@ def dispatch_kernel(
             return CompiledKernel(bulk_dispatch_kernel, given, launch.num_warps)
         given |= _low_latency_constants(kernels, args, launch)
         threads = 32 * launch.num_warps
-        # wide programs, where the multiprocessors are bounded, have one each
+        # a program of THREADS_PER_SM threads or more has a multiprocessor to itself
         num_programs = min(LL_PROGRAMS_PER_SM, max(1, THREADS_PER_SM[phase] // threads))
         max_registers = REGISTERS_PER_SM // (num_programs * threads)
         return CompiledKernel(ll_dispatch_kernel, given, launch.num_warps, max_registers)
