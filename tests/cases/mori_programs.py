@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from ep_a2a.compat.mori import install, uninstall
-from ep_a2a.errors import AlternationError, DtypeError, ForeignIndicesError, InputError, StateError, UnsupportedError
+from ep_a2a.errors import (
+    AlternationError,
+    DtypeError,
+    ForeignIndicesError,
+    InputError,
+    StateError,
+    UnsupportedError,
+)
 from ep_a2a.memory.guards import recording_on_cpu
 from ep_a2a.routing import num_distinct_ranks
 
@@ -232,20 +239,18 @@ def across_nodes(context: RankContext, kernel_type: str, gpu_per_node: int) -> N
 def a_dtype_per_call(context: RankContext) -> None:
     """Tokens of other dtypes than the config's, in turn; the first call of each makes an op with all ranks."""
     with mori_world(context) as mori:
-        op = mori.ops.EpDispatchCombineOp(make_config(mori, context))
+        op = mori.ops.EpDispatchCombineOp(make_config(mori, context, use_external_inp_buf=False))
+        # as programs do that ask once, before the first step
+        buffer = op.get_registered_combine_input_buffer(torch.bfloat16)
+        tokens, weights, ids = own_tokens(context)
         made = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn):
-            tokens, weights, ids = own_tokens(context)
             received = op.dispatch(tokens.to(dtype), weights, None, ids)[0]
             assert received.dtype == dtype
             assert made.setdefault(dtype, op.native) is op.native
             with pytest.raises(AlternationError, match="combine"):
                 op.dispatch(tokens.half(), weights, None, ids)
-            rows = received.to(torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
-            sums = op.combine(rows, None, ids)[0][: len(ids)].cpu()
-            world_size = context.world_size
-            num_ranks = num_distinct_ranks(ids.cpu(), EXPERTS_PER_RANK * world_size, world_size)[:, None]
-            assert torch.equal(sums, (tokens.to(dtype).float().cpu() * num_ranks).to(sums.dtype))
+            _combine_of_dtype(context, op, buffer, received, tokens, ids)
         assert len(made) == 3
         with pytest.raises(DtypeError):
             op.dispatch(tokens.double(), weights, None, ids)
@@ -255,6 +260,23 @@ def a_dtype_per_call(context: RankContext) -> None:
         op.reset()
         op.close()
         assert all(each.closed for each in made.values())
+
+
+def _combine_of_dtype(
+    context: RankContext, op: Any, buffer: torch.Tensor, received: torch.Tensor, tokens: torch.Tensor, ids: torch.Tensor
+) -> None:
+    """Identity experts, whose rows combine reads from `buffer` where it has the dtype."""
+    if received.dtype == torch.float32:
+        with pytest.raises(DtypeError, match="registered buffer of torch"):
+            op.combine(received, None, ids)
+        sums = op.combine(received, None, ids, use_external_inp_buf=1)[0]
+    else:
+        assert op.get_registered_combine_input_buffer(torch.bfloat16).data_ptr() == buffer.data_ptr()
+        buffer.copy_(received)
+        sums = op.combine(torch.full_like(buffer, torch.nan), None, ids)[0]
+    num_ranks = num_distinct_ranks(ids.cpu(), EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
+    expected = tokens.to(received.dtype).float().cpu() * num_ranks
+    assert torch.equal(sums[: len(ids)].cpu(), expected.to(sums.dtype))
 
 
 def what_is_refused(context: RankContext) -> None:

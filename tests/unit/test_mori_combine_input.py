@@ -34,7 +34,7 @@ def dispatched():
 
 @pytest.fixture
 def given(dispatched):
-    made = CombineInput(SimpleNamespace(device=torch.device("cpu")), CONFIG)
+    made = CombineInput(SimpleNamespace(device=torch.device("cpu")), CONFIG, {})
     made.dispatched = dispatched
     return made
 
@@ -103,6 +103,18 @@ def test_rows_that_are_missing(given, dispatched, num_given):
         with pytest.raises(InputError, match=f"{NUM_RECEIVED - num_given} rows fewer"):
             given.of(rows[:num_given], None, None, 1)
     assert given.of(rows[:NUM_RECEIVED], None, None, 1)[0].shape == rows.shape
+
+
+def test_a_backend_may_register_other_memory_in_each_step():
+    """As FlashInfer's does."""
+    native = SimpleNamespace(
+        device=torch.device("cpu"),
+        get_registered_combine_input_buffer=lambda dtype, _: torch.empty(NUM_ROWS, 32, dtype=dtype),
+    )
+    made = CombineInput(native, CONFIG, {})
+    for _ in range(2):
+        buffer = made.registered(torch.float32, -1)
+        assert made.of(torch.ones(NUM_ROWS, 32), None, None, 0)[0] is buffer
 
 
 def test_a_gpu_tells_later():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ep_a2a.compat.parameters import warn_once
-from ep_a2a.errors import InputError
+from ep_a2a.errors import DtypeError, InputError
 from ep_a2a.memory.guards import is_capturing
 
 if TYPE_CHECKING:
@@ -29,6 +29,17 @@ class Dispatched(NamedTuple):
     result: DispatchResult
 
 
+class Registered(NamedTuple):
+    """A registered buffer for combine's input.
+
+    Attributes:
+        owner: our op that has it, which may return other memory in each step. rows: [R, H], as it was last returned.
+    """
+
+    owner: DispatchCombineOp
+    rows: torch.Tensor
+
+
 class CombineInput:
     """Makes the arguments of our combine from those of MORI's.
 
@@ -39,24 +50,28 @@ class CombineInput:
 
     Args:
         native: our op. config: its configuration.
+        registered: the registered buffers that have been asked for, by dtype; ops of all token dtypes share them.
 
     Attributes:
         dispatched: the dispatch whose rows have been received and not combined; None without one.
         lost_rows: whether earlier combines were given too few rows.
     """
 
-    def __init__(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
-        self._native, self._config = native, config
+    def __init__(
+        self, native: DispatchCombineOp, config: EpDispatchCombineConfig, registered: dict[torch.dtype, Registered]
+    ) -> None:
+        self._native, self._config, self._registered = native, config, registered
         self.dispatched: Dispatched | None = None
         self.lost_rows = LostRows(native.device)
-        self._registered: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
 
     def registered(self, dtype: torch.dtype, hidden_dim: int) -> torch.Tensor:
-        """Returns the op's registered buffer for combine's input."""
-        self._registered = self._native.get_registered_combine_input_buffer(dtype, hidden_dim)
-        return self._registered
+        """Returns the registered buffer for combine's input of a dtype, from the op that was first asked for it."""
+        owner = self._registered[dtype].owner if dtype in self._registered else self._native
+        rows = owner.get_registered_combine_input_buffer(dtype, hidden_dim)
+        self._registered[dtype] = Registered(owner, rows)
+        return rows
 
     def of(
         self, rows: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor | None, use_external_inp_buf: int
@@ -69,6 +84,7 @@ class CombineInput:
 
         Raises:
             InputError: rows of received tokens are missing, or weights could be in the order of rows or of tokens.
+            DtypeError: combine reads a registered buffer, and none of its dtype has been asked for.
         """
         self.lost_rows.check()
         num_rows = self._config.max_num_expert_rows
@@ -80,8 +96,8 @@ class CombineInput:
             warn_once("mori", COMBINE, "indices")
             indices = None
         external = self._config.use_external_inp_buf if use_external_inp_buf < 0 else bool(use_external_inp_buf)
-        if not external and self._registered is not None:
-            return self._registered, weights, indices
+        if not external and self._registered:
+            return self._registered_rows(), weights, indices
         if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or num_given >= num_rows:
             return rows, weights, indices
         if self.dispatched is not None:
@@ -91,6 +107,17 @@ class CombineInput:
         if rows.shape[1] == self._config.hidden_dim and rows.dtype == self._config.combined_dtype:
             self._rows = rows = _extended(rows, num_rows, self._rows)
         return rows, weights, indices
+
+    def _registered_rows(self) -> torch.Tensor:
+        """Returns the registered buffer of the dtype that combine takes."""
+        dtype = self._config.combined_dtype
+        if dtype not in self._registered:
+            raise DtypeError(
+                f"a registered buffer of {dtype}",
+                f"one of {', '.join(map(str, self._registered))} alone",
+                f"Write the rows to get_registered_combine_input_buffer({dtype}), or pass use_external_inp_buf=1.",
+            )
+        return self._registered[dtype].rows
 
     def _are_own(self, weights: torch.Tensor | None, num_given: int) -> bool:
         """Whether weights are those of this rank's own tokens, and not in the order of the rows.

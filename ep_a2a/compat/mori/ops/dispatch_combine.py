@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched
+from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched, Registered
 from ep_a2a.compat.mori.shmem_context import current_world
 from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
 from ep_a2a.compat.parameters import warn_once
@@ -91,7 +91,8 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
 
     def _wrap(self, native: DispatchCombineOp, config: EpDispatchCombineConfig) -> None:
         self.config, self.native = config, native
-        self._combine_input = CombineInput(native, config)
+        self._registered: dict[torch.dtype, Registered] = {}
+        self._combine_input = CombineInput(native, config, self._registered)
         self._by_dtype = {config.data_type: (native, self._combine_input)}
         self._sent: Dispatched | None = None
         self._counts_experts = False
@@ -115,7 +116,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
                     "Dispatch tokens of this dtype once on all ranks before the capture.",
                 )
             made = self._make(replace(self.config, data_type=dtype))
-            self._by_dtype[dtype] = made, CombineInput(made, made.config)
+            self._by_dtype[dtype] = made, CombineInput(made, made.config, self._registered)
         self.native, self._combine_input = self._by_dtype[dtype]
 
     @outside_graphs
@@ -283,7 +284,10 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         return self.native.local_expert_count
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Returns memory [R, H] that combine reads where use_external_inp_buf is False. It is plain local memory."""
+        """Returns memory [R, H] that combine reads where use_external_inp_buf is False. It is plain local memory.
+
+        For one `dtype` of combine's input it is the same memory after dispatches of any dtype.
+        """
         return self._combine_input.registered(dtype, hidden_dim)
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
