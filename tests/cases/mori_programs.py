@@ -16,6 +16,8 @@ import torch
 from ep_a2a.compat.mori import install, uninstall
 from ep_a2a.errors import (
     AlternationError,
+    ClosedError,
+    ConfigMismatchError,
     DtypeError,
     ForeignIndicesError,
     InputError,
@@ -243,6 +245,8 @@ def a_dtype_per_call(context: RankContext) -> None:
         # as programs do that ask once, before the first step
         buffer = op.get_registered_combine_input_buffer(torch.bfloat16)
         tokens, weights, ids = own_tokens(context)
+        with pytest.raises(ConfigMismatchError):
+            op.dispatch(tokens.to(torch.float16 if context.rank else torch.float32), weights, None, ids)
         made = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn):
             received = op.dispatch(tokens.to(dtype), weights, None, ids)[0]
@@ -257,9 +261,12 @@ def a_dtype_per_call(context: RankContext) -> None:
         if context.device.type == "cpu":
             with recording_on_cpu(), pytest.raises(UnsupportedError, match="before the capture"):
                 op.dispatch(tokens.half(), weights, None, ids)
-        op.reset()
+        _errors_reach_other_dtypes(context, mori, op)
+        _an_error_leaves_an_open_send(context, mori, op, idle=made[torch.float32])
         op.close()
         assert all(each.closed for each in made.values())
+        with pytest.raises(ClosedError):
+            op.dispatch(tokens.half(), weights, None, ids)
 
 
 def _combine_of_dtype(
@@ -277,6 +284,50 @@ def _combine_of_dtype(
     num_ranks = num_distinct_ranks(ids.cpu(), EXPERTS_PER_RANK * context.world_size, context.world_size)[:, None]
     expected = tokens.to(received.dtype).float().cpu() * num_ranks
     assert torch.equal(sums[: len(ids)].cpu(), expected.to(sums.dtype))
+
+
+def _combine_other_ids(context: RankContext, mori: Any, op: Any, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    """A combine that records ForeignIndicesError on ranks with tokens."""
+    op.combine(rows, None, (ids + 1) % (EXPERTS_PER_RANK * context.world_size), use_external_inp_buf=1)
+    _settle(context, mori)
+
+
+def _settle(context: RankContext, mori: Any) -> None:
+    """All ranks have recorded the errors of earlier calls."""
+    if context.device.type == "cuda":
+        torch.cuda.synchronize()
+    mori.shmem.shmem_barrier_all()
+
+
+def _errors_reach_other_dtypes(context: RankContext, mori: Any, op: Any) -> None:
+    """The next dispatch raises what a step of another dtype has recorded, also inside of the step."""
+    tokens, weights, ids = own_tokens(context)
+    op.dispatch(tokens, None if context.rank else weights, None, ids)
+    _settle(context, mori)
+    with pytest.raises(ConfigMismatchError):
+        op.dispatch(tokens.float(), weights, None, ids)
+    op.reset()
+    _combine_other_ids(context, mori, op, op.dispatch(tokens, weights, None, ids)[0], ids)
+    if len(ids):
+        with pytest.raises(ForeignIndicesError):
+            op.dispatch(tokens.float(), weights, None, ids)
+    op.reset()
+    op._combine_input.lost_rows._on_host.fill_(2)  # as once a GPU's copy has arrived
+    with pytest.raises(InputError, match="2 rows fewer"):
+        op.dispatch(tokens.float(), weights, None, ids)
+    op.reset()
+
+
+def _an_error_leaves_an_open_send(context: RankContext, mori: Any, op: Any, idle: Any) -> None:
+    """A reset for the error of a dtype that is not in use."""
+    tokens, weights, ids = own_tokens(context)
+    rows = op.dispatch_send(tokens, weights, None, ids)[0]
+    _combine_other_ids(context, mori, idle, idle.dispatch(tokens.float(), weights, None, ids)[0], ids)
+    op.reset()
+    op.local_expert_count.fill_(-1)
+    op.dispatch_recv(call_local_expert_count=True)
+    assert (op.local_expert_count >= 0).all()
+    check_combined(context, tokens, ids, op.combine(rows, None, ids, use_external_inp_buf=1))
 
 
 def what_is_refused(context: RankContext) -> None:

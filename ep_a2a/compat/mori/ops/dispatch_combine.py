@@ -14,7 +14,7 @@ from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, Unsuppor
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.config.op_config import TOKEN_DTYPES
-from ep_a2a.errors import AlternationError, ClosedError, EpA2AError, UnsupportedError
+from ep_a2a.errors import ClosedError, EpA2AError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import is_capturing
 from ep_a2a.ops.op_sizes import OpSizes
@@ -68,7 +68,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
 
     Attributes:
         native: our op for the dtype of the last dispatch, with the calls that MORI's op lacks (`check`, `set_timeout`,
-            `recv_counts`, ...).
+            `recv_counts`, ...). `set_timeout` and `set_max_sms` change this dtype's op alone.
 
     Raises:
         NotInitializedError: before shmem_torch_process_group_init.
@@ -100,14 +100,20 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     def _choose_native(self, tokens: torch.Tensor) -> None:
         """Makes this step's calls go to the op for the tokens' dtype, which all ranks make when it is new.
 
-        Dtypes without an op, as all do that no kernel moves, are left to the present op, which refuses them.
+        The present op keeps the call, and refuses it, where its step is open or no kernel moves the dtype.
+
+        Raises:
+            EpA2AError: the op of any dtype is closed or has failed.
         """
         config, dtype = self.native.config, getattr(tokens, "dtype", None)
         casts_already = config.casts_in_dispatch and dtype == FP8_DTYPE
         if self._make is None or dtype == config.data_type or dtype not in TOKEN_DTYPES or casts_already:
             return
         if self.native.has_open_step:
-            raise AlternationError("a combine of the step before", f"a dispatch of {dtype}", "Combine that step first.")
+            return
+        for native, combine_input in self._by_dtype.values():
+            native.check()
+            combine_input.lost_rows.check()
         if dtype not in self._by_dtype:
             if is_capturing(self.native.device):
                 raise UnsupportedError(
@@ -263,7 +269,8 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             except ClosedError:
                 raise
             except EpA2AError:
-                self._sent = None
+                if native is self.native:
+                    self._sent = None
                 combine_input.dispatched = None
                 native.reset()
             combine_input.lost_rows.clear()
