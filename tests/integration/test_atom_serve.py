@@ -51,10 +51,16 @@ def test_misuse_of_the_launcher_is_named(arguments: tuple[str, ...], backend: st
 
 
 @pytest.mark.parametrize(
-    ("backend", "maker"), [("ep_a2a", "ep_a2a.integrations.atom.patches"), ("", "atom.model_ops.moe")]
+    ("backend", "imported", "maker"),
+    [
+        # torch says whether the GPUs are AMD's, which this backend refuses
+        ("ep_a2a", "False True", "ep_a2a.integrations.atom.patches"),
+        ("naive", "False False", "ep_a2a.integrations.atom.patches"),
+        ("", "False False", "atom.model_ops.moe"),
+    ],
 )
-def test_the_entry_point_imports_nothing_by_itself(backend: str, maker: str) -> None:
-    assert lines("-c", ENTRY_POINT, EP_A2A_BACKEND=backend) == ["False False", maker]
+def test_the_entry_point_imports_no_more_than_it_asks(backend: str, imported: str, maker: str) -> None:
+    assert lines("-c", ENTRY_POINT, EP_A2A_BACKEND=backend) == [imported, maker]
 
 
 def test_without_atom_the_entry_point_does_nothing() -> None:

@@ -45,6 +45,7 @@ def activate() -> bool:
         return False
     check_backend_name(backend)
     if backend == DEFAULT_BACKEND:
+        # imports torch, which only this backend must ask for the GPUs' maker
         from ep_a2a.memory.gpu_maker import refuse_other_gpus
 
         refuse_other_gpus("cuda")
