@@ -89,8 +89,8 @@ class BufferBase:
         """Whether casts to fp8 work: on Hopper or later, and on CPU."""
         return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= SM90
 
-    @classmethod
-    def set_num_sms(cls, new_num_sms: int) -> None:
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
         """Bounds the multiprocessors of normal calls that are given no config, in all buffers of the process.
 
         Without a call of this there is no bound.
@@ -100,7 +100,7 @@ class BufferBase:
         """
         if new_num_sms % 2 or new_num_sms < 0:
             raise ConfigError("an even number of multiprocessors", str(new_num_sms))
-        cls.num_sms = BufferBase._max_sms = new_num_sms
+        BufferBase.num_sms = BufferBase._max_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
