@@ -17,10 +17,11 @@ from unittest import mock
 import pytest
 import torch
 
+from ep_a2a.compat.aiter.managers import AiterAll2AllManager
 from ep_a2a.compat.mori import install, uninstall
 from ep_a2a.errors import ClosedError, UnsupportedError
 from ep_a2a.integrations.atom import activate
-from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
+from ep_a2a.integrations.atom.manager import install_manager
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.mori_programs import (
     EXPERTS_PER_RANK,

@@ -11,8 +11,6 @@ from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.registry import create_manager
 
-__all__ = ["AiterAll2AllManager", "install_manager"]
-
 _managers: WeakKeyDictionary[Any, AiterAll2AllManager] = WeakKeyDictionary()
 
 

@@ -12,13 +12,16 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat import mori
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.atom.manager import AiterAll2AllManager, install_manager
+from ep_a2a.integrations.atom.manager import install_manager
 from ep_a2a.integrations.atom.options import check_options, why_inactive
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
+
+if TYPE_CHECKING:
+    from ep_a2a.compat.aiter.managers import AiterAll2AllManager
 
 logger = logging.getLogger(__name__)
 
