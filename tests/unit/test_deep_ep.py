@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -119,6 +120,39 @@ def test_events_without_a_gpu_mean_nothing():
     assert stream.run(lambda: 3, None, Buffer.capture(), False)[1].event is None
     EventOverlap().current_stream_wait()
     assert stream.stream is stream.stream
+
+
+class FakeStream:
+    current: FakeStream
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.seen.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # as in DeepEP behind the layout, which it reads, though the event that is waited for is older
+        ({"async_finish": True}, ["event", "work on side"]),
+        ({"async_finish": False}, ["side waits for main", "event", "work on side", "main waits for side"]),
+        ({"async_finish": False, "here": True}, ["work on main"]),
+    ],
+)
+def test_normal_calls_are_on_one_stream(monkeypatch, options, expected):
+    seen: list[str] = []
+    FakeStream.current = main = FakeStream("main", seen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: mock.patch.object(FakeStream, "current", stream))
+    stream = CommStream(torch.device("cuda", 0))
+    vars(stream)["stream"] = FakeStream("side", seen)
+    previous = EventOverlap(SimpleNamespace(current_stream_wait=lambda: seen.append("event")))
+    _, event = stream.run(lambda: seen.append(f"work on {FakeStream.current.name}"), None, previous, **options)
+    assert seen == expected
+    assert (event.event is None) != options["async_finish"]
 
 
 def test_tensors_are_found_where_they_are():

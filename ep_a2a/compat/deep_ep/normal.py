@@ -98,7 +98,7 @@ class NormalMode(BufferBase):
                 this number of rows is returned. 0: the host waits for the counts of all ranks.
             config: only its num_sms has an effect.
             previous_event: with async_finish, the event to wait for in place of the current stream's work.
-            async_finish: run on the communication stream; the returned event marks the end.
+            async_finish: the current stream does not wait for the call; the returned event marks its end.
             allocate_on_comm_stream: without effect; results may be used on both streams.
 
         Returns:
