@@ -241,7 +241,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         their copies live until then.
 
         Args:
-            a1: this rank's tokens.
+            a1: this rank's tokens; [T, less than H] where vLLM leaves the columns that pad H to quantisation
+                (skip_forward_padding). Zeros travel in their place.
             topk_weights, topk_ids: [T, K], their router weights and global expert ids.
             num_experts: over all ranks.
             expert_map: global to local ids; used on CPU only.
@@ -260,7 +261,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
                     "one expert per token where its weight applies to the input", str(topk_ids.shape[1])
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
-        tokens, weights, ids = a1.contiguous(), topk_weights.float().contiguous(), topk_ids.int().contiguous()
+        tokens = _padded(a1, self._moe.hidden_dim).contiguous()
+        weights, ids = topk_weights.float().contiguous(), topk_ids.int().contiguous()
         dbo_yield_and_switch_from_compute_to_comm()
         received, received_weights, scales, received_ids, _ = exchange.dispatch(
             tokens,
@@ -406,8 +408,6 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
         Experts may leave out the last columns, which only pad H (TensorRT-LLM's of MXFP4). They become zeros.
         """
-        from torch.nn import functional
-
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
         rows: torch.Tensor = weight_and_reduce_impl.apply(
@@ -417,13 +417,20 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             topk_ids=topk_ids,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
-        missing = self._moe.hidden_dim - rows.shape[-1]
-        return functional.pad(rows, (0, missing)) if missing > 0 else rows
+        return _padded(rows, self._moe.hidden_dim)
 
     def _combined_rows(self, output: torch.Tensor) -> torch.Tensor:
         """Returns memory [T, H] for combine: output, or new memory where output is without the columns that pad H."""
         hidden_dim = self._moe.hidden_dim
         return output if output.shape[-1] >= hidden_dim else output.new_empty(output.shape[0], hidden_dim)
+
+
+def _padded(rows: torch.Tensor, hidden_dim: int) -> torch.Tensor:
+    """Returns rows [T, hidden_dim], with zeros in the columns that narrower rows lack."""
+    from torch.nn import functional
+
+    missing = hidden_dim - rows.shape[-1]
+    return functional.pad(rows, (0, missing)) if missing > 0 else rows
 
 
 def _fill(output: torch.Tensor, combined: torch.Tensor) -> None:

@@ -40,7 +40,8 @@ class Layer:
     ids: "random", "padding" (rows of -1), "holes" (a -1 beside valid ids), or "first rank" (the last gets no token).
     with_map: expert_map is passed; on CPU rows then carry local ids. Without, they carry global ones, as on GPUs.
     scale: of the tokens' elements.
-    dropped: last columns that the experts leave out of their rows.
+    padding: last columns with which vLLM pads the tokens' hidden size.
+    skip_forward_padding: tokens come without them. has_unpadded_output: the experts leave them out of their rows.
     """
 
     tokens: tuple[int, int] = (5, 3)
@@ -55,13 +56,15 @@ class Layer:
     with_map: bool = False
     seed: int = 0
     scale: float = 1.0
-    dropped: int = 0
+    padding: int = 0
+    skip_forward_padding: bool = False
+    has_unpadded_output: bool = False
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """This rank's tokens, weights and ids."""
         generator = torch.Generator().manual_seed(1000 + 10 * self.seed + rank)
         num_tokens = self.tokens[rank]
-        tokens = torch.randn(num_tokens, self.hidden, generator=generator) * self.scale
+        tokens = torch.randn(num_tokens, self.hidden - self.padding, generator=generator) * self.scale
         weights = torch.rand(num_tokens, self.topk, generator=generator) + 0.1
         most = expert_ranges(self.num_experts, 2)[0][1] if self.ids == "first rank" else self.num_experts
         ids = torch.rand(num_tokens, most, generator=generator).argsort(1)[:, : self.topk].to(torch.int32)
@@ -84,6 +87,7 @@ class Layer:
         up, down = self.weights()
         if self.weight_on_input:
             tokens = tokens * weights.to(tokens.dtype)
+        tokens = torch.nn.functional.pad(tokens, (0, self.padding))
         rows = tokens.float()
         if self.quant in CASTS:
             scale_format = "float32_power_of_two" if self.quant == "per_block_rounded" else "float32"
@@ -94,7 +98,7 @@ class Layer:
             expert = ids[:, slot].clamp(min=0).long()
             weight = torch.ones(len(ids)) if self.weight_on_input else weights[:, slot]
             result += (valid * weight)[:, None] * mlp(rows, up[expert], down[expert])
-        return result
+        return result[:, : self.hidden - self.padding]
 
     @property
     def tolerance(self) -> float:
@@ -125,7 +129,7 @@ def experts_class() -> type:
             return mk.FusedMoEActivationFormat.Standard
 
         def output_hidden_dim(self, hidden: int) -> int:
-            return hidden - self.case.dropped
+            return self.case.hidden - self.case.padding if self.case.has_unpadded_output else hidden
 
         def workspace_shapes(self, rows: int, *shape: Any) -> Any:
             hidden, topk = self.output_hidden_dim(shape[1]), shape[2]
@@ -258,7 +262,7 @@ def run_kernel(case: Layer, kernel: Any, rank: int, rows: torch.Tensor | None = 
     up, down = (all_experts[first:end] for all_experts in case.weights())
     before = tokens.clone()
     result = kernel.apply(
-        hidden_states=tokens,
+        hidden_states=padded_by_vllm(case, tokens) if case.padding else tokens,
         w1=up,
         w2=down,
         topk_weights=weights,
@@ -269,11 +273,31 @@ def run_kernel(case: Layer, kernel: Any, rank: int, rows: torch.Tensor | None = 
         apply_router_weight_on_input=case.weight_on_input,
     )
     assert torch.equal(tokens, before), "the caller's tokens have changed"
-    return result
+    return without_padding(case, tokens, result) if case.padding else result
+
+
+def padded_by_vllm(case: Layer, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens as vLLM's layer gives them to its kernel."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    layer = SimpleNamespace(_quant_method=case, moe_config=SimpleNamespace(hidden_dim=case.hidden))
+    layer.routed_output_transform = None
+    return MoERunner._maybe_pad_hidden_states(layer, None, tokens)[0]
+
+
+def without_padding(case: Layer, tokens: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """The result as vLLM's layer returns it; its shape must be the one that vLLM has told torch.compile."""
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    hidden = case.hidden - case.padding
+    unpadded = hidden if case.has_unpadded_output else 0
+    told = moe_runner._moe_forward_fake(padded_by_vllm(case, tokens), tokens, None, None, "", unpadded)
+    assert result.shape == told.shape
+    return result[:, :hidden]
 
 
 def check_result(case: Layer, result: torch.Tensor, rank: int, rows: torch.Tensor | None = None) -> None:
-    expected = case.expected(rank)[:, : case.hidden - case.dropped]
+    expected = case.expected(rank)
     if rows is not None:
         expected = expected[rows]
     assert result.shape == expected.shape

@@ -93,12 +93,15 @@ def check_experts_that_leave_the_sum_to_finalize(context: RankContext) -> None:
         steps(context, Layer(reduce=kind, topk=1, weight_on_input=True))
 
 
-def check_experts_that_drop_the_columns_of_padding(context: RankContext) -> None:
-    """As TensorRT-LLM's of MXFP4: vLLM pads the hidden size for them."""
+def columns_of_padding(context: RankContext, **padded: bool) -> None:
+    """Of each way: vLLM pads the hidden size, also for methods that pad tokens, or drop the columns, themselves."""
     for halves in ("", "halves"):
         with mock.patch.dict(os.environ, {"EP_A2A_SHARED_EXPERTS": halves}):
             for kind in ("NoOP", "Contiguous"):
-                steps(context, Layer(dropped=48, reduce=kind), Layer(dropped=48, reduce=kind, seed=1, tokens=(0, 2)))
+                case = Layer(padding=48, reduce=kind, **padded)
+                steps(context, case, replace(case, seed=1, tokens=(0, 2)))
+    for quant in ("per_token", "per_block", "per_tensor"):
+        steps(context, Layer(padding=48, hidden=256, quant=quant, **padded))
 
 
 def check_rows_without_a_token_name_another_ranks_expert(context: RankContext) -> None:

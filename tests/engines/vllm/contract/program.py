@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.testing import RankPool
@@ -44,7 +45,13 @@ def checks_of(*modules: ModuleType) -> dict[str, Callable[..., None]]:
 
 
 IN_BOTH_FORMS = {name: partial(layer_checks.in_both_forms, case=case) for name, case in layer_checks.FORMS.items()}
-LAYER_CHECKS = IN_BOTH_FORMS | checks_of(layer_checks)
+PADDED = {
+    f"padding_of_{'unpadded' if skips else 'padded'}_tokens_and_{'unpadded' if drops else 'padded'}_rows": partial(
+        layer_checks.columns_of_padding, skip_forward_padding=skips, has_unpadded_output=drops
+    )
+    for skips, drops in product((False, True), repeat=2)
+}
+LAYER_CHECKS = IN_BOTH_FORMS | PADDED | checks_of(layer_checks)
 MICRO_BATCH_CHECKS = checks_of(micro_batch_checks)
 # those of a user who has not chosen the backend come first
 CHECKS = checks_of(config_checks, worker_checks, group_checks, engine_checks)
