@@ -212,7 +212,7 @@ def sections(context: RankContext, port: str, quant_type: str) -> None:
         join(port, context)
         names |= guide_names(context, quant_type)
         state = importlib.import_module("aiter.dist.parallel_state")
-        state.init_dist_env(1, 0, "gloo", data_parallel_size=context.world_size, data_parallel_rank=context.rank)
+        state.init_dist_env(1, 0, "nccl", data_parallel_size=context.world_size, data_parallel_rank=context.rank)
         names |= {"ep_group": state.get_ep_group(), "fused_moe": fused_moe}
         run_block("001_6_quantization", names)
         run_block("001_3_handle", names)
