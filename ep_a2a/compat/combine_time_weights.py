@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import ConfigError, InputError, ShapeError
+from ep_a2a.errors import ConfigError, InputError, ShapeError, UnsupportedError
 from ep_a2a.kernels.combine_time_weights_kernels import exchange_weights_kernel
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import padded
+from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
@@ -145,7 +146,9 @@ class WeightExchange:
 
         Raises:
             DtypeError, DeviceError, ContiguityError, ShapeError: what their names say, before anything is launched.
+            UnsupportedError: kernels cannot store to ranks of other nodes; nothing was launched.
         """
+        self._require_stores()
         check_tensor("weights", weights, (torch.float32,), self._device)
         if tuple(weights.shape) != (num_tokens, self._config.topk):
             raise ShapeError(
@@ -154,6 +157,15 @@ class WeightExchange:
         self._streams.follow(self._device)
         values = self._values(weights, num_tokens, max_num_tokens)
         self._kernel.run(self._config.world_size, values, self._device)
+
+    def _require_stores(self) -> None:
+        rings = Rings.of(self._config)
+        if rings.by_puts or rings.by_host:
+            raise UnsupportedError(
+                "the router's weights in dispatch, where kernels cannot store to other nodes",
+                f"weights in combine, with internode_transport {self._config.internode_transport!r}",
+                "Pass topk_weights to the dispatch, and None to the combine, on every rank.",
+            )
 
     def _values(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> tuple[Any, ...]:
         config = self._config

@@ -6,6 +6,7 @@ What DeepEP's own tests of its intranode and low-latency kernels look at, agains
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -17,9 +18,11 @@ from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.compat.deep_ep import Buffer, Config
 from ep_a2a.compat.deep_ep.streams import tensors_of
 from ep_a2a.config import FP8_DTYPE
+from ep_a2a.env import INTERNODE_TRANSPORT
 from ep_a2a.errors import (
     ClosedError,
     ConfigError,
+    ConfigMismatchError,
     DtypeError,
     InputError,
     ShapeError,
@@ -28,8 +31,17 @@ from ep_a2a.errors import (
     UnsupportedError,
 )
 from ep_a2a.quantization import dequantize, quantize_per_1x128
-from ep_a2a.reference import combine_reference, reduce_experts_reference
-from tests.cases.op_cases import Case, expert_results, make_inputs, reference_of, same_bits, same_sums
+from ep_a2a.reference import reduce_experts_reference
+from tests.cases.op_cases import (
+    Case,
+    combine_by_nodes,
+    expert_results,
+    make_biases,
+    make_inputs,
+    reference_of,
+    same_bits,
+    same_sums,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +62,15 @@ LOW_LATENCY = Case(
 )
 
 
-def make_buffer(context: RankContext, **options: Any) -> Buffer:
+def make_buffer(context: RankContext, case: Case, **options: Any) -> Buffer:
+    options = {"gpus_per_node": case.world_size // case.num_nodes, **options}
     return Buffer(context.group, 0, 0, device=context.device, explicitly_destroy=True, **options)
+
+
+def over(context: RankContext, transport: str, body: Callable[..., None], *arguments: Any) -> None:
+    """A body whose tokens this transport carries between nodes."""
+    with mock.patch.dict(os.environ, {INTERNODE_TRANSPORT.name: transport}):
+        body(context, *arguments)
 
 
 class Step:
@@ -85,12 +104,16 @@ class Step:
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             self.topk_idx, self.case.num_experts
         )
-        assert per_rdma_rank is None
-        return {
+        nodes = is_in_rank.unflatten(1, (self.case.num_nodes, -1)).any(2)
+        assert (None if per_rdma_rank is None else per_rdma_rank.tolist()) == (
+            None if self.case.num_nodes == 1 else nodes.sum(0).tolist()
+        )
+        self.layout_given = {
             "num_tokens_per_rank": per_rank,
             "is_token_in_rank": is_in_rank,
             "num_tokens_per_expert": per_expert,
         }
+        return self.layout_given
 
     def local_ids(self) -> torch.Tensor:
         """The received ids as DeepEP returns them: of this rank's experts from 0, -1 for others."""
@@ -104,10 +127,17 @@ class Step:
             assert scales is not None
             same_bits(scales, self.received.scales, "scales")
 
-    def combined(self, rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def biases(self, rank: int) -> dict[str, torch.Tensor]:
+        """One bias in the first step and two in the others."""
+        case = replace(self.case, num_biases=1 + (self.number > 0))
+        return make_biases(case, torch.bfloat16, len(self.everyone[rank].tokens), 0, self.number)
+
+    def combined(self, rows: list[torch.Tensor], with_biases: bool = False) -> torch.Tensor:
         """What combine gives this rank for the rows that all ranks' experts return."""
         num_tokens = [inputs.tokens.shape[0] for inputs in self.everyone]
-        return combine_reference(rows, self.expected, num_tokens, dtype)[self.context.rank]
+        biases = [self.biases(rank) for rank in range(self.case.world_size)] if with_biases else ()
+        sums = combine_by_nodes(rows, self.expected, num_tokens, torch.bfloat16, self.case.num_nodes, biases)
+        return sums[self.context.rank]
 
 
 def fp8(case: Case) -> Case:
@@ -125,7 +155,7 @@ def returned_rows(step: Step) -> list[torch.Tensor]:
 
 def normal_mode(context: RankContext, case: Case, with_topk: bool, asynchronous: bool) -> None:
     """DeepEP's intranode test: layout, dispatch, cached dispatch, combine with weights and bias."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     launch: dict[str, Any] = {"config": Config(24, 8, 256), "async_finish": asynchronous}
     for number in range(len(case.tokens)):
         step = Step(case, number, context)
@@ -138,7 +168,13 @@ def normal_mode(context: RankContext, case: Case, with_topk: bool, asynchronous:
         step.check_received(got)
         assert per_expert == step.expert_counts(context.rank)
         sent = torch.stack([each.counts_per_source for each in step.expected], 1)
-        same_bits(handle[0], sent.cumsum(0).to(torch.int32), "rank_prefix_matrix")
+        prefixes = sent.cumsum(0).to(torch.int32)
+        if case.num_nodes == 1:
+            same_bits(handle[0], prefixes, "rank_prefix_matrix")
+        else:
+            assert len(handle) == 10
+            assert handle[0] is step.layout_given["is_token_in_rank"]
+            same_bits(handle[6], prefixes[:, context.rank], "recv_gbl_rank_prefix_sum")
         if with_topk:
             check_topk(step, ids, weights)
         else:
@@ -164,7 +200,7 @@ def hold_up(device: torch.device) -> None:
 
 def worst_case(context: RankContext, case: Case) -> None:
     """num_worst_tokens: no counts on the host, as many rows as could come, and one that no rank can fill."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     num_worst_tokens = case.world_size * case.max_tokens + 1
     for number in range(len(case.tokens)):
         step = Step(case, number, context)
@@ -178,7 +214,7 @@ def worst_case(context: RankContext, case: Case) -> None:
         count = step.received.total_recv
         x, scales = got if isinstance(got, tuple) else (got, None)
         assert per_expert == []
-        assert handle[0] is None
+        assert handle[0] is (None if case.num_nodes == 1 else step.layout_given["is_token_in_rank"])
         assert x.shape[0] == ids.shape[0] == weights.shape[0] == num_worst_tokens
         step.check_received(x[:count] if scales is None else (x[:count], scales[:count]))
         check_topk(step, ids[:count], weights[:count])
@@ -187,7 +223,7 @@ def worst_case(context: RankContext, case: Case) -> None:
         mine = torch.full((num_worst_tokens, case.hidden_dim), torch.nan, dtype=torch.bfloat16)
         mine[:count] = rows[context.rank]
         combined, _, _ = buffer.combine(mine.to(context.device), handle)
-        same_sums(combined, step.combined(rows, torch.bfloat16), "combine")
+        same_sums(combined, step.combined(rows), "combine")
     buffer.destroy()
 
 
@@ -201,16 +237,9 @@ def check_topk(step: Step, ids: torch.Tensor, weights: torch.Tensor) -> None:
 def check_combine(
     buffer: Buffer, step: Step, handle: Any, weights: torch.Tensor | None, launch: dict[str, Any]
 ) -> None:
-    """With one bias in the first step and with two in the others."""
     device = step.context.device
     rows = returned_rows(step)
-    expected = step.combined(rows, torch.float32)
-    generator = torch.Generator().manual_seed(5)
-    biases = [torch.randn(expected.shape, generator=generator).bfloat16() for _ in range(1 + (step.number > 0))]
-    total = expected
-    for bias in biases:
-        total += bias.float()
-    given = tuple(bias.to(device) for bias in biases)
+    given = tuple(bias.to(device) for bias in step.biases(step.context.rank).values())
     combined, sums, event = buffer.combine(
         rows[step.context.rank].to(device),
         handle,
@@ -219,7 +248,7 @@ def check_combine(
         **launch,
     )
     event.current_stream_wait()
-    same_sums(combined, total.bfloat16(), "combine")
+    same_sums(combined, step.combined(rows, with_biases=True), "combine")
     if weights is None:
         assert sums is None
     else:
@@ -237,7 +266,7 @@ def experts_results(step: Step) -> list[torch.Tensor]:
 
 def weighed_sum(step: Step, results: list[torch.Tensor]) -> torch.Tensor:
     rows = [reduce_experts_reference(each, r, torch.bfloat16) for each, r in zip(results, step.expected)]
-    return step.combined(rows, torch.bfloat16)
+    return step.combined(rows)
 
 
 def check_low_latency(step: Step, got: Any, counts: torch.Tensor) -> None:
@@ -276,7 +305,7 @@ def check_sources(step: Step, handle: Any, counts: torch.Tensor) -> None:
 
 def low_latency(context: RankContext, case: Case, with_hook: bool, repeated: bool) -> None:
     """DeepEP's low-latency test: statistics, sources, combine from x or from the buffer; both calls may be repeated."""
-    buffer = make_buffer(context, low_latency_mode=True)
+    buffer = make_buffer(context, case, low_latency_mode=True)
     use_fp8 = case.quant_type != "none"
     casts = {
         "use_fp8": use_fp8,
@@ -323,7 +352,7 @@ def finish(hook: Callable[[], None] | None, event: Any) -> None:
 
 def low_latency_identity(context: RankContext, case: Case) -> None:
     """Experts that return their input give x times the sum of its weights, up to the cast; a layer of two batches."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     steps = [Step(case, number, context) for number in range(2)]
     pending = []
     for step in steps:
@@ -365,12 +394,12 @@ class Exchange:
     def combine(self, buffer: Buffer) -> None:
         mine = self.rows[self.step.context.rank].to(self.step.context.device)
         combined, _, _ = buffer.combine(mine, self.handle)
-        same_sums(combined, self.step.combined(self.rows, torch.bfloat16), "combine")
+        same_sums(combined, self.step.combined(self.rows), "combine")
 
 
 def any_order(context: RankContext, case: Case) -> None:
     """More open dispatches than the buffer keeps, combined in another order; then as two layers' backward does."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     steps = [Step(case, number, context) for number in range(2)]
     opened = [Exchange(buffer, steps[number % 2]) for number in range(3)]
     for exchange in reversed(opened):
@@ -386,7 +415,7 @@ def growing_batches(context: RankContext, case: Case) -> None:
     """Batches beyond what ops have been made for; and a buffer that has been told the most."""
     counts = ((2, 1), (9, 3))
     for most in (0, 4):
-        buffer = make_buffer(context, max_num_tokens_per_rank=most)
+        buffer = make_buffer(context, case, max_num_tokens_per_rank=most)
         for number in range(2):
             step = Step(replace(case, tokens=counts), number, context)
             if most and number:
@@ -399,7 +428,7 @@ def growing_batches(context: RankContext, case: Case) -> None:
 
 def hooks(context: RankContext, case: Case) -> None:
     """Hooks that are called late, too late, or not at all, and weights that travel with the tokens."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     steps = [Step(case, number, context) for number in (0, 1, 0)]
     sent = []
     for step in steps:
@@ -424,7 +453,7 @@ def hooks(context: RankContext, case: Case) -> None:
     combined, _, late = buffer.low_latency_combine(mine, step.topk_idx, None, handle, return_recv_hook=True)
     sent[2][2]()
     # takes the memory of a combine that has not received: that one is ended first
-    Exchange(buffer, Step(replace(NORMAL, hidden_dim=case.hidden_dim), 0, context))
+    Exchange(buffer, Step(replace(NORMAL, hidden_dim=case.hidden_dim, num_nodes=case.num_nodes), 0, context))
     same_sums(combined, weighed_sum(step, results), "combine whose hook has not been called")
     late()
     with pytest.raises(InputError, match="topk_weights"):
@@ -434,7 +463,7 @@ def hooks(context: RankContext, case: Case) -> None:
 
 def overwritten_rows(context: RankContext, case: Case) -> None:
     """More low-latency dispatches than the buffer keeps open: the first one's combine is refused, the others' right."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     steps = [Step(case, number, context) for number in (0, 1, 0)]
 
     def dispatch(step: Step) -> Any:
@@ -453,7 +482,7 @@ def overwritten_rows(context: RankContext, case: Case) -> None:
         combine(steps[0], handles[0])
     # displaced by dispatches of the other mode, which have memory of their own
     handle = dispatch(steps[1])
-    step = Step(replace(NORMAL, hidden_dim=case.hidden_dim), 0, context)
+    step = Step(replace(NORMAL, hidden_dim=case.hidden_dim, num_nodes=case.num_nodes), 0, context)
     others = [Exchange(buffer, step) for _ in range(2)]
     combine(steps[1], handle)
     for other in others:
@@ -463,7 +492,7 @@ def overwritten_rows(context: RankContext, case: Case) -> None:
 
 def what_a_communication_stream_reads(context: RankContext, case: Case) -> None:
     """A repeated dispatch routes by the handle's ids, which the caller may drop while it runs."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     exchange = Exchange(buffer, Step(case, 0, context))
     with mock.patch.object(buffer._stream, "run", wraps=buffer._stream.run) as run:
         exchange.combine(buffer)
@@ -481,7 +510,7 @@ def refused(wrong: list[tuple[type[Exception], str, Callable[[], Any]]]) -> None
 
 def refusals(context: RankContext, case: Case) -> None:
     """What is refused on the host, before anything is launched."""
-    buffer = make_buffer(context)
+    buffer = make_buffer(context, case)
     step = Step(case, 0, context)
     x, ids, weights, layout = step.x, step.topk_idx, step.topk_weights, step.layout(buffer)
     fitting = {"topk_idx": ids, "topk_weights": weights}
@@ -545,3 +574,41 @@ def refusals(context: RankContext, case: Case) -> None:
     buffer.destroy()
     with pytest.raises(ClosedError, match="destroyed"):
         dispatch()
+
+
+def odd_nodes(context: RankContext, case: Case) -> None:
+    """Nodes of unequal size, on all ranks or on one, and ranks that cut other nodes: errors before a token is sent."""
+    last = context.rank == case.world_size - 1
+    refused(
+        [
+            (UnsupportedError, "equally many ranks", lambda: make_buffer(context, case, gpus_per_node=3)),
+            (
+                UnsupportedError if last else ConfigMismatchError,
+                "equally many ranks",
+                lambda: make_buffer(context, case, gpus_per_node=3 if last else 2),
+            ),
+            (ConfigError, "gpu_per_node", lambda: make_buffer(context, case, gpus_per_node=0)),
+        ]
+    )
+    for of_the_last in (1, 4):
+        buffer = make_buffer(context, case, gpus_per_node=of_the_last if last else 2)
+        step = Step(replace(case, num_nodes=case.world_size // (of_the_last if last else 2)), 0, context)
+        refused([(ConfigMismatchError, "on all ranks", functools.partial(Exchange, buffer, step))])
+        buffer.destroy()
+
+
+def weights_out_of_reach(context: RankContext, case: Case) -> None:
+    """Weights of combine are refused before anything is sent; those of dispatch reach the experts' ranks."""
+    buffer, step = make_buffer(context, case), Step(case, 0, context)
+    results = experts_results(step)
+    mine = results[context.rank].to(context.device)
+    send = functools.partial(buffer.low_latency_dispatch, step.x, step.topk_idx, case.max_tokens, case.num_experts)
+    handle = send()[2]
+    combine = functools.partial(buffer.low_latency_combine, mine, step.topk_idx, step.topk_weights, handle)
+    refused([(UnsupportedError, "topk_weights to the dispatch", combine)])
+    got, counts, handle, _, hook = send(topk_weights=step.topk_weights, return_recv_hook=True)
+    hook()
+    check_low_latency(step, got, counts)
+    combined, _, _ = buffer.low_latency_combine(mine, step.topk_idx, None, handle)
+    same_sums(combined, weighed_sum(step, results), "combine")
+    buffer.destroy()

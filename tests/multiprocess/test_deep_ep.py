@@ -42,10 +42,43 @@ def test_low_latency_identity(ranks: Any) -> None:
     ranks(cases.low_latency_identity, 2, replace(LOW_LATENCY, hidden_dim=128))
 
 
+FOUR = {"world_size": 4, "num_experts": 8, "tokens": ((3, 0, 2, 1),), "num_steps": 1}
+
+
 def test_four_ranks(ranks: Any) -> None:
-    four = {"world_size": 4, "num_experts": 8, "tokens": ((3, 0, 2, 1),), "num_steps": 1}
-    ranks(cases.normal_mode, 4, replace(NORMAL, **four), True, False)
-    ranks(cases.low_latency, 4, replace(LOW_LATENCY, **four, max_tokens=3, hidden_dim=128), False, False)
+    ranks(cases.normal_mode, 4, replace(NORMAL, **FOUR), True, False)
+    ranks(cases.low_latency, 4, replace(LOW_LATENCY, **FOUR, max_tokens=3, hidden_dim=128), False, False)
+
+
+TRANSPORTS = ("peer_memory", "torch.distributed", "nvshmem")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_normal_mode_between_nodes(ranks: Any, transport: str) -> None:
+    four, two = replace(NORMAL, **FOUR, num_nodes=2), replace(NORMAL, num_nodes=2)
+    ranks(cases.over, 4, transport, cases.normal_mode, four, True, True)
+    ranks(cases.over, 4, transport, cases.normal_mode, fp8(four), False, False)
+    ranks(cases.over, 2, transport, cases.worst_case, replace(fp8(two), tokens=((0, 7),)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("body", ["any_order", "growing_batches"])
+def test_normal_calls_between_nodes(ranks: Any, body: str, transport: str) -> None:
+    ranks(cases.over, 2, transport, getattr(cases, body), replace(NORMAL, num_nodes=2))
+
+
+def test_low_latency_between_nodes(ranks: Any) -> None:
+    four = replace(LOW_LATENCY, **FOUR, max_tokens=3, hidden_dim=128, num_nodes=2)
+    ranks(cases.over, 4, "peer_memory", cases.low_latency, four, True, True)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_weights_that_cannot_reach_other_nodes(ranks: Any, transport: str) -> None:
+    ranks(cases.over, 2, transport, cases.weights_out_of_reach, replace(LOW_LATENCY, num_nodes=2))
+
+
+def test_nodes_that_cannot_be(ranks: Any) -> None:
+    ranks(cases.odd_nodes, 4, replace(NORMAL, **FOUR))
 
 
 @pytest.mark.parametrize("body", ["any_order", "growing_batches", "what_a_communication_stream_reads", "refusals"])

@@ -178,7 +178,7 @@ def routings(draw: Any) -> tuple[torch.Tensor, int, int]:
 def test_layouts(routing):
     ids, num_ranks, per_rank = routing
     num_experts = num_ranks * per_rank
-    per_rank_counts, none, per_expert, is_in_rank = dispatch_layout(ids, num_experts, num_ranks)
+    per_rank_counts, none, per_expert, is_in_rank = dispatch_layout(ids, num_experts, num_ranks, 1)
     owners = [[e // per_rank for e in token if 0 <= e < num_experts] for token in ids.tolist()]
     assert none is None
     assert is_in_rank.tolist() == [[rank in token for rank in range(num_ranks)] for token in owners]
@@ -198,7 +198,7 @@ def test_a_token_goes_only_where_it_is_marked():
 
 def test_experts_are_the_same_number_on_each_rank():
     with pytest.raises(InputError, match="multiple of the 2 ranks"):
-        dispatch_layout(torch.zeros(1, 1, dtype=torch.int64), 3, 2)
+        dispatch_layout(torch.zeros(1, 1, dtype=torch.int64), 3, 2, 1)
 
 
 # --- handles, hooks ---

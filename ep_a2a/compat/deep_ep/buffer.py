@@ -5,7 +5,7 @@ from ep_a2a.compat.deep_ep.normal import NormalMode
 
 
 class Buffer(NormalMode, LowLatencyMode):
-    """Expert-parallel all-to-all with DeepEP's interface, inside one node.
+    """Expert-parallel all-to-all with DeepEP's interface, inside a node and between nodes.
 
     All ranks make the same calls in the same order. Construction is collective, as is the first call of each shape,
     which makes an op. Ops allocate their memory themselves, and `destroy` frees it; the numbers of bytes have no
@@ -23,11 +23,16 @@ class Buffer(NormalMode, LowLatencyMode):
             One op of this size is made. With 0, larger ops are made as batches grow.
         max_open_steps: not DeepEP's. The most dispatches that wait for their combine at a time. Each beyond the first
             allocates memory when it is first needed.
+        gpus_per_node: not DeepEP's. Ranks of a node, which follow one another; None = the ranks' hosts decide. A
+            smaller number cuts virtual nodes.
 
     Attributes:
         rank, group_size, group: this rank, their number, the group.
         num_sms: multiprocessors of `get_dispatch_config` and `get_combine_config`.
 
     Raises:
-        UnsupportedError: the ranks are on several nodes, or an argument is not supported.
+        ConfigError: gpus_per_node would put ranks of two hosts on one node.
+        UnsupportedError: nodes differ in their number of ranks, their ranks do not follow one another, or an argument
+            is not supported.
+        ConfigMismatchError: another rank has raised one of these.
     """

@@ -40,10 +40,11 @@ class Routing:
 
 
 class NormalHandle(tuple[Any, ...]):
-    """Handle of `dispatch`, with DeepEP's six places.
+    """Handle of `dispatch`, with DeepEP's six places; on several nodes with the ten of its internode_dispatch.
 
-    Of these, rank_prefix_matrix (None with num_worst_tokens) and is_token_in_rank are there. The other four, which only
-    DeepEP's kernels need, are None.
+    On one node rank_prefix_matrix and is_token_in_rank are there, on several is_token_in_rank and
+    recv_gbl_rank_prefix_sum. With num_worst_tokens only is_token_in_rank is. Other places, which only DeepEP's kernels
+    need, are None.
 
     Attributes:
         routing: the state that our ops need.
@@ -53,10 +54,18 @@ class NormalHandle(tuple[Any, ...]):
 
     @classmethod
     def of(
-        cls, routing: Routing, rank_prefix_matrix: torch.Tensor | None, is_token_in_rank: torch.Tensor
+        cls,
+        routing: Routing,
+        rank_prefix_matrix: torch.Tensor | None,
+        is_token_in_rank: torch.Tensor,
+        rank_between_nodes: int | None,
     ) -> NormalHandle:
-        """Returns a handle of this routing."""
-        handle = cls((rank_prefix_matrix, None, None, None, is_token_in_rank, None))
+        """Returns a handle of this routing; rank_between_nodes: this rank, or None on one node."""
+        if rank_between_nodes is None:
+            handle = cls((rank_prefix_matrix, None, None, None, is_token_in_rank, None))
+        else:
+            received = None if rank_prefix_matrix is None else rank_prefix_matrix[:, rank_between_nodes]
+            handle = cls((is_token_in_rank, *[None] * 5, received, None, None, None))
         handle.routing = routing
         return handle
 

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 def dispatch_layout(
-    topk_idx: torch.Tensor, num_experts: int, num_ranks: int
-) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-    """Returns the counts of this rank's tokens by rank and by expert; ids outside [0, num_experts) select nothing.
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Returns the counts of this rank's tokens by rank, node and expert; ids outside [0, num_experts) select nothing.
 
     Args:
         topk_idx: [T, K], int64 or int32.
+        num_experts, num_ranks, num_nodes: over all ranks.
 
     Returns:
         The first four results of Buffer.get_dispatch_layout.
@@ -30,7 +31,11 @@ def dispatch_layout(
     check_num_experts(num_experts, num_ranks)
     is_token_in_rank = destination_mask(topk_idx, num_experts, num_ranks)
     per_rank, per_expert = is_token_in_rank.sum(0, dtype=torch.int32), count_ids(topk_idx, 0, num_experts)
-    return per_rank, None, per_expert, is_token_in_rank
+    per_node = None
+    if num_nodes > 1:
+        by_node = is_token_in_rank.view(len(topk_idx), num_nodes, num_ranks // num_nodes)
+        per_node = by_node.any(2).sum(0, dtype=torch.int32)
+    return per_rank, per_node, per_expert, is_token_in_rank
 
 
 def routed_ids(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:

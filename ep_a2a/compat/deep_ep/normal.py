@@ -48,8 +48,8 @@ class NormalMode(BufferBase):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Counts this rank's tokens by rank and by expert. Local; by torch operations.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts this rank's tokens by rank, by node and by expert. Local; by torch operations.
 
         Args:
             topk_idx: [T, K] int64 or int32 expert ids; -1 selects nothing.
@@ -57,11 +57,14 @@ class NormalMode(BufferBase):
             previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
 
         Returns:
-            num_tokens_per_rank int32 [W], num_tokens_per_rdma_rank None, num_tokens_per_expert int32 [num_experts],
-            is_token_in_rank bool [T, W], event.
+            num_tokens_per_rank int32 [W], num_tokens_per_rdma_rank int32 [nodes] (None on one node),
+            num_tokens_per_expert int32 [num_experts], is_token_in_rank bool [T, W], event.
         """
         layout, event = self._stream.run(
-            lambda: dispatch_layout(topk_idx, num_experts, self.group_size), topk_idx, previous_event, async_finish
+            lambda: dispatch_layout(topk_idx, num_experts, self.group_size, self._ops.topology.num_nodes),
+            topk_idx,
+            previous_event,
+            async_finish,
         )
         return (*layout, event)
 
@@ -183,6 +186,10 @@ class NormalMode(BufferBase):
         )
         return combined, weights, event
 
+    internode_dispatch = dispatch
+    internode_combine = combine
+    """DeepEP's names for the calls between nodes, which dispatch and combine make by themselves."""
+
     def _dispatch_by(
         self, layout: TokenLayout, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int
     ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, torch.Tensor]:
@@ -213,7 +220,8 @@ class NormalMode(BufferBase):
         num_routed_experts = self._ops.num_ranks if topk_idx is None else num_experts
         routing = Routing(ids, num_routed_experts, max_num_tokens, num_recv_tokens)
         got = self._launch(routing, self._shape(routing, x, scales), x, scales, layout.topk_weights, num_sms)
-        handle = NormalHandle.of(routing, prefix_matrix, layout.is_token_in_rank)
+        rank_between_nodes = self._ops.rank if self._ops.topology.internode else None
+        handle = NormalHandle.of(routing, prefix_matrix, layout.is_token_in_rank, rank_between_nodes)
         rows = _kept_rows(got, num_recv_tokens)
         if topk_idx is None or got.weights is None:
             return rows, None, None, per_expert, handle, ids

@@ -10,13 +10,15 @@ import torch.distributed as dist
 
 from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
-from ep_a2a.errors import TooManyTokensError, UnsupportedError
+from ep_a2a.errors import EpA2AError, TooManyTokensError
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
 if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
+    from ep_a2a.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,14 @@ class OpShape:
     scale_bytes: int = 0
     scale_format: ScaleFormat | None = None
 
-    def handle_kwargs(self, rank: int, num_ranks: int) -> dict[str, Any]:
+    def handle_kwargs(self, rank: int, num_ranks: int, gpus_per_node: int) -> dict[str, Any]:
         """Returns the handle kwargs for the manager."""
         quantised = self.dtype == FP8_DTYPE
         casts = self.scale_format is not None
         kwargs: dict[str, Any] = {
             "rank": rank,
             "num_ep_ranks": num_ranks,
+            "gpu_per_node": gpus_per_node,
             # the dtype of combine's rows; DeepEP combines bf16 rows if tokens travel as fp8
             "input_dtype": torch.bfloat16 if quantised else self.dtype,
             "quant_dtype": FP8_DTYPE if quantised or casts else self.dtype,
@@ -74,17 +77,27 @@ class Ops:
         group: the ranks; any backend.
         device: where tokens are; None = the current CUDA device, or CPU without one.
         max_num_tokens: a bound on every rank's tokens, equal on all ranks; 0 = not known.
+        gpus_per_node: None goes by the ranks' hosts; a number cuts virtual nodes of that many ranks.
 
     Attributes:
+        topology: the nodes of the group.
         exchanges: of ops by expert, the exchange of weights that combine is given. DeepEP weighs rows at the token's
             rank, our ops at the experts' ranks.
         unit_weights: of ops by expert, ones [M, K] in place of weights that dispatch is not given.
 
     Raises:
-        UnsupportedError: the ranks are on several nodes.
+        ConfigError: gpus_per_node would put ranks of two hosts on one node.
+        UnsupportedError: nodes differ in their number of ranks, or their ranks do not follow one another.
+        ConfigMismatchError: another rank has raised one of these.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str | None, max_num_tokens: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | str | None,
+        max_num_tokens: int,
+        gpus_per_node: int | None = None,
+    ) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.max_num_tokens = max_num_tokens
         backends = dist.get_backend_config(group)
@@ -100,14 +113,16 @@ class Ops:
         self._num_sms: dict[EpDispatchCombineOp, int] = {}
         self.exchanges: dict[EpDispatchCombineOp, WeightExchange] = {}
         self.unit_weights: dict[EpDispatchCombineOp, torch.Tensor] = {}
-        topology = self.manager.topology()
-        if topology.internode:
+        try:
+            self.topology = self.groups.rendezvous.attempt("finding the nodes", lambda: self._find_nodes(gpus_per_node))
+        except EpA2AError:
             self.close()
-            raise UnsupportedError(
-                "all ranks of the buffer on one node",
-                topology.reason,
-                "Across nodes use ops of ep_a2a's own manager (docs/architecture.md).",
-            )
+            raise
+
+    def _find_nodes(self, gpus_per_node: int | None) -> Topology:
+        topology = self.manager.topology(gpus_per_node)
+        NodeGrid.of(topology, self.rank)
+        return topology
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +152,7 @@ class Ops:
         """Returns the op of this shape on the memory of this index. Collective when it is new."""
         key = shape, index
         if key not in self._ops:
-            op = self._ops[key] = self.manager.get_handle(shape.handle_kwargs(self.rank, self.num_ranks), index)
+            op = self._ops[key] = self.manager.get_handle(self._handle_kwargs(shape), index)
             if shape.layout is Layout.EXPERT_MAJOR:
                 # before the exchange, which synchronises the device and cannot be captured: the ones are valid on all
                 # streams and no part of a captured graph
@@ -146,6 +161,9 @@ class Ops:
                 )
                 self.exchanges[op] = WeightExchange(op)
         return self._ops[key]
+
+    def _handle_kwargs(self, shape: OpShape) -> dict[str, Any]:
+        return shape.handle_kwargs(self.rank, self.num_ranks, self.topology.gpu_per_node)
 
     def limit_sms(self, op: EpDispatchCombineOp, num_sms: int) -> None:
         """Bounds the multiprocessors of an op's launches from now on; 0 = all."""
