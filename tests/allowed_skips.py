@@ -3,18 +3,14 @@
 CI_WITHOUT=vllm,downloads,namespaces names what CI is to do without on a machine that cannot have it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
-from typing import TYPE_CHECKING, cast
+from collections.abc import Generator
+from typing import cast
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 OPTION = "--only-allowed-skips"
 WITHOUT = os.environ.get("CI_WITHOUT", "").split(",")

@@ -1,13 +1,12 @@
 """Markers and tiers, the pools of rank processes, and the check that nothing is left in /dev/shm."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,6 @@ from tests.resume import leave_out_passed, note
 from tests.shared_files import process_of, shared_files
 from tests.tiers import is_quick
 from tests.waiting import happens
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # A file whose name does not say whose it is may be another session's, for an instant; a leak stays.
 LEAK_PATIENCE_SECS = 10.0

@@ -1,21 +1,16 @@
 """A rank that comes last to a meeting, without a clock."""
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
+from ep_a2a.testing import RankContext
 from tests.waiting import PATIENCE_SECS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.testing import RankContext
 
 
 def come_last(context: RankContext, late_rank: int, meeting: str) -> None:

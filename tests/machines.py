@@ -1,11 +1,10 @@
 """Machines as the doctor's probes would describe them, for its checks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_a2a.commands.doctor.checks import run_checks
+from ep_a2a.commands.doctor.finding import Finding
 from ep_a2a.commands.doctor.machine import (
     Driver,
     Folder,
@@ -20,9 +19,6 @@ from ep_a2a.commands.doctor.machine import (
     Vllm,
 )
 from ep_a2a.commands.doctor.probe import choose
-
-if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.finding import Finding
 
 GIB = 1 << 30
 NUM_GPUS = 2

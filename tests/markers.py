@@ -1,14 +1,10 @@
 """Skips that say why."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def ranks_on_gpus(wanted: int) -> int:

@@ -1,13 +1,8 @@
 """What a logger is told, for bodies that run in rank processes, where pytest's caplog is not."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextmanager

@@ -1,24 +1,18 @@
 """Compiles kernels for a GPU that this machine does not have, so that a machine without GPUs finds what they refuse."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ep_a2a.kernels.portable import FP_FUSION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
-    from ep_a2a.kernels.portable import PortableFunction
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.portable import FP_FUSION, PortableFunction
 
 _TYPE_NAMES = {
     torch.int32: "i32",

@@ -1,18 +1,12 @@
 """Captures and replays an op's steps: a CUDA graph on GPUs; on CPU the same launches, without the op's Python."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ep_a2a.memory.guards import recording_on_cpu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.ops.op import EpDispatchCombineOp
-
+from ep_a2a.ops.op import EpDispatchCombineOp
 
 LAUNCHES = ("dispatch", "combine", "count_local_experts", "start_wait", "count_dispatch", "count_combine")
 

@@ -3,17 +3,13 @@
 A pass counts as long as all files of ep_a2a/ and tests/ are as they were then.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 VARIABLE = "EP_A2A_TEST_RESULTS"
 FILE = "tests.jsonl"

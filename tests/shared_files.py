@@ -1,13 +1,8 @@
 """Which files of this package stand in shared memory, and whose they are."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ep_a2a.memory import host_shm
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def shared_files() -> dict[str, Path]:

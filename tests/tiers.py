@@ -5,8 +5,6 @@ what QUICK names, again without what is marked `full`. `make test-all` runs ever
 `pytest.param(..., marks=pytest.mark.full)`.
 """
 
-from __future__ import annotations
-
 QUICK_FOLDERS = ("unit", "simulator")
 QUICK = (
     # one step, by hand

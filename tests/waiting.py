@@ -1,13 +1,8 @@
 """Waits for signs of other processes. Only this module pauses the process of a test."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path
 
 PATIENCE_SECS = 60.0
 """For a sign that comes soon; a test that passes never waits that long."""

@@ -1,7 +1,5 @@
 """Real releases of other projects for tests: the Python files of their wheels, downloaded once per machine."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import subprocess

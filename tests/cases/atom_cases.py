@@ -3,15 +3,14 @@
 They run on the shape of ATOM and AITER (tests/engines/atom/shape), not on these libraries, which need ROCm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,6 +21,7 @@ from ep_a2a.compat.mori import install, uninstall
 from ep_a2a.errors import ClosedError, UnsupportedError
 from ep_a2a.integrations.atom import activate
 from ep_a2a.integrations.atom.manager import install_manager
+from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.mori_programs import (
     EXPERTS_PER_RANK,
@@ -33,11 +33,6 @@ from tests.cases.mori_programs import (
     own_tokens,
 )
 from tests.cases.op_cases import Case
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.testing import RankContext
 
 SHAPE = Path(__file__).parents[1] / "engines/atom/shape"
 

@@ -5,23 +5,18 @@ between the calls of others. What the model calls wrong must raise the documente
 calls right is compared with the oracle.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, InputError, StateError
+from ep_a2a.errors import AlternationError, ClosedError, EpA2AError, ForeignIndicesError, InputError, StateError
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, assert_same_memory, make_inputs, make_op, reference_of, run_step
 from tests.cases.op_checks import raised, synchronize
-
-if TYPE_CHECKING:
-    from ep_a2a.errors import EpA2AError
-    from ep_a2a.ops import EpDispatchCombineOp
-    from ep_a2a.testing import RankContext
 
 INDEX_OF = (0, 1, 0)
 NUM_OPS = len(INDEX_OF)

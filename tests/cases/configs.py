@@ -1,7 +1,5 @@
 """Configs of the shape that most tests are about."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,24 +1,19 @@
 """Bodies of tests of counted steps, run on every rank: against rows that are counted here, token by token."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ep_a2a import clock
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Inputs, make_inputs, make_op, read_bodies, same_bits
 from tests.cases.op_checks import synchronize
 from tests.late import await_others, tell
 from tests.replay import CapturedStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.testing import RankContext
 
 LATE_SECS = 2.0
 LONG_SECS = 0.9 * LATE_SECS

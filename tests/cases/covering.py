@@ -3,25 +3,21 @@
 Two choices together find most of what all of them together find, at a fiftieth of the cost.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.routing import ROUTINGS
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, run_case
 from tests.cases.ring_cases import SMALL_RINGS, by_puts
 from tests.cases.staged_cases import staged
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 STORES, PUTS, STAGED = "rings-by-stores", "rings-by-puts", "staged"

@@ -3,12 +3,11 @@
 What DeepEP's own tests of its intranode and low-latency kernels look at, against this project's oracle.
 """
 
-from __future__ import annotations
-
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,6 +31,7 @@ from ep_a2a.errors import (
 )
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import reduce_experts_reference
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import (
     Case,
     combine_by_nodes,
@@ -42,11 +42,6 @@ from tests.cases.op_cases import (
     same_bits,
     same_sums,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.testing import RankContext
 
 NORMAL = Case(world_size=2, hidden_dim=128, topk=3, num_experts=6, routing="some_dropped", tokens=((9, 5), (0, 7)))
 LOW_LATENCY = Case(

@@ -4,10 +4,8 @@ Every rank brings tokens, quantised before dispatch or inside it. tests/unit/tes
 oracle says of dispatch and combine makes up a dense MoE layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +15,9 @@ from ep_a2a import shmem
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.errors import ClosedError, NotInitializedError
 from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, run_step
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 GROUP_NAME = "ep_a2a_test_default"
 CASTS = {"per_Token": "fp8_per_token", "per_128x128": "fp8_per_1x128"}

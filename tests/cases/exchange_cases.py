@@ -1,13 +1,8 @@
 """Exchanges with checked data, for processes of one host and of several."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from ep_a2a.memory.node_transport import NodeAllToAll
+from ep_a2a.memory.node_transport import NodeAllToAll
 
 GUARD_BYTES = 64
 POISON = 0xA5

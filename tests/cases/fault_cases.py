@@ -1,15 +1,14 @@
 """Bodies of the tests of faults of real processes, on CPU and on GPUs; tests/simulator has faults inside of kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
 import os
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,16 +18,12 @@ from ep_a2a import clock
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.failures import check_peers
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.waiting import await_file, await_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.ops import EpDispatchCombineOp
-    from ep_a2a.testing import RankContext
 
 VICTIM = 1
 TIMEOUT_SECS = 5.0

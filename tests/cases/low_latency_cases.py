@@ -1,9 +1,7 @@
 """Bodies of the tests of Triton-distributed's layer, for CPU processes and for GPUs alike, against the oracle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,6 +12,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import quantize, quantize_groups
 from ep_a2a.reference import combine_reference, reduce_experts_reference
 from ep_a2a.routing import expert_ranges
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import (
     Case,
     expert_results,
@@ -24,9 +23,6 @@ from tests.cases.op_cases import (
     same_sums,
 )
 from tests.cases.op_checks import raised, synchronize
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 SHORT_TIMEOUT_SECS, ENOUGH_SECS = 1.0, 60.0
 BASE = Case(

@@ -1,12 +1,11 @@
 """Bodies of the manager tests: run on every rank, on CPU (tests/multiprocess) and on GPUs (tests/multigpu) alike."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +27,6 @@ from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, make_inputs, run_step, same_bits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 COLLECTIVE = ("naive", "allgather_reducescatter")
 BACKENDS = ("ep_a2a", *COLLECTIVE)

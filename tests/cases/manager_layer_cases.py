@@ -1,9 +1,7 @@
 """One MoE layer on a manager's own dispatch and combine, the same code for every backend; run on every rank."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +19,10 @@ from ep_a2a.errors import (
     UnsupportedError,
 )
 from ep_a2a.memory.guards import recording_on_cpu
+from ep_a2a.testing import RankContext
 from tests.cases import manager_cases
 from tests.cases.manager_cases import create
 from tests.cases.op_cases import Case, same_bits
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS = 64, 3, 10, 8
 TOKENS_PER_STEP = ((5, 0, 3, 1), (8, 8, 8, 8), (0, 0, 0, 0), (0, 7, 0, 2))

@@ -3,12 +3,11 @@
 On CPU (tests/multiprocess) and on GPUs (tests/multigpu) alike. What a program written for MORI would not say is marked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +25,7 @@ from ep_a2a.errors import (
 )
 from ep_a2a.memory.guards import recording_on_cpu
 from ep_a2a.routing import num_distinct_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.testing import RankContext
+from ep_a2a.testing import RankContext
 
 GROUP_NAME = "default"
 NUM_TOKENS = (5, 3, 0, 4)

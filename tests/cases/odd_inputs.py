@@ -4,8 +4,6 @@ FILE stands for a file that exists, FOLDER for an empty folder, {model} for a mo
 folder, LONG for a name that no file system takes.
 """
 
-from __future__ import annotations
-
 import shlex
 import tomllib
 from pathlib import Path

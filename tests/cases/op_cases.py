@@ -5,8 +5,9 @@ Every rank generates the data of all ranks from seeds, so the oracle needs no co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,12 +31,8 @@ from ep_a2a.reference import (
     reduce_experts_reference,
 )
 from ep_a2a.routing import ROUTINGS
+from ep_a2a.testing import RankContext
 from tests.cases.tables import read_table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.testing import RankContext
 
 POISON_BYTE = 0xC3
 NUM_EPOCHS = 2**32 - 1

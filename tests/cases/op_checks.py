@@ -1,16 +1,12 @@
 """What the bodies of special op tests share."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a import errors
-    from ep_a2a.testing import RankContext
+from ep_a2a import errors
+from ep_a2a.testing import RankContext
 
 SHORT_TIMEOUT_SECS = 12.0
 """Long enough for an interpreted step of ranks that share busy cores."""

@@ -1,18 +1,13 @@
 """The cases that tests/multiprocess and tests/multigpu both run, as (id, Case)."""
 
-from __future__ import annotations
-
+from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ep_a2a.config import LOW_LATENCY_MAX_TOKENS
 from ep_a2a.routing import ROUTINGS
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.cases.op_cases import Case
 from tests.cases.tables import read_table
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 _GROUPS = read_table("op_matrix")
 UNEVEN = ((8, 5, 0, 3), (0, 9, 1, 2), (2, 3, 8, 0))

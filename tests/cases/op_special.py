@@ -1,14 +1,13 @@
 """Bodies of op tests that are more than steps against the oracle: time, graphs, memory, failures. Run on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from ep_a2a import clock, errors
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Record, Region
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.reference import DispatchReference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
@@ -48,11 +48,6 @@ from tests.cases.op_checks import (
 from tests.cases.op_steps import STEP_BODIES
 from tests.late import come_last
 from tests.replay import CapturedStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.ops import EpDispatchCombineOp
 
 
 def late_rank(context: RankContext, case: Case) -> None:

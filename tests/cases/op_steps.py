@@ -1,9 +1,7 @@
 """Bodies of op tests about casts that come before dispatch, the error of fp8, and another default device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,6 +9,7 @@ from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import combine_reference
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import (
     Case,
     Step,
@@ -20,9 +19,6 @@ from tests.cases.op_cases import (
     run_step,
 )
 from tests.cases.op_checks import raised, synchronize
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 
 def _on(context: RankContext, *tensors: torch.Tensor | None) -> list[Any]:

@@ -4,18 +4,17 @@ What a kernel does cannot be interrupted at a chosen place on a GPU. But a rank 
 only when it is dead; another process kills it there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,8 @@ import torch
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels import primitives
 from ep_a2a.memory.arena import Arena
-from ep_a2a.testing import RankFailure, RankPool
+from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.fault_cases import (
     LOCAL_SECS,
     SLACK_SECS,
@@ -40,12 +40,6 @@ from tests.cases.op_checks import raised, synchronize
 from tests.replay import CapturedStep
 from tests.shared_files import files_of
 from tests.waiting import await_file, await_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.ops import EpDispatchCombineOp
-    from ep_a2a.testing import RankContext
 
 LOW_LATENCY, BULK = 128, 0
 GPU_TIMEOUT_SECS = 3.0

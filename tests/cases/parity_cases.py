@@ -4,23 +4,18 @@ Rows say where they come from, experts multiply by powers of two, and all number
 sum of them exactly: the result does not depend on who applies the weights, or in which order rows come and are added.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ep_a2a.managers.capabilities import problems
+from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.capabilities import Capabilities, problems
 from ep_a2a.managers.registry import available_backends, create_manager, manager_type
 from ep_a2a.routing import destination_mask
+from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case
-
-if TYPE_CHECKING:
-    from ep_a2a.managers.base import All2AllManagerBase
-    from ep_a2a.managers.capabilities import Capabilities
-    from ep_a2a.testing import RankContext
 
 TOPK, EXPERTS_PER_RANK, MAX_TOKENS = 2, 4, 8
 LAYOUTS = ("compact", "rank_major", "expert_major")

@@ -1,21 +1,16 @@
 """Bodies of the tests of profiling: run on every rank, on CPU and on GPUs alike."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.telemetry import COMBINE_NAMES, DISPATCH_NAMES
+from ep_a2a.testing import RankContext
 from tests.cases.low_latency_cases import make_layer, run_step
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.testing import RankContext
-    from tests.cases.op_cases import Case
+from tests.cases.op_cases import Case
 
 NUM_STEPS = 3
 NAMES = {"dispatch": {*DISPATCH_NAMES}, "combine": {*COMBINE_NAMES}}

@@ -1,10 +1,9 @@
 """Cases and bodies of the kernels that send chunks between nodes, for virtual nodes on CPU and on GPUs."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,16 +13,12 @@ from ep_a2a.memory import arena, nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import ignored_options
 from ep_a2a.ops.rings import rows_from_other_nodes
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.cases.op_checks import synchronize
 from tests.cases.op_matrix import CASES, UNEVEN, listed
 from tests.cases.tables import read_table
 from tests.messages import messages_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.testing import RankContext
 
 
 def rings(chunk_tokens: int, ring_chunks: int, num_channels: int) -> dict[str, Any]:

@@ -4,14 +4,13 @@ A block runs as it is printed, but for REPLACED: devices, sizes, ports, and what
 given from outside. Sums are compared with those of experts that multiply by 1 + their number.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,11 +18,7 @@ import torch.distributed as dist
 
 from ep_a2a import compat, shmem
 from ep_a2a.quantization import quantize_per_1x128, quantize_per_token
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.testing import RankContext
+from ep_a2a.testing import RankContext
 
 SEEDS = Path(__file__).parents[1] / "seeds"
 NUM_TOKENS, HIDDEN_DIM, TOPK, NUM_EXPERTS = (5, 3, 0, 4), 256, 2, 16

@@ -1,22 +1,17 @@
 """What tests of ops over torch.distributed share: an arena of virtual nodes, and bodies of op tests on one."""
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import NodeAllToAll
+from ep_a2a.testing import RankContext
 from tests.cases import call_orders, op_cases, op_special, op_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.testing import RankContext
-    from tests.cases.op_cases import Case
+from tests.cases.op_cases import Case
 
 TIMEOUT_SECS = 60.0
 

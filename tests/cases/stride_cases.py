@@ -3,22 +3,17 @@
 Run on every rank. Each tensor is taken, with right results, or refused by ContiguityError with nothing launched.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from ep_a2a.errors import ContiguityError
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, reference_of, set_first_epoch
 from tests.cases.op_checks import raised
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from ep_a2a.ops import EpDispatchCombineOp
-    from ep_a2a.testing import RankContext
 
 Forms = dict[str, str]
 """How a rank lays out each of its tensors in a step, by the tensor's role; a role that is not named is as it is."""

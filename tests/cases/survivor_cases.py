@@ -1,13 +1,11 @@
 """Bodies of the tests of `ep_a2a.survivors`: ranks die at once, the others go on with a manager of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,14 +14,12 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.parallel.survivors import Survivors
+from ep_a2a.testing import RankContext
 from tests.cases.fault_cases import TIMEOUT_SECS, combine, settle, store_of, timed
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, run_step
 from tests.cases.op_checks import raised
-
-if TYPE_CHECKING:
-    from ep_a2a.parallel.survivors import Survivors
-    from ep_a2a.testing import RankContext
 
 NO_STORE_SECS = 20.0
 """Bound for the error that a store has ended, far below that of a meeting."""

@@ -1,7 +1,5 @@
 """Tables of cases as data: tests/cases/*.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

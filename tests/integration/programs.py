@@ -1,7 +1,5 @@
 """Runs this project's programs as a user does: in a process of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The ATOM integration's switch in processes: launcher and entry point. On ATOM's shape (tests/engines/atom/shape)."""
 
-from __future__ import annotations
-
 import os
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """What all commands do alike, in processes of their own: Ctrl-C, closed pipes, full disks, narrow terminals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

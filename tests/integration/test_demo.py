@@ -1,20 +1,16 @@
 """`ep-a2a demo` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.programs import ROOT, environment, run_cli, run_python, succeeded
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BACKENDS = ("ep_a2a", "naive", "allgather_reducescatter")
 QUANT_TYPES = ("none", "fp8_per_token", "fp8_per_1x128")

@@ -1,7 +1,5 @@
 """What the documents say exists: linked files, make targets, the README's commands."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

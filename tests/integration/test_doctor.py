@@ -1,7 +1,5 @@
 """`ep-a2a doctor` as a user runs it, on machines that work and on some that do not."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

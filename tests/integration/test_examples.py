@@ -1,17 +1,13 @@
 """The examples on CPU; each checks itself."""
 
-from __future__ import annotations
-
 import runpy
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.integration.programs import EXAMPLES, PROGRAM_TIMEOUT_SECS, ROOT, WITH_A_DEATH, run_example, succeeded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def test_all_examples_are_run() -> None:

@@ -1,9 +1,7 @@
 """Calls of MORI and FlashInfer in the managers, against the sources in their wheels, which are not imported."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,6 @@ from tests.peer_contract.calls import PINNED, attributes_of, calls_of
 from tests.peer_contract.python_source import field_defaults, instance_attributes, signature_of
 from tests.signatures.reader import load, read_mori
 from tests.wheels import DOWNLOAD_TIMEOUT_SECS, Release, Unavailable
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS)
 

@@ -1,18 +1,13 @@
 """The README as a stranger uses it: its program runs as printed, it is short; so do commands of docs/cli.md."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from ep_a2a.cli import app
 from tests.integration.programs import ROOT, run_python, succeeded
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAM = next(iter(re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)))

@@ -4,11 +4,9 @@ The checks are functions of tests/engines/vllm/contract/*_checks.py. They run in
 release's Python files; each test asks what became of one check.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -24,9 +22,6 @@ from tests.engines.vllm.contract.wheels import (
     symbol_of,
     wheel_folder,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
 

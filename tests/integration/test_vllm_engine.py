@@ -3,12 +3,12 @@
 Stock vLLM cannot run expert-parallel models on CPU. `make test-vllm` installs what these tests need.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +18,6 @@ from tests.engines.vllm.cpu.program import FOLLOWING, NUM_TOKENS, PROMPTS
 from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, Starter, check_equal
 from tests.engines.vllm.models import QWEN3_MOE
 from tests.engines.vllm.trained import trained_model, without_experts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 """Their models know a text, and continue its prompts with it."""

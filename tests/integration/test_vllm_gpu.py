@@ -3,15 +3,14 @@
 Both backends get the same batches, so their completions differ by rounding only: sums are of another order.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,9 +21,6 @@ from tests.engines.vllm.gpu.engine import Action, Run, arguments, run_engine
 from tests.engines.vllm.models import SHAPES, quantized, save_model
 from tests.engines.vllm.trained import known_prompts, trained_model
 from tests.markers import needs_gpus, needs_own_gpus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NUM_RANKS = int(os.environ.get("EP_A2A_TEST_VLLM_RANKS", "2"))
 """Data-parallel ranks, a GPU each."""

@@ -4,8 +4,6 @@ vLLM's threads, its code between them and our ops are real; streams and the grap
 checks are functions of tests/engines/vllm/contract/micro_batch_checks.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engines.vllm.contract.program import MICRO_BATCH_CHECKS

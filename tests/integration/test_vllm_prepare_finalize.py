@@ -4,8 +4,6 @@ The checks are functions of tests/engines/vllm/contract/layer_checks.py. One pro
 each test asks what became of one check.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engines.vllm.contract.program import LAYER_CHECKS

@@ -1,12 +1,12 @@
 """A real vLLM server on CPU with our backend, two data-parallel ranks: what its HTTP clients get when a rank stops."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +16,6 @@ from tests.engines.vllm.cpu.server import MAX_BATCHED_TOKENS
 from tests.engines.vllm.models import QWEN3_MOE, save_model
 from tests.engines.vllm.processes import Server, cpu_environment, free_port
 from tests.waiting import happens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 START_TIMEOUT_SECS = 480
 WAIT_SECS = 15

@@ -4,8 +4,6 @@
 environment serve.
 """
 
-from __future__ import annotations
-
 import configparser
 import email
 import importlib.util
@@ -15,17 +13,14 @@ import subprocess
 import sys
 import venv
 import zipfile
+from email.message import Message
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import ep_a2a
 from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, succeeded
-
-if TYPE_CHECKING:
-    from email.message import Message
 
 SHIPPED = sorted(path.name for path in (ROOT / "configs").glob("*.*"))
 LOOK = (

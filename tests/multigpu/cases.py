@@ -1,9 +1,8 @@
 """The cases and bodies of tests/multiprocess, fitted to the GPUs of this machine."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.cases.covering import STORES, covering_few_kernels
 from tests.cases.covering import case_of as covering_case
@@ -21,9 +20,6 @@ from tests.cases.ring_cases import (
 )
 from tests.markers import ranks_on_gpus
 from tests.programs.soak import SOAKED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def fitted(case: Case) -> Case:

@@ -4,14 +4,12 @@ Not needed for the tests to pass. Each variant is compiled once, by one of as ma
 without it all ranks of a test compile the same variants at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,13 +18,10 @@ from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import share_of
 from ep_a2a.topology.gpu_share import ranks_per_gpu
+from tests.cases.op_cases import Case
 from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
 from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
-from tests.multigpu.used_variants import find_tables, used_by
-
-if TYPE_CHECKING:
-    from tests.cases.op_cases import Case
-    from tests.multigpu.used_variants import Variants
+from tests.multigpu.used_variants import Variants, find_tables, used_by
 
 MAX_PROCESSES = 48
 # its server imports this module once, for all processes

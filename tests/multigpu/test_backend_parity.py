@@ -1,7 +1,5 @@
 """All backends on GPUs: the bodies of tests/multiprocess, in sizes that every library has kernels for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

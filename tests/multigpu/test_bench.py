@@ -1,9 +1,7 @@
 """The benchmark on GPUs: every contender that is there passes its gate and is timed in a CUDA graph."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from ep_a2a.commands.bench.runner import Status, main_us, run_contender
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from tests.integration.programs import run_cli, succeeded
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 QUICK = TimingSettings(num_warmups=2, num_runs=5, num_round_trips=2, num_host_calls=10)
 ALWAYS_THERE = ("ep_a2a", "ep_a2a_bounded", "ep_a2a_precast")

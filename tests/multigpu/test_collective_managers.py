@@ -1,7 +1,5 @@
 """The backends on torch.distributed, on GPUs over NCCL: the bodies of tests/multiprocess."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,20 +1,16 @@
 """DeepEP's interface on GPUs: the bodies of tests/multiprocess, in all their forms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from ep_a2a.testing import RankContext
 from tests.cases import deep_ep_cases as cases
 from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
+from tests.cases.op_cases import Case
 from tests.markers import needs_gpus, needs_own_gpus
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
-    from tests.cases.op_cases import Case
 
 OWN_WORLDS = [pytest.param(number, marks=needs_own_gpus(number)) for number in (2, 4, 8)]
 """Normal mode exchanges its counts over NCCL."""

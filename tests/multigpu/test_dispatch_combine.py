@@ -1,7 +1,5 @@
 """The op itself on GPUs: world 8 or what there is, E = 16, top-2, against the oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

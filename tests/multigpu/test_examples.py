@@ -1,7 +1,5 @@
 """The examples and the demo on GPUs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

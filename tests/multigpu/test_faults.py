@@ -1,25 +1,19 @@
 """Ranks that are killed or stopped, on two GPUs: the bodies of tests/multiprocess/test_faults.py."""
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ep_a2a.memory.arena import Arena
+from ep_a2a.testing import RankContext
 from tests.cases import fault_cases
 from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
-from tests.cases.op_cases import make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, make_inputs, make_op, run_step
 from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
 from tests.replay import CapturedStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from ep_a2a.testing import RankContext
-    from tests.cases.op_cases import Case
 
 WORLD_SIZE = 2
 

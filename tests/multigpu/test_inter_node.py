@@ -1,7 +1,5 @@
 """Ops across virtual nodes on GPUs: NCCL between nodes, NVLink inside, against the oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

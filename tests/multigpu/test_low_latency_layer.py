@@ -1,21 +1,16 @@
 """Triton-distributed's layer on GPUs: the bodies of tests/multiprocess, and a captured graph."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from ep_a2a.memory.arena import Arena
+from ep_a2a.testing import RankContext
 from tests.cases.low_latency_cases import BASE, BODIES, CASES, LayerStep, in_turn, make_layer, run_step
-from tests.cases.op_cases import make_inputs
+from tests.cases.op_cases import Case, make_inputs
 from tests.multigpu.cases import fitted
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
-    from tests.cases.op_cases import Case
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,5 @@
 """Programs written for MORI on GPUs: the bodies of tests/multiprocess/test_mori.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

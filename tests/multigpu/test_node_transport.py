@@ -1,9 +1,5 @@
 """Transports over NCCL, in CUDA graphs, and symmetric memory of a subgroup."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
 from ep_a2a.memory.arena import allocate_symmetric
@@ -11,11 +7,9 @@ from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.testing import RankContext
 from tests.cases.exchange_cases import GUARD_BYTES, POISON, block, check, exchange_and_check
 from tests.markers import needs_gpus, needs_own_gpus
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 NUM_BYTES = 100_000
 NUM_REPLAYS = 5

@@ -1,7 +1,5 @@
 """The op on GPUs: the same cases and bodies as on CPU processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

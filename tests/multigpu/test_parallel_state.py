@@ -1,7 +1,5 @@
 """The EP group and the topology on GPUs: the bodies of tests/multiprocess, plus what only a GPU can say."""
 
-from __future__ import annotations
-
 import torch
 
 from ep_a2a.topology import classify, gather_report

@@ -1,19 +1,14 @@
 """Traces of layers on GPUs: the bodies of tests/multiprocess, and that the clocks are taken well."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ep_a2a.testing import RankContext
 from tests.cases.low_latency_cases import BASE, CASES
 from tests.cases.profiling_cases import CLOCK_SLACK_US, check_traces, layer_without_profiling, profiled_layer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.testing import RankContext
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "many tokens"])

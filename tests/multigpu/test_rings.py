@@ -1,9 +1,8 @@
 """Rings on virtual nodes of GPUs, by stores and by puts of NVSHMEM: the bodies of tests/simulator/test_rings.py."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -25,9 +24,6 @@ from tests.cases.ring_cases import (
 )
 from tests.markers import needs_gpus, needs_own_gpus
 from tests.multigpu.cases import on_two_gpus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def each_transport(cases_by_stores: dict[str, Any], cases_by_puts: dict[str, Any]) -> list[Any]:

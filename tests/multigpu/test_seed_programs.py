@@ -1,8 +1,6 @@
 """Every program that the documents print, on two GPUs or on one that two ranks share."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,9 +11,6 @@ from tests.multiprocess.test_seed_programs import (  # noqa: F401
     test_the_guide_of_aiter,
     test_the_low_latency_layer,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="module")

@@ -5,26 +5,21 @@
 is noted there, and left out of the next run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from ep_a2a.memory.arena import Arena
-from ep_a2a.testing import RankFailure, RankPool
+from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.op_cases import Case, run_case
 from tests.late import await_others, tell
 from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, on_virtual_nodes, shared_choices, soaked_sizes
 from tests.multigpu.used_variants import compiled_when_used
 from tests.programs.soak import SelfCheckingStep, soak
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 FIRST_STEP_SECS = {"first_timeout_secs": 120.0}
 """Ops that compile what they launch wait for ranks that compile."""

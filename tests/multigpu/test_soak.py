@@ -1,7 +1,5 @@
 """Round trips that draw their routing and check themselves on the device, replayed from a CUDA graph."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

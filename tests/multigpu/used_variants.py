@@ -1,9 +1,8 @@
 """The kernels that a case launches, which are far fewer than an op compiles when it is built."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,13 +10,9 @@ import torch
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.engine import Engine
+from ep_a2a.testing import RankContext
 from ep_a2a.tuning.tables import arch_name, load_tables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.testing import RankContext
-    from tests.cases.op_cases import Case
+from tests.cases.op_cases import Case
 
 Variants = list[tuple[CompiledKernel, tuple[Any, ...]]]
 

@@ -1,9 +1,8 @@
 """Who waits for whom when an arena is closed."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena, BlockSizes
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.late import last_of_those_who_wait
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.testing import RankContext
 
 SIZES = BlockSizes(512, {"dispatch": 1024}, 64, {"result": 128}, record_words=8)
 LATE_RANK = 1

@@ -1,7 +1,5 @@
 """The ATOM integration on CPU ranks, on modules with the shape of ATOM and AITER (tests/engines/atom)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cases import atom_cases

@@ -1,10 +1,8 @@
 """All backends on CPU processes: those that can run here, by their capabilities; the others say why not."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,10 @@ from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.managers.external.mori import MoriAll2AllManager
 from ep_a2a.managers.registry import create_manager
-from ep_a2a.testing import run_ranks
+from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
 from tests.cases.parity_cases import pairs, reason_against
 from tests.messages import messages_of
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 HIDDEN_DIM = 32
 WORLD_SIZE = 2

@@ -1,12 +1,11 @@
 """The benchmark on CPU processes: every contender passes its gate, and no other is timed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,12 +21,8 @@ from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, EpA2AError, UnsupportedError
+from ep_a2a.testing.worker import RankContext
 from tests.integration.programs import run_cli, run_python, succeeded
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.testing.worker import RankContext
 
 QUICK = TimingSettings(num_warmups=0, num_runs=2, num_round_trips=1, num_host_calls=0)
 ON_CPU = ("reference_push", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs", "nccl_all_to_all")

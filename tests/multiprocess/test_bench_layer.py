@@ -1,10 +1,9 @@
 """The benchmark's MoE layer on CPU processes: every transport and schedule gives the dense layer, and is reported."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,14 +18,10 @@ from ep_a2a.commands.bench.report import compare, make_table
 from ep_a2a.commands.bench.runner import Runner, run_in_turn, run_sweep
 from ep_a2a.commands.measure.session import OpRoundTrip
 from ep_a2a.commands.measure.timing import TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, EpA2AError
+from ep_a2a.testing import RankContext
 from tests.integration.programs import run_cli, succeeded
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.testing import RankContext
 
 ONCE = TimingSettings(num_warmups=0, num_runs=1, num_round_trips=1, num_host_calls=0)
 

@@ -1,9 +1,8 @@
 """The backends on torch.distributed, on CPU processes over gloo."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from tests.cases.covering import Choice, case_of, covering_params
 from tests.cases.manager_cases import COLLECTIVE
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST, SECOND = COLLECTIVE
 both = pytest.mark.parametrize("name", COLLECTIVE)

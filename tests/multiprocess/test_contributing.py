@@ -1,24 +1,18 @@
 """Does what CONTRIBUTING.md says, with its own code: a first change, a backend, a transport between nodes."""
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ep_a2a import routing
 from ep_a2a.config import transports
 from ep_a2a.managers import registry
 from ep_a2a.managers.registry import create_manager
-from ep_a2a.testing import run_ranks
+from ep_a2a.testing import RankContext, run_ranks
 from tests.cases.parity_cases import run_backend, run_manager
 from tests.unit import test_routing
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 HIDDEN_DIM = 32

@@ -1,7 +1,5 @@
 """Every allowed pair of layout, dtype, cast, routing, world size and transport, on CPU processes against the oracle."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

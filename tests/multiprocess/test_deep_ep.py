@@ -1,7 +1,5 @@
 """DeepEP's interface on CPU processes: the logic of DeepEP's own tests, orders of calls, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

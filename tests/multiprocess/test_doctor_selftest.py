@@ -1,11 +1,9 @@
 """The doctor's self-test on real processes: what it measures, and that it finds what is wrong between two ranks."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,9 +16,7 @@ from ep_a2a.commands.measure import push
 from ep_a2a.commands.progress import Progress
 from ep_a2a.errors import CheckFailedError, EpA2AError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
+from ep_a2a.testing import RankContext
 
 PAIR = (0, 1)
 SHORT_SECS = 6.0

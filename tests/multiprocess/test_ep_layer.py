@@ -1,7 +1,5 @@
 """AITER's layer on CPU processes, with smaller sizes: the bodies of tests/multigpu."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,17 +1,13 @@
 """Faults of real processes and of memory, on CPU; tests/simulator has deaths and stops at any operation."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cases import fault_cases
 from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
 from tests.cases.outside_fault_cases import LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("fault", ["combine", "replay"])

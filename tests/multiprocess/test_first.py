@@ -1,15 +1,11 @@
 """Read this test first: one step of an op on two ranks, every number worked out by hand."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import ep_a2a
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
+from ep_a2a.testing import RankContext
 
 
 def one_step(context: RankContext) -> None:

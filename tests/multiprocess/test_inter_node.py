@@ -3,16 +3,15 @@
 The simulator compares their steps with the oracle: tests/simulator/test_rings.py.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
+from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import ABSENT_TIMEOUT_SECS, raised
@@ -20,9 +19,6 @@ from tests.cases.op_matrix import UNEVEN
 from tests.cases.op_steps import built_under_another_default_device
 from tests.cases.ring_cases import of_two_ranks
 from tests.cases.staged_cases import node_arena, over_torch_distributed, staged
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 CASE = Case(layout="rank_major", tokens=UNEVEN)
 FULL = Case(layout="rank_major", tokens=((3,),), num_nodes=2)

@@ -1,28 +1,23 @@
 """What another user of the host can do to ranks that share memory: nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, UntrustedFolderError
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.shared_files import files_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from ep_a2a.testing import RankContext
 
 INTRUDER = Path(__file__).resolve().parents[1] / "programs/intruder.py"
 NOBODY = 65534

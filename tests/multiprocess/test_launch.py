@@ -1,7 +1,5 @@
 """The harness itself: results, failures, hangs, and nothing left behind."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

@@ -1,25 +1,20 @@
 """Libraries that serve one group of ranks per process: a second group is refused on all its ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, UnsupportedError
 from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, FlashInferTwoSidedAll2AllManager
-from ep_a2a.testing import run_ranks
+from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
 from tests.library_stand_ins import MoriLowLatencyManager, StandIn
-
-if TYPE_CHECKING:
-    from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-    from ep_a2a.testing import RankContext
 
 HIDDEN_DIM = 32
 SOON_SECS, TIMEOUT = 30.0, datetime.timedelta(seconds=60)

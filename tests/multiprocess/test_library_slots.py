@@ -1,20 +1,15 @@
 """Slots without an expert on libraries whose kernels want one in every slot."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.testing import run_ranks
+from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
 from tests.library_stand_ins import MoriLowLatencyManager, PplxManager
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 WORLD_SIZE = 2
 HIDDEN_DIM, PPLX_HIDDEN_DIM = 32, 512

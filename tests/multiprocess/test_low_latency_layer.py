@@ -1,7 +1,5 @@
 """Triton-distributed's layer on CPU processes, against the oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,10 +1,8 @@
 """An op on a torch process group and nothing else: make_op, EpDispatchCombineOp(group=...), MORI's symmetric world."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,15 +14,10 @@ from ep_a2a import shmem
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, ConfigMismatchError, InputError, NotInitializedError, UnknownNameError
 from ep_a2a.managers.native import NativeAll2AllManager
-from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.routing import num_distinct_ranks
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.ops import EpDispatchCombineConfig
-    from ep_a2a.testing import RankContext
 
 HIDDEN, TOPK, TOKENS = 128, 2, 5
 

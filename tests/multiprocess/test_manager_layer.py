@@ -1,7 +1,5 @@
 """Backends stand in for each other: one layer on each manager's dispatch and combine, on CPU processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

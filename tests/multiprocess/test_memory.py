@@ -1,7 +1,5 @@
 """Symmetric memory among real processes: what is shared, what is refused, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -12,8 +10,9 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,17 +33,12 @@ from ep_a2a.errors import (
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.testing import RankFailure, RankPool
+from ep_a2a.memory.symmetric import SymmetricMemory
+from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.late import come_last
 from tests.shared_files import files_of, shared_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.memory.symmetric import SymmetricMemory
-    from ep_a2a.testing import RankContext
 
 NUM_BYTES = 100_000
 GIB = 1 << 30

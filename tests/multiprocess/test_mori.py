@@ -1,7 +1,5 @@
 """Programs written for MORI on CPU ranks, under the name mori."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cases import mori_programs

@@ -1,10 +1,8 @@
 """The ep_a2a backend's manager among real processes: handles, memory, nodes, and the end of it all."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +13,9 @@ from ep_a2a.errors import ConfigError, ConfigMismatchError, StateError, Unsuppor
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, Step, run_step
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 CASE = Case(world_size=4, tokens=((4, 0, 7, 16), (0, 3, 1, 2)))
 

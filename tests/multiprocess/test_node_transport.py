@@ -1,11 +1,8 @@
 """Blocks exchanged along transports: every byte, order of calls, and peers that do not come."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,14 +14,11 @@ from ep_a2a.memory.node_transport import GLOO_PATIENCE_SECS, NodeAllToAll
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.memory.transport_choice import choose_transport
-from ep_a2a.testing import RankFailure, RankPool
+from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.exchange_cases import exchange_and_check
 from tests.cases.op_checks import raised
 from tests.late import come_last
 from tests.waiting import await_until
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 TIMEOUT_SECS = 30.0
 SHORT_TIMEOUT_SECS = 6.0

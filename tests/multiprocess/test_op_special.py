@@ -3,8 +3,6 @@
 The simulator runs the others: tests/simulator/test_op_special.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

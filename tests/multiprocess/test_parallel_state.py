@@ -1,7 +1,5 @@
 """init_dist_env and its groups among real processes; the manager is a stand-in."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import subprocess

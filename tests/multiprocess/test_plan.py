@@ -1,8 +1,6 @@
 """What `ep-a2a plan` says is what ops allocate, to the byte: built among real processes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,12 +11,10 @@ from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.integrations.vllm.token_format import TokenFormat, handle_kwargs
 from ep_a2a.managers.registry import create_manager
+from ep_a2a.testing import RankContext
 from tests.cases import manager_cases
 from tests.cases.op_cases import Case
 from tests.cases.tables import read_table
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 WORLD_SIZE, HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS = 2, 256, 3, 129, 150
 CASES = read_table("configs")["planned"]

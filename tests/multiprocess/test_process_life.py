@@ -1,24 +1,19 @@
 """What a process may do with an op: a forked child may not use it, and a call that Ctrl-C interrupts is torn."""
 
-from __future__ import annotations
-
 import contextlib
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from ep_a2a.errors import ConfigMismatchError, ForkedProcessError, RankTimeoutError, StateError
 from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory.arena import Arena
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import BRIEF_TIMEOUT_SECS, ENOUGH_SECS, raised
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.testing import RankContext
 
 CASE = Case(world_size=2, tokens=((4, 3),), hidden_dim=32)
 

@@ -1,10 +1,9 @@
 """Traces of layers and of `ep-a2a trace`, on CPU processes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,14 +12,10 @@ from ep_a2a.commands.measure.session import make_config
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.trace import trace_steps
 from ep_a2a.telemetry.spans import MARKS, dispatch_marks
+from ep_a2a.testing import RankContext
 from tests.cases.low_latency_cases import BASE, CASES
 from tests.cases.profiling_cases import check_traces, layer_without_profiling, profiled_layer
 from tests.integration.programs import run_cli, succeeded
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.testing import RankContext
 
 
 @pytest.mark.parametrize("name", ["bf16", "many tokens"])

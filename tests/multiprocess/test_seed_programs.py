@@ -1,17 +1,12 @@
 """Every program that the documents print runs on CPU ranks."""
 
-from __future__ import annotations
-
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from ep_a2a.testing import RankPool, run_ranks
 from tests.cases import seed_programs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 QUANT_TYPES = ("per_Token", "per_128x128")
 

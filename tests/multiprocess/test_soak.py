@@ -1,7 +1,5 @@
 """A few of the round trips that tests/programs/soak.py makes on GPUs by the million."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,11 +1,10 @@
 """Process groups of some ranks, made by these ranks alone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,8 @@ from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-from ep_a2a.testing import RankFailure, RankPool
+from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.late import come_last
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ep_a2a.testing import RankContext
 
 SHORT_TIMEOUT_SECS = 6.0
 """Longer than ranks of a busy machine are apart that left a barrier together."""

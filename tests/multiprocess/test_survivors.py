@@ -1,10 +1,9 @@
 """Ranks die at once, also the one that held the group's store; the others go on with a manager of their own."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +12,6 @@ from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import SLACK_SECS
 from tests.cases.op_cases import Case
 from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on, disagree, one_is_late
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = Case(hidden_dim=32, num_experts=8, tokens=((4, 3, 5, 2),), max_tokens=5)
 

@@ -1,16 +1,12 @@
 """Tags of calls over exchanges that the host makes; those of kernels that store are in tests/simulator/test_tags.py."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_a2a.errors import ConfigMismatchError
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.cases.staged_cases import node_arena, over_torch_distributed
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 NODES = Case(world_size=4, num_nodes=2, num_experts=8, tokens=((3, 2, 4, 1),))
 

@@ -1,7 +1,5 @@
 """The shared-memory probe among real processes."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,8 +1,7 @@
 """Calls inside a function that torch.compile compiles break its graph, and give what they give without it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +9,13 @@ import torch
 import ep_a2a
 from ep_a2a.compat.deep_ep import Buffer
 from ep_a2a.graph_breaks import outside_graphs
+from ep_a2a.interface import DispatchCombineOp
+from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.mori_programs import make_config, mori_world
 from tests.cases.op_cases import Case
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.interface import DispatchCombineOp
-    from ep_a2a.testing import RankContext
-
-    Layer = Callable[[torch.Tensor], torch.Tensor]
+Layer = Callable[[torch.Tensor], torch.Tensor]
 
 SHAPE = {"hidden_size": 16, "num_experts": 4, "topk": 2, "max_tokens": 4}
 WEIGHTS = torch.tensor([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]])

@@ -1,25 +1,20 @@
 """One config on every kernel and transport between nodes, against the oracle."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from ep_a2a.config import INTERNODE_TRANSPORTS, EpDispatchCombineKernelType
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
+from ep_a2a.reference import DispatchReference
+from ep_a2a.testing import RankContext
 from ep_a2a.topology import classify, gather_report
 from tests.cases.op_cases import Case, Step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.ring_cases import REPLAYED, other_numbers_of_programs, rings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.reference import DispatchReference
-    from ep_a2a.testing import RankContext
 
 ALL_KERNELS = ("InterNode", "InterNodeV1", "InterNodeV1LL", "AsyncLL")
 COMBINATIONS = [

@@ -1,13 +1,11 @@
 """Ranks that have different versions of this package: an error that says so, wherever they meet first."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,9 +13,7 @@ import ep_a2a
 from ep_a2a import config
 from ep_a2a.errors import ConfigMismatchError
 from ep_a2a.memory.rendezvous import UNKNOWN, Rendezvous, require_one_version, with_version
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
+from ep_a2a.testing import RankContext
 
 OWN = config.WIRE_FORMAT_VERSION
 # Every way in which ranks of a group meet for the first time.

@@ -1,7 +1,5 @@
 """Skips tests where this machine cannot have hosts of their own networks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.netns.network import why_impossible

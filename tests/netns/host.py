@@ -1,7 +1,5 @@
 """One host of a job: the process that starts the host's ranks, and the ranks."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

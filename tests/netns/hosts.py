@@ -1,17 +1,11 @@
 """Bounds of tests on several hosts, and the cut of a host's link in the middle of one."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.netns.launch import signal
+from tests.netns.network import Network
 from tests.waiting import await_file, await_until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.netns.network import Network
 
 START_SECS = 100.0
 TIMEOUT_SECS = 30.0

@@ -1,24 +1,18 @@
 """Runs a function on the ranks of several hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from tests.netns.host import Job
-from tests.netns.network import DEVICE
+from tests.netns.network import DEVICE, Network
 from tests.waiting import await_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.netns.network import Network
 
 
 def run_on_hosts(

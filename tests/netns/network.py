@@ -4,8 +4,6 @@ The hub holds one TAP device per host and passes frames on. It does what `tc net
 kernel module.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random
@@ -16,10 +14,8 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import Self
 
 TUN = "/dev/net/tun"
 TUNSETIFF = 0x400454CA

@@ -1,7 +1,5 @@
 """Ops among hosts of their own addresses: the oracle's results over a slow, lossy and cut network, or an error."""
 
-from __future__ import annotations
-
 import functools
 import os
 import pickle
@@ -9,7 +7,7 @@ import signal as signals
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.agreement import PATIENCE_SECS
 from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing import RankContext
 from tests.cases.fault_cases import combine, settle
 from tests.cases.op_cases import Case, Step, make_op, run_step
 from tests.cases.op_matrix import UNEVEN
@@ -24,9 +23,6 @@ from tests.cases.staged_cases import node_arena, over_torch_distributed
 from tests.netns.hosts import CUT_SENDS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
 from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 CASE = Case(topk=3, tokens=UNEVEN, layout="rank_major", routing="out_of_range", quant_type="fp8_per_token")
 

@@ -1,12 +1,9 @@
 """`ep_a2a.survivors` among hosts: ranks of some hosts die at once, all that are left go on together."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal as signals
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
@@ -15,6 +12,7 @@ from ep_a2a import survivors
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing import RankContext
 from ep_a2a.topology import facts
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, run_step
@@ -23,9 +21,6 @@ from tests.cases.survivor_cases import experts_of_ranks, go_on, settled_step
 from tests.netns.hosts import SHORT_TIMEOUT_SECS
 from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 
 def die_and_go_on(context: RankContext, directory: Path, num_hosts: int, victims: list[int]):

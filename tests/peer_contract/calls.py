@@ -5,8 +5,6 @@ By convention a library's modules are held in variables of their names, what a m
 library.
 """
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from dataclasses import dataclass

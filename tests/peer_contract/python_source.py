@@ -1,15 +1,10 @@
 """Signatures and attributes of a library, read from its Python source without importing it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from pathlib import Path
 
 
 @dataclass(frozen=True)

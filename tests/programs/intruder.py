@@ -6,18 +6,14 @@ It becomes user USER and prints as JSON which of its attempts worked: on FOLDER,
 made for shared memory, and on the memory of these processes (at ADDRESS, unless that is 0).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 PTRACE_ATTACH = 16
 LIBC = ctypes.CDLL(None, use_errno=True)

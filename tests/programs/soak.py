@@ -5,30 +5,24 @@ shapes; tests/multiprocess/test_soak.py and tests/multigpu/test_soak.py run a fe
 another rank come last each time, `--sizes` goes through numbers of tokens, `--eager` leaves out the graphs.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import typer
 
 from ep_a2a.memory.arena import Arena
-from ep_a2a.testing import RankPool
+from ep_a2a.testing import RankContext, RankPool
 from tests.cases.op_cases import Case, make_op
 from tests.late import come_last
 from tests.multigpu.used_variants import compiled_when_used
 from tests.replay import CapturedStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.testing import RankContext
 
 LARGEST = 7
 """Tokens hold whole numbers up to this, so that a sum over all ranks is exact in bfloat16."""

@@ -9,8 +9,6 @@ more, add it with any text: "name", "function:what in its body", or "text what";
 projects is imported or kept but such facts.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

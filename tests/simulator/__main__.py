@@ -1,7 +1,5 @@
 """Repeats a run of the simulator, runs many seeds, or searches what notices that a site has lost its order."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

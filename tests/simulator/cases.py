@@ -1,9 +1,7 @@
 """What ranks do in the simulator: the op's cases against the oracle, and steps that overlap."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.errors import CapacityError, ConfigMismatchError, RankTimeoutError
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 from tests.cases.op_cases import (
     Case,
@@ -26,10 +25,7 @@ from tests.cases.op_cases import (
 )
 from tests.cases.ring_cases import PUTS, SMALL_RINGS, rings
 from tests.simulator.nodes import arena_of
-
-if TYPE_CHECKING:
-    from ep_a2a.ops import EpDispatchCombineOp
-    from tests.simulator.ranks import Context
+from tests.simulator.ranks import Context
 
 SMALL = Case(
     world_size=2,

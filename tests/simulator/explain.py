@@ -1,26 +1,18 @@
 """Why a run has failed: the loads that missed a store on the way to a wrong value, and why they could."""
 
-from __future__ import annotations
-
 import collections
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tests.cases.op_cases import DifferentRows
 from tests.simulator.memory import MixedScopes
-from tests.simulator.ranks import POOL_BYTES
+from tests.simulator.ranks import POOL_BYTES, Simulation
 from tests.simulator.reads import Overtaken
-from tests.simulator.trace import FUNCTIONS, HOST_WRITES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.simulator.ranks import Simulation
-    from tests.simulator.scheduler import Failure
-    from tests.simulator.trace import Operation, Trace
+from tests.simulator.scheduler import Failure
+from tests.simulator.trace import FUNCTIONS, HOST_WRITES, Operation, Trace
 
 SHOWN_MISSES, SHOWN_LOADS, SHOWN_OPERATIONS = 2, 8, 8
 """Loads that missed a store, other loads, and operations of each rank, that a failure shows."""

@@ -3,31 +3,25 @@
 `python -m tests.simulator.faults 7` repeats the run of seed 7, `--runs 100` goes on with the seeds behind it.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
+from ep_a2a.ops import EpDispatchCombineOp
 from tests.cases.op_cases import Case, Step, make_op
 from tests.cases.op_checks import raised
 from tests.simulator.cases import CASES
 from tests.simulator.explain import describe
 from tests.simulator.nodes import arena_of
-from tests.simulator.ranks import Conditions, Simulation
+from tests.simulator.ranks import Conditions, Context, Simulation
 from tests.simulator.scheduler import Fault, Killed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.ops import EpDispatchCombineOp
-    from tests.simulator.ranks import Context
 
 JOINED = 4
 """Operation from which on others know that a rank was there."""

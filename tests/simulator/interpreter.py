@@ -7,8 +7,9 @@ import contextlib
 import functools
 import inspect
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import greenlet
 import numpy as np
@@ -17,19 +18,11 @@ from triton.runtime import interpreter
 
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.interpreter_types import cached_types
-from ep_a2a.kernels.portable import _without_overflow_checks
-from tests.simulator.memory import Author, View
+from ep_a2a.kernels.portable import PortableFunction, _without_overflow_checks
+from tests.simulator.memory import Author, Pool, View
 from tests.simulator.puts import Puts
-from tests.simulator.scheduler import Task
-from tests.simulator.trace import FUNCTIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.kernels.portable import PortableFunction
-    from tests.simulator.memory import Pool
-    from tests.simulator.scheduler import Scheduler
-    from tests.simulator.trace import Operation
+from tests.simulator.scheduler import Scheduler, Task
+from tests.simulator.trace import FUNCTIONS, Operation
 
 builder = interpreter.interpreter_builder
 KERNELS = Path(primitives.__file__).parent

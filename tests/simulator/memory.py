@@ -19,19 +19,15 @@ barriers lead from there to here, or a launch has ended in between.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.simulator.reads import Reads
-from tests.simulator.trace import Trace
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
-    from tests.simulator.trace import Operation
+from tests.simulator.trace import Operation, Trace
 
 GROWTH = 1 << 16
 VIEW_GROWTH = 64

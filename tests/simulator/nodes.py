@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import Exchange, NodeTransport
-
-if TYPE_CHECKING:
-    import torch
-
-    from tests.cases.op_cases import Case
-    from tests.simulator.memory import View
-    from tests.simulator.ranks import Context
+from tests.cases.op_cases import Case
+from tests.simulator.memory import View
+from tests.simulator.ranks import Context
 
 TIMEOUT_SECS = 2.0
 

@@ -1,18 +1,14 @@
 """Products of 32 bits that become addresses: with enough rows they overflow, so they must be made in 64 bits."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import triton.language as tl
 
 from tests.simulator.interpreter import builder, interpreter, site
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PASSES_ON = (
     "create_add",

@@ -1,12 +1,11 @@
 """Ranks of the product in one process: host code and kernels as they are, on a simulated store, clock and GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import plain
+from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory import arena, host_shm, node_memory, peers
 from ep_a2a.memory import rendezvous as rendezvous_module
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -26,11 +26,6 @@ from tests.simulator.interpreter import Machine, RankStream
 from tests.simulator.memory import Pool, View
 from tests.simulator.scheduler import LIMIT_SECS, Fault, Scheduler, Task
 from tests.simulator.store import Store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ep_a2a.kernels.portable import PortableFunction
 
 POOL_BYTES = 1 << 24
 

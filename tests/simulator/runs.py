@@ -1,25 +1,19 @@
 """Runs of the simulator by name, and what a failure prints: the command that repeats it, and the last operations."""
 
-from __future__ import annotations
-
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.cases.op_cases import Case
 from tests.cases.staged_cases import arenas_from, over_torch_distributed
 from tests.simulator.cases import BODIES, CASES, LATE_RANK
 from tests.simulator.explain import describe
 from tests.simulator.nodes import arena_of
-from tests.simulator.ranks import Conditions, Outcome, Simulation
+from tests.simulator.ranks import Conditions, Context, Outcome, Simulation
 from tests.simulator.scheduler import Fault
 from tests.simulator.sites import ordering_sites
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.cases.op_cases import Case
-    from tests.simulator.ranks import Context
 
 TIMEOUT_SECS, MOST_SECS = 10.0, 100.0
 """Of the ops of named runs, and of a whole run, by the simulated clock: a wait in vain takes many polls."""

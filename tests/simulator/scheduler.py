@@ -1,18 +1,14 @@
 """Runs the hosts and programs of all ranks in one thread: one task at a time, by one clock, repeatable by its seed."""
 
-from __future__ import annotations
-
 import collections
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import greenlet
 
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
-    from tests.simulator.memory import Pool
+from tests.simulator.memory import Pool
 
 SHORTEST_STEP_SECS = 1e-6
 LIMIT_SECS = 1000.0

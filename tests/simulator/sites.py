@@ -1,7 +1,5 @@
 """The places in the kernels' source that order accesses to memory, found by reading the source."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from dataclasses import dataclass

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import timedelta
-
-    from tests.simulator.scheduler import Scheduler
+from tests.simulator.scheduler import Scheduler
 
 LOOK_SECS = 1.0
 

@@ -4,13 +4,12 @@ Small runs show it, too: an offset that reaches beyond a row has been multiplied
 bits must stay inside of a row.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +25,6 @@ from tests.cases.op_cases import run_case
 from tests.simulator.cases import CASES
 from tests.simulator.interpreter import Machine, builder, site
 from tests.simulator.ranks import Conditions, simulate
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 OF_ROWS = {
     Region.INDICES,

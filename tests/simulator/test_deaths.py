@@ -1,7 +1,5 @@
 """Ranks that die or stand still at any operation: the others name exactly those, within seconds, and go on."""
 
-from __future__ import annotations
-
 import pytest
 
 from ep_a2a.memory.agreement import PATIENCE_SECS

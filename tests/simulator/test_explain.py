@@ -1,7 +1,5 @@
 """What a failure tells: the load that missed a store, the store, and why no order held."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

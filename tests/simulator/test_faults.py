@@ -1,10 +1,9 @@
 """Ranks that leave the order of calls: who is named, by a clock that only the simulator moves."""
 
-from __future__ import annotations
-
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.agreement import PATIENCE_SECS
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS, Arena, BlockSizes
+from ep_a2a.ops import EpDispatchCombineOp
 from tests.cases import fault_cases
 from tests.cases.fault_cases import VICTIM, close_secs, echo_of, settle, steps_until_error, told_by
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_case, run_step, same_bits
@@ -24,13 +24,7 @@ from tests.messages import messages_of
 from tests.simulator.explain import describe
 from tests.simulator.faults import simulation_of
 from tests.simulator.nodes import arena_of
-from tests.simulator.ranks import Conditions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.ops import EpDispatchCombineOp
-    from tests.simulator.ranks import Context
+from tests.simulator.ranks import Conditions, Context
 
 TIMEOUT_SECS = 4.0
 MOST_SECS, LATE_SECS = 25.0, 60.0

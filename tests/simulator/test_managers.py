@@ -1,7 +1,5 @@
 """Managers of all ranks in one process."""
 
-from __future__ import annotations
-
 import torch
 
 from ep_a2a.errors import ConfigError, ConfigMismatchError

@@ -1,7 +1,5 @@
 """The memory of the simulator: what it lets a kernel see, and what not, by kernels that pass one message."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Real processes run each layout over each transport: tests/multiprocess/test_covering.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

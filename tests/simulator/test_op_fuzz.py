@@ -4,10 +4,8 @@ The examples are the same in every run. A failing one is shrunk and printed: pas
 tests/cases/op_matrix.py. `make test` draws a few examples of each kind, `make test-all` all of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +19,8 @@ from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, NUM_OPS, OTHE
 from tests.cases.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
 from tests.cases.stride_cases import LAYOUTS as STRIDES
 from tests.cases.stride_cases import ROLES, Forms, strided_case
+from tests.simulator.ranks import Context
 from tests.simulator.runs import run_on_ranks
-
-if TYPE_CHECKING:
-    from tests.simulator.ranks import Context
 
 MAX_STEPS = 3
 MAX_TOKENS = 8

@@ -1,10 +1,9 @@
 """Time, graphs, memory and failures of the op, and orders of calls."""
 
-from __future__ import annotations
-
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,9 +11,6 @@ from tests.cases.counter_bodies import COUNTER_BODIES
 from tests.cases.op_cases import Case
 from tests.cases.op_special import BODIES, missing_rank
 from tests.simulator.runs import run_on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 REAL_PROCESSES = (
     # all waits take time there

@@ -1,7 +1,5 @@
 """No product of 32 bits becomes part of an address where it grows with the rows, tokens and widths of an op."""
 
-from __future__ import annotations
-
 import linecache
 from pathlib import Path
 

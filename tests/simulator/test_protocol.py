@@ -1,21 +1,16 @@
 """What the protocol holds against: both dispatches in turn, epochs that wrap, two ops that share memory."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from ep_a2a.memory.arena import Arena
 from tests.cases.op_cases import Case, make_op, run_case, run_step
 from tests.simulator.cases import CASES, run_chain
+from tests.simulator.ranks import Context
 from tests.simulator.runs import CONDITIONS, run_on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.simulator.ranks import Context
 
 IN_TURN = replace(
     CASES["low_latency"],

@@ -1,7 +1,5 @@
 """Ranks that share one GPU: launches that follow one another need no more places than one launch of every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -4,11 +4,10 @@ The bodies are those of the op inside a node; only the kernels differ. Real proc
 transport: tests/multiprocess/test_covering.py.
 """
 
-from __future__ import annotations
-
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -35,12 +34,8 @@ from tests.cases.ring_cases import (
     on_two_nodes,
 )
 from tests.cases.staged_cases import begun_by_some
+from tests.simulator.ranks import Context
 from tests.simulator.runs import run_on_ranks, run_staged
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.simulator.ranks import Context
 
 pytestmark = pytest.mark.full
 

@@ -1,10 +1,8 @@
 """What rings between nodes do when they are full, when a node is slow, and when their counts wrap (docs/roles.md)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,16 +10,12 @@ import pytest
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory.arena import Arena
-from tests.cases.op_cases import make_op, run_case, run_step
+from tests.cases.op_cases import Case, make_op, run_case, run_step
 from tests.cases.ring_cases import rings
 from tests.simulator.cases import TWO_NODES
-from tests.simulator.ranks import Conditions
+from tests.simulator.ranks import Conditions, Context
 from tests.simulator.runs import PAUSE_SECS, TIMEOUT_SECS, run_on_ranks
 from tests.simulator.scheduler import Fault
-
-if TYPE_CHECKING:
-    from tests.cases.op_cases import Case
-    from tests.simulator.ranks import Context
 
 pytestmark = pytest.mark.full
 

@@ -3,8 +3,6 @@
 `python -m tests.simulator sites [PART]` searches the runs of this table anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

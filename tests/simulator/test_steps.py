@@ -1,7 +1,5 @@
 """The kernels on weak memory: every step meets the oracle, however late stores land and however old loads are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

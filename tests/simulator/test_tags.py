@@ -1,10 +1,8 @@
 """A rank that leaves out a layer: all ranks get ConfigMismatchError with the tags, and no result pairs two layers."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from ep_a2a.memory.arena import Arena
 from tests.cases.op_cases import Case, Step, make_op, same_sums
 from tests.simulator.cases import CASES
 from tests.simulator.ranks import Conditions, Context, simulate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ALL_LAYERS = (1, 2, 3, 1, 2, 3)
 SKIPPER, LAYERS_OF_SKIPPER = 1, (1, 3, 1, 2, 3)

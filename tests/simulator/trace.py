@@ -1,15 +1,10 @@
 """The operations of a run, kept so that a failure can tell which of them led to it (explain.py)."""
 
-from __future__ import annotations
-
 import collections
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MOST_ELEMENTS = 1 << 22
 """Elements of all operations that are kept. The oldest operations are dropped."""

@@ -1,7 +1,5 @@
 """Shared by tests of device helpers, which run in Triton's interpreter."""
 
-from __future__ import annotations
-
 import torch
 
 from ep_a2a.kernels.constants import Shape

@@ -1,13 +1,12 @@
 """Who is gone, who is late and who waits elsewhere, by a clock that only the test moves."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,9 +16,6 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory import agreement, host_record, peers, rendezvous
 from ep_a2a.memory.agreement import agree, described, judge, remedy_of, with_verdict
 from ep_a2a.memory.peers import GivenUp, Peers, Presence, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ALIVE, UNHEARD, GONE = Presence.ALIVE, Presence.UNHEARD, Presence.GONE
 BOUND_SECS = 10.0

@@ -1,7 +1,5 @@
 """CI fails a test that skips for a reason that nobody has allowed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

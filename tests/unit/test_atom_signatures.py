@@ -1,7 +1,5 @@
 """ep_a2a.integrations.atom against the pinned facts of ATOM and AITER, and the shape of both that tests run on."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

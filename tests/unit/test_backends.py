@@ -1,7 +1,5 @@
 """Capabilities, libraries and what is worked out around libraries' results, and the document that is made of them."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Budgets of multiprocessors in the bench, where ranks share a GPU: what fits runs, what does not is refused before."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmark's MoE layer in one process: its experts against the dense ones, its kernels for GPUs, its table."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Columns, tables, JSON lines, markdown and pictures of the benchmark, from rows that are made up."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Inputs, byte counts and sweeps of the benchmark, against plain counting."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

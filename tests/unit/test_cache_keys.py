@@ -3,17 +3,12 @@
 Triton 3.9 sees to that by itself; Triton 3.6 does not.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import ep_a2a.kernels
 from ep_a2a.kernels.portable import PortableFunction
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def all_functions() -> dict[str, PortableFunction]:

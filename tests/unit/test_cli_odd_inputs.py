@@ -1,9 +1,8 @@
 """Odd inputs of every command end in one of the documented exit codes and in words, never in a traceback."""
 
-from __future__ import annotations
-
 import importlib.util
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,6 @@ from ep_a2a.cli import app, doctor
 from ep_a2a.cli.command import values_of
 from tests.cases import odd_inputs
 from tests.integration.programs import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 ON_CPU = ("--device cuda", "GPUs to tune on")
 

@@ -1,7 +1,5 @@
 """What passes for rounding where completions of two engines are compared."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

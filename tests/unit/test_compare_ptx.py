@@ -1,7 +1,5 @@
 """tools/compare_ptx.py: what it leaves out of the code that it compares, and what it counts as equal."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import compare_ptx

@@ -1,7 +1,5 @@
 """Whose module an import of another library gives."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import operator

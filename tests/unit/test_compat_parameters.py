@@ -1,7 +1,5 @@
 """The table of ep_a2a.compat: all parameters that have no effect are in it, and it says what calls really do."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -11,9 +9,10 @@ import inspect
 import logging
 import re
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +28,6 @@ from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError, NotInitializedError, UnknownNameError, UnsupportedError
 from ep_a2a.interface import DispatchResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MODULES = {
     "aiter": ("",),

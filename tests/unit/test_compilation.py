@@ -1,13 +1,13 @@
 """Messages of long compilations, from kernels that are made up; one test asks the real compiler."""
 
-from __future__ import annotations
-
 import io
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,10 +22,6 @@ from ep_a2a.kernels.portable import portable
 from tests.cases.configs import deepseek_v3
 from tests.offline_compile import compile_offline
 from tests.waiting import await_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 SHORT_SECS, ANNOUNCE_AFTER_SECS = 0.05, 0.3
 LOOK_SECS = 0.01

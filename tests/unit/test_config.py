@@ -1,7 +1,5 @@
 """EpDispatchCombineConfig: what is refused, what ranks must agree on, what is derived."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Counting kernels in Triton's interpreter and for GPUs, what is read from them, and what their calls need compiled."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

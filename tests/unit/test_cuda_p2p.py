@@ -1,10 +1,9 @@
 """What becomes of CUDA IPC memory where a rank cannot have it, with a CUDA runtime that is made up."""
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ import torch
 from ep_a2a.errors import ConfigMismatchError, EpA2AError
 from ep_a2a.memory import cuda_p2p
 from ep_a2a.memory.rendezvous import Rendezvous
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ADDRESS, PEER_ADDRESS, NUM_BYTES = 4096, 8192, 64
 FAILURE = (2,)

@@ -1,7 +1,5 @@
 """DeepEP's size hints: the worked example, every row of its table, and what `ep-a2a plan` says of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple
 from typing import Any

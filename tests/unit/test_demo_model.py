@@ -1,9 +1,7 @@
 """The demo's model, its settings, and how its errors look."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +16,6 @@ from ep_a2a.commands.ranks import choose_device, default_ranks
 from ep_a2a.config import DISPATCH_QUANT_TYPES
 from ep_a2a.errors import ConfigError, MissingPackageError, ShapeError, TopKError, UnsupportedError
 from ep_a2a.reference import dense_moe, expert_mlp_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORDS = ("to", "be", "or", "not", "to", "be")
 

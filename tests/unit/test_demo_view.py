@@ -1,7 +1,5 @@
 """The demo's report on a terminal, from a report that is made up."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

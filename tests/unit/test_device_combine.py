@@ -1,7 +1,5 @@
 """Parts of combine in Triton's interpreter: first loads of senders, shares of units, and casts in words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton.language as tl

@@ -1,10 +1,9 @@
 """Device helpers in Triton's interpreter against plain torch, and that interpreting leaves Triton as it was."""
 
-from __future__ import annotations
-
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +35,6 @@ from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.unit.device import as_int32, shape_of, untouched
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 BLOCK = 1024

@@ -1,7 +1,5 @@
 """Device helpers that number a dispatch's rows and judge flagged ones, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

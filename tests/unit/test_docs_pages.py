@@ -1,7 +1,5 @@
 """The parts of the documentation that are written from the code, and the committed ones that follow it."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import re

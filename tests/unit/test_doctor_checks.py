@@ -1,21 +1,15 @@
 """What the doctor says of machines on which something is wrong: one case for each failure that users have reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from ep_a2a.commands.doctor.checks import GROUP
 from ep_a2a.commands.doctor.finding import Level
-from ep_a2a.commands.doctor.machine import Driver, Request
+from ep_a2a.commands.doctor.machine import Driver, Machine, Request
 from ep_a2a.commands.doctor.probe import choose
 from tests.cases.tables import read_table
 from tests.machines import CPU_HOST, GIB, H200_HOST, findings_of, with_facts
-
-if TYPE_CHECKING:
-    from ep_a2a.commands.doctor.machine import Machine
 
 LOUD = (Level.WARNING, Level.ERROR)
 

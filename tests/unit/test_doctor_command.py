@@ -1,7 +1,5 @@
 """The doctor's options, exit code and JSON, on machines that are only described."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

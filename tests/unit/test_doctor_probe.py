@@ -1,7 +1,5 @@
 """How the doctor finds facts: programs that fail, backends, folders, RDMA devices, nvidia-smi's words."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,10 +1,9 @@
 """Environment variables: default, parsing, and errors that name the variable and its value."""
 
-from __future__ import annotations
-
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,9 +17,6 @@ from ep_a2a.memory.transport_choice import choose_transport
 from ep_a2a.tuning.tables import load_tables
 from tests.cases.tables import read_table
 from tests.unit.test_config import config_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DEFAULTS = read_table("variables")["defaults"]
 NAMES = tuple(DEFAULTS)

@@ -1,15 +1,16 @@
 """Layout expert_major where no processes are needed: its specification, and what its kernels compile to."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import InputError
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
@@ -17,12 +18,6 @@ from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 from tests.offline_compile import compile_kernel, resources, vector_accesses
 from tests.unit.test_reference import Case, cases, make_experts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 
 @given(case=cases())

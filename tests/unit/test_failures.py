@@ -1,7 +1,5 @@
 """The error record in words: every code becomes its class, and names the ranks."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 

@@ -1,7 +1,5 @@
 """Ranks that share GPUs: who uses which, how many multiprocessors each gets, and what is said."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from ep_a2a.memory import guards
 from ep_a2a.memory.guards import StreamOrder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GPU = torch.device("cuda", 0)
 

@@ -1,7 +1,5 @@
 """on_import: callbacks around another package's module, also where its first import fails."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

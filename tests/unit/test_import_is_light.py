@@ -1,20 +1,16 @@
 """What importing costs, and the rules of the house that a parser can check on every module."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import ep_a2a
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PACKAGE = Path(ep_a2a.__file__).parent
 MAX_LINES = 500

@@ -1,7 +1,5 @@
 """tools/instructions.py: kernels keep to their bounds when compiled for Hopper, and loops are counted right."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Types that are remembered while kernels are interpreted equal those that Triton makes, and are gone afterwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,19 +1,14 @@
 """Ctrl-C while something runs that must not stop in the middle."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
 
 from ep_a2a.interrupts import interrupts_held
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture

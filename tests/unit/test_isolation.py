@@ -1,7 +1,5 @@
 """What this package never does: unpickle from a network, write to the environment, run code of other users."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import os

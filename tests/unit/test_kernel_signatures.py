@@ -1,15 +1,10 @@
 """Device code takes few parameters, and reads compile-time tuples by the names of their fields."""
 
-from __future__ import annotations
-
 import ast
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ep_a2a
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 KERNELS = Path(ep_a2a.__file__).parent / "kernels"
 MAX_PARAMETERS = 20

@@ -3,12 +3,11 @@
 A first run compiles for half a minute; later ones find Triton's disk cache.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from triton.runtime.errors import PTXASError
 
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE
-from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
+from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
 from ep_a2a.tuning import policy
 from ep_a2a.tuning.policy import (
@@ -31,11 +30,6 @@ from ep_a2a.tuning.policy import (
 )
 from tests.cases.configs import deepseek_v3 as config_of
 from tests.offline_compile import compile_kernel, resources, vector_accesses
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 AMPERE, ADA, HOPPER = 80, 89, 90
 NUM_SMS = 132

@@ -1,7 +1,5 @@
 """Byte layout of an op's memory: pure arithmetic, also for worlds that no machine here has."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The check of tests/conftest.py that nothing is left in shared memory: whose files count."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The layer's configurations and memory by arithmetic, and its kernel compiled for GPUs."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

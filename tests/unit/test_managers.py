@@ -1,7 +1,5 @@
 """Registry, handle cache, handle kwargs and what managers promise, without other ranks."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import subprocess

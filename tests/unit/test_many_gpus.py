@@ -1,17 +1,12 @@
 """The plan for machines with several GPUs: the options of benches exist, and what fails or lasts is said."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tools import many_gpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAMES = {"ranks": "4", "rows": "ROWS", "folder": "FOLDER"}
 COMMANDS = {command.name: command for part in many_gpus.PARTS.values() for command in part}

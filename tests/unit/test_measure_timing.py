@@ -1,7 +1,5 @@
 """Statistics of the benchmark, and the order of barriers, marks and calls, with a clock that records."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from types import SimpleNamespace

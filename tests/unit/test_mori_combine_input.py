@@ -1,7 +1,5 @@
 """What MORI's combine takes: own ids and weights pass, others are dropped with one warning each."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """ep_a2a.compat.mori against MORI's wheel: names, order, kinds and defaults, as tests/signatures/mori.json has them."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The private MPS daemon, with a script in the place of NVIDIA's program."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -10,17 +8,14 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from ep_a2a.testing import mps
 from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
 from tests.waiting import await_file, await_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CONTROL = """#!/bin/sh
 if [ "$1" = -f ]; then

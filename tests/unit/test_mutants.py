@@ -1,7 +1,5 @@
 """The table of mutants: every edit fits the source as it is, and every named test exists."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

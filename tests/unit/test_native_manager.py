@@ -1,11 +1,10 @@
 """The ep_a2a backend's manager and its op, alone in a group: what is compared, dropped, recorded and raised."""
 
-from __future__ import annotations
-
 import os
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +29,6 @@ from ep_a2a.ops.arguments import NO_WISH, SEND, DispatchArguments
 from ep_a2a.ops.inputs import travelling_scales
 from ep_a2a.ops.op import EpDispatchCombineOp, PreparedDispatch
 from tests.replay import CapturedStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HIDDEN, TOPK = 128, 2
 TOKENS, WEIGHTS = torch.ones(3, HIDDEN, dtype=torch.bfloat16), torch.ones(3, TOPK)

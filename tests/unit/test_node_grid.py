@@ -1,7 +1,5 @@
 """A group's nodes as a grid, and what does not make one."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError
 
 import pytest

@@ -1,7 +1,5 @@
 """What can be known of NVSHMEM without it: the layout of its structures, and what its absence says."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

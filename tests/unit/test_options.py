@@ -1,7 +1,5 @@
 """Errors name the option that sets the field they are about."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

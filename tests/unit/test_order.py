@@ -1,7 +1,5 @@
 """tools/order.py: the compiled kernels order memory as the file of the installed Triton says."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

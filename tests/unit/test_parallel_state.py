@@ -1,7 +1,5 @@
 """Rank formulas, the choice of a backend, and everything that is wrong before ranks meet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of DeepEP and pplx-kernels in the managers, against the signatures that were read in their sources."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures of the command line: nothing lies over the data, what was not measured is grey, units fit, two themes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

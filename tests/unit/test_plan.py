@@ -1,7 +1,5 @@
 """`ep-a2a plan`: keys of model families, what travels, refusals, and what is printed. Sizes: multiprocess/test_plan."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`ep-a2a plan --nodes` and `--published`: what is printed and written, and refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

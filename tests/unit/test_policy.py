@@ -1,7 +1,5 @@
 """Launch numbers on CPU, on one H200 and on devices made up."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Files of shared memory are this user's alone, and what a name points to elsewhere is not opened."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

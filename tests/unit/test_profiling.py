@@ -1,10 +1,9 @@
 """Traces and pictures of given spans, and what recording them does to the kernels."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, T
 from ep_a2a.telemetry.trace import trace_events, write_trace
 from tests.offline_compile import compile_kernel, resources
 from tests.unit.test_kernels_compile import NUM_SMS, config_of, kind_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CLOCK = "%globaltimer"
 KINDS = {

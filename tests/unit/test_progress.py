@@ -1,7 +1,5 @@
 """Progress of long work: lines where nobody watches, a bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

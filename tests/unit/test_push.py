@@ -1,7 +1,5 @@
 """The limit's CUDA C: what it is made of, and, where there is a compiler, that it moves wide words many at a time."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,9 +1,7 @@
 """The FP8 oracle against definitions written independently of it: numpy arithmetic and torch's own cast."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -25,9 +23,6 @@ from ep_a2a.quantization import (
     round_scale_up_to_ue8m0,
     scales_to_float32,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("float32", "ue8m0", "float32_power_of_two")

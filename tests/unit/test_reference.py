@@ -1,7 +1,5 @@
 """The executable specification, checked against token-by-token Python and against a dense MoE."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

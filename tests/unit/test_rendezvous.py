@@ -1,7 +1,5 @@
 """Messages of a meeting: whatever bytes lie in the store, a rank gets a message of its kind or an error of ours."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

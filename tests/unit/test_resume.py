@@ -1,14 +1,9 @@
 """A pass in an earlier run counts for the same code alone."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests import resume
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_pass_of_other_code_does_not_count(tmp_path: Path) -> None:

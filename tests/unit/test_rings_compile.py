@@ -1,9 +1,8 @@
 """The kernels of rings compile for GPUs, without spilling, and move rows in vectors; and what a ring's shape is."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 from tests.offline_compile import check_moves
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_SMS = 132
 FORMS = {

@@ -1,7 +1,5 @@
 """Ownership, traffic and routing generators, compared with plain Python counting."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

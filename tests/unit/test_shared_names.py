@@ -1,7 +1,5 @@
 """Names in shared memory that another user has planted, or that a peer makes up."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

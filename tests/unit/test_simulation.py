@@ -1,7 +1,5 @@
 """The simulator of exchanges between nodes: its parts by hand, its bounds, what was measured inside a node."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

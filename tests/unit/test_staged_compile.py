@@ -1,9 +1,8 @@
 """The kernels around an exchange of the host compile for GPUs, without spilling, and move rows in vectors."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from ep_a2a.ops.staged import StagedEngine
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 from tests.offline_compile import check_moves
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_SMS = 132
 FORMS = {

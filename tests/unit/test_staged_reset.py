@@ -1,7 +1,5 @@
 """What reset does to the connections between nodes, with a transport that is made up."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which physical experts tokens go to after ranks are gone, and what cannot go on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables that stay within a terminal, and numbers with their units."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

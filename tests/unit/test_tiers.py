@@ -1,7 +1,5 @@
 """Rules of tests that a parser can check: `make test` runs tests that exist, and tests wait for signs, not for time."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

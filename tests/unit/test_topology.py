@@ -1,7 +1,5 @@
 """Classification of made-up clusters."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, replace
 
 import pytest

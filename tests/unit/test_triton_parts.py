@@ -1,14 +1,14 @@
 """A Triton that lacks a private name ends in an error with a remedy, and its own defaults change no kernel."""
 
-from __future__ import annotations
-
 import runpy
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter, jit
 
@@ -16,11 +16,6 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels import triton_parts
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.portable import portable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-import triton.language as tl
 
 FUSION_VARIABLE = "TRITON_DEFAULT_FP_FUSION"
 

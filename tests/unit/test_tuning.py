@@ -1,12 +1,10 @@
 """Tuned tables: which entry a launch takes, what the policy makes of it, and what is compiled for it."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ep_a2a
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import (
@@ -29,9 +28,6 @@ from ep_a2a.tuning.policy import (
 )
 from ep_a2a.tuning.tables import Evidence, ShapeKey, Table, TableEntry, TunedLaunch, TunedTables, lookup
 from tests.cases.configs import deepseek_v3
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
 
 PROJECT = Path(ep_a2a.__file__).parent.parent
 H200_SMS = 132

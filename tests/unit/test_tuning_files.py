@@ -1,12 +1,11 @@
 """Files of tuned tables: what they may say, where they lie, that the shipped ones are good and are shipped."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tomllib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +26,6 @@ from tests.unit.test_tuning import (
     entry,
     key,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHIPPED = sorted((PROJECT / "configs").glob("*.json"))
 

@@ -1,7 +1,5 @@
 """The version stands in ep_a2a/__init__.py alone, and the changelog has a section for it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

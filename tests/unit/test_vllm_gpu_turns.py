@@ -1,18 +1,13 @@
 """Engines that are up at once act one after another."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tests.engines.vllm.gpu import rank
 from tests.engines.vllm.gpu.rank import Turns
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_ACTIONS = 4
 

@@ -1,7 +1,5 @@
 """The plugin's entry point, which vLLM calls in every process of an environment that has this package."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import tomllib

@@ -1,18 +1,14 @@
 """How servers of vLLM are started, measured in turn and summed up, without vLLM."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.vllm import serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Fake(serving.Candidate):

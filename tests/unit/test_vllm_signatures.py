@@ -1,7 +1,5 @@
 """What the vLLM integration stands on: how it is read from source, told apart, and kept in a table and a registry."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

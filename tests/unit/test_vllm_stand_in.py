@@ -1,7 +1,5 @@
 """Our modules beside a vLLM that is stood in for: what closes an open step, and which executors are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """How bench.vllm.step_kernels reads a trace of torch's profiler."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

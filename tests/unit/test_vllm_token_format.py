@@ -1,7 +1,5 @@
 """How tokens travel for each kind of vLLM's FusedMoEQuantConfig, with stand-ins for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

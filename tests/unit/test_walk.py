@@ -1,7 +1,5 @@
 """tools/walk.py: how many files a reader opens who follows a call."""
 
-from __future__ import annotations
-
 import functools
 
 from ep_a2a.memory.guards import SharedBlocks

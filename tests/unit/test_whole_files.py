@@ -1,7 +1,5 @@
 """Where files are written: whole, under the wanted name, and through no link that another user has planted."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
