@@ -36,13 +36,7 @@ from ep_a2a.kernels.primitives import (
     reduce_sum,
     wait_all,
 )
-from ep_a2a.kernels.receive_kernels import (
-    DispatchInputs,
-    DispatchStep,
-    accept_counts,
-    post_counts,
-    receive_nothing,
-)
+from ep_a2a.kernels.receive_kernels import DispatchInputs, DispatchStep, accept_counts, post_counts, receive_nothing
 from ep_a2a.kernels.routing_kernels import (
     field_of,
     fields_before,

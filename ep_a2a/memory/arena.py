@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.errors import (
-    MAX_TOKENS,
-    ClosedError,
-    ConfigMismatchError,
-    DeviceMemoryError,
-    EpA2AError,
-    HostMemoryError,
-)
+from ep_a2a.errors import MAX_TOKENS, ClosedError, ConfigMismatchError, DeviceMemoryError, EpA2AError, HostMemoryError
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.gpu_maker import refuse_other_gpus
 from ep_a2a.memory.gpu_ranks import ranks_by_gpu

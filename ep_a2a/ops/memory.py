@@ -10,15 +10,7 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
-from ep_a2a.kernels.layout import (
-    RECORD_HEADER_WORDS,
-    REMOTE_MIRRORS,
-    FailureCode,
-    OpLayout,
-    Region,
-    Stage,
-    State,
-)
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, REMOTE_MIRRORS, FailureCode, OpLayout, Region, Stage, State
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes

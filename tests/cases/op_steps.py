@@ -10,14 +10,7 @@ from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import combine_reference
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import (
-    Case,
-    Step,
-    make_inputs,
-    make_op,
-    read_bodies,
-    run_step,
-)
+from tests.cases.op_cases import Case, Step, make_inputs, make_op, read_bodies, run_step
 from tests.cases.op_checks import raised, synchronize
 
 

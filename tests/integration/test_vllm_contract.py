@@ -15,13 +15,7 @@ from ep_a2a.integrations.vllm.signatures import MISSING, read_signatures
 from tests.engines.vllm.contract.patch_registry import PATCHES
 from tests.engines.vllm.contract.program import CHECKS
 from tests.engines.vllm.contract.reports import TIMEOUT, require_passed
-from tests.engines.vllm.contract.wheels import (
-    VERSIONS,
-    Unavailable,
-    metadata_path,
-    symbol_of,
-    wheel_folder,
-)
+from tests.engines.vllm.contract.wheels import VERSIONS, Unavailable, metadata_path, symbol_of, wheel_folder
 
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
 

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from ep_a2a import env
-from ep_a2a.config import (
-    EpDispatchCombineConfig,
-    Layout,
-    QuantType,
-    ScaleFormat,
-    num_owned_experts,
-    parse_enum,
-)
+from ep_a2a.config import EpDispatchCombineConfig, Layout, QuantType, ScaleFormat, num_owned_experts, parse_enum
 from ep_a2a.errors import ConfigError, UnknownNameError
 from tests.cases.configs import deepseek_v3
 from tests.cases.tables import read_table

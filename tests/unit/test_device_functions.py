@@ -16,21 +16,8 @@ from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quanti
 from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    MANY_POLLS,
-    POLLS_PER_CLOCK,
-    begin_stage,
-    finish_stage,
-    late_lanes,
-    next_poll,
-)
-from ep_a2a.kernels.routing_kernels import (
-    count_rows,
-    field_of,
-    owner_of,
-    packed,
-    plus,
-)
+from ep_a2a.kernels.primitives import MANY_POLLS, POLLS_PER_CLOCK, begin_stage, finish_stage, late_lanes, next_poll
+from ep_a2a.kernels.routing_kernels import count_rows, field_of, owner_of, packed, plus
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE

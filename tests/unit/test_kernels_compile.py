@@ -19,15 +19,7 @@ from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
 from ep_a2a.tuning import policy
-from ep_a2a.tuning.policy import (
-    FEW_TOKENS,
-    MAX_COUNTED_ALONE,
-    TILE_TOKENS,
-    Phase,
-    choose_launch,
-    fit,
-    many_cast_tokens,
-)
+from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, TILE_TOKENS, Phase, choose_launch, fit, many_cast_tokens
 from tests.cases.configs import deepseek_v3 as config_of
 from tests.offline_compile import compile_kernel, resources, vector_accesses
 

@@ -21,14 +21,7 @@ from ep_a2a.topology.gpu_share import sharing_note
 from ep_a2a.tuning import tables as tuning
 from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
 from ep_a2a.tuning.tables import TunedLaunch
-from tests.unit.test_tuning import (
-    BF16_ROW_BYTES,
-    FP8_ROW_BYTES,
-    H200_SMS,
-    PROJECT,
-    config_of,
-    key,
-)
+from tests.unit.test_tuning import BF16_ROW_BYTES, FP8_ROW_BYTES, H200_SMS, PROJECT, config_of, key
 
 
 @pytest.fixture(autouse=True)

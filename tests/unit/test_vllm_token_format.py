@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.integrations.vllm.token_format import (
-    RAW,
-    TokenFormat,
-    micro_batch_tokens,
-    token_format_of,
-    tokens_per_rank,
-)
+from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, micro_batch_tokens, token_format_of, tokens_per_rank
 
 HIDDEN = 7168
 SCALE = torch.ones(1)

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands.bench.contenders import NATIVE, Contender
 from ep_a2a.commands.bench.layer import layer_over
-from ep_a2a.commands.measure.session import (
-    InputsRoundTrip,
-    OpRoundTrip,
-    OpVariant,
-    identity_experts,
-    make_config,
-)
+from ep_a2a.commands.measure.session import InputsRoundTrip, OpRoundTrip, OpVariant, identity_experts, make_config
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.compat.triton_distributed.phases import make_config as make_layer_config
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType

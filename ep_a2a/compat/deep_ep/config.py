@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
-from ep_a2a.compat.deep_ep_sizes import (
-    ChunkConfig,
-    chunk_configs,
-    num_nvl_peers,
-    nvl_ring_bytes,
-    rdma_hint_bytes,
-)
+from ep_a2a.compat.deep_ep_sizes import ChunkConfig, chunk_configs, num_nvl_peers, nvl_ring_bytes, rdma_hint_bytes
 from ep_a2a.errors import ConfigError
 
 
