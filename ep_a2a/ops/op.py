@@ -145,6 +145,10 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         # a checked call may come with another tag; of an int from 0 to 2**31 - 1, which needs no check, nothing is left
         if type(tag) is not int or tag >> 31:
             inputs.check_tag(tag)
+        # 4.0 equals 4, so that a checked call would be found for it
+        if type(step_tokens) is not int or type(pad_id) is not int:
+            inputs.check_integer("max_num_tokens", step_tokens)
+            inputs.check_integer("pad_id", pad_id)
         key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
         if checked is None:

@@ -424,6 +424,9 @@ def host_checks(context: RankContext, case: Case) -> None:
         raised(errors.ShapeError, lambda: scaled.dispatch(x, None, torch.empty(0, device=device), ids), "scales")
         scaled.close()
         run_step(case, op, 0, device)
+        # equal to what the step has had
+        for name, value in {"max_num_tokens": float(most), "pad_id": float(case.pad_id)}.items():
+            raised(errors.InputError, dispatch(**{name: value}), name)
 
         step = Step.dispatch(case, op, 1, device)
         rows = torch.zeros(num_rows, hidden, dtype=op.config.combined_dtype, device=device)
