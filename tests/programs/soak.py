@@ -1,13 +1,11 @@
 """Replayed round trips that draw their routing anew and check themselves on the device.
 
 `python -m tests.programs.soak --steps 1000000` on GPUs, with `--device cpu --ranks 2` in interpreted processes on small
-shapes; tests/multiprocess/test_soak.py and tests/multigpu/test_soak.py run a few steps. `--late` lets
-another rank come last each time, `--sizes` goes through numbers of tokens, `--eager` leaves out the graphs.
+shapes; tests/multiprocess/test_soak.py and tests/multigpu/test_soak.py run a few steps.
 """
 
 import gc
 import os
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +18,6 @@ import typer
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext, RankPool
 from tests.cases.op_cases import Case, make_op
-from tests.late import come_last
 from tests.multigpu.used_variants import compiled_when_used
 from tests.replay import CapturedStep
 
@@ -28,25 +25,15 @@ LARGEST = 7
 """Tokens hold whole numbers up to this, so that a sum over all ranks is exact in bfloat16."""
 REPLAYS_BETWEEN_LOOKS = 10_000
 GAINED = ("bytes", "descriptors")
+FLAGGED = Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False)
 SOAKED = {
-    "flagged": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=32, layout="rank_major", with_weights=False),
-    "flags": Case(hidden_dim=1024, topk=8, num_experts=64, max_tokens=300, layout="compact", with_weights=False),
-    "bulk": Case(
-        hidden_dim=1024,
-        topk=8,
-        num_experts=64,
-        max_tokens=32,
-        layout="rank_major",
-        with_weights=False,
-        options={"flagged_max_tokens": 0},
-    ),
+    "flagged": FLAGGED,
+    "flags": replace(FLAGGED, max_tokens=300, layout="compact"),
+    "bulk": replace(FLAGGED, options={"flagged_max_tokens": 0}),
 }
 
-SMALL = Case(hidden_dim=8, topk=2, num_experts=4, max_tokens=3, layout="rank_major", with_weights=False)
-SOAKED_ON_CPU = {
-    "flagged": SMALL,
-    "flags": replace(SMALL, layout="compact", options={"flagged_max_tokens": 0}),
-}
+SMALL = replace(FLAGGED, hidden_dim=8, topk=2, num_experts=4, max_tokens=3)
+SOAKED_ON_CPU = {"flagged": SMALL, "flags": replace(SMALL, layout="compact", options={"flagged_max_tokens": 0})}
 
 
 @dataclass(frozen=True)
@@ -58,29 +45,12 @@ class Soaked:
         gained_bytes: memory that came into use between the first look and the last: the device's; on CPU what the
             process has in RAM.
         gained_descriptors: file descriptors that came into use meanwhile.
-        num_late: times that this rank came last.
     """
 
     num_round_trips: int
     num_wrong: int
     gained_bytes: int
     gained_descriptors: int = 0
-    num_late: int = 0
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How a soak goes.
-
-    Attributes:
-        eager: whether steps run without a graph.
-        steps_between_looks: steps until the memory is looked at.
-        late_ranks: whether a rank, another one each time, goes on last behind each look.
-    """
-
-    eager: bool = False
-    steps_between_looks: int = REPLAYS_BETWEEN_LOOKS
-    late_ranks: bool = False
 
 
 class SelfCheckingStep:
@@ -124,14 +94,11 @@ class SelfCheckingStep:
         self.num_wrong += (self._result[: self._case.max_tokens] != expected).sum()
 
 
-def soak(context: RankContext, case: Case, num_steps: int, pace: Pace = Pace()) -> Soaked:
-    """Makes self-checking round trips: replays of a captured one, or eager ones."""
+def soak(context: RankContext, case: Case, num_steps: int, steps_between_looks: int = REPLAYS_BETWEEN_LOOKS) -> Soaked:
+    """Replays a captured round trip that checks itself; looks at the memory in use now and then."""
     # what an earlier test has left must not go while descriptors are counted
     gc.collect()
-    seed = case.seed * case.world_size + context.rank
-    torch.manual_seed(seed)
-    # equal on all ranks
-    chance = random.Random(case.seed)
+    torch.manual_seed(case.seed * case.world_size + context.rank)
     with Arena(context.group, context.device) as arena:
         step = SelfCheckingStep(context, case, arena)
 
@@ -140,30 +107,19 @@ def soak(context: RankContext, case: Case, num_steps: int, pace: Pace = Pace()) 
             step.move()
             call(step.compare)
 
-        def eagerly() -> None:
-            body(lambda work: work())
-
         # what a capture needs is made by the same calls before it
-        eagerly()
-        made, again = 1, eagerly
-        if not pace.eager:
-            captured = CapturedStep(step.op, body)
-            made, again = 1 + int(captured.ran_at_capture), captured.replay
-        before: tuple[int, int] | None = None
-        used, num_late = (0, 0), 0
+        body(lambda work: work())
+        captured = CapturedStep(step.op, body)
+        made = 1 + int(captured.ran_at_capture)
+        looks = []
         while made < num_steps:
-            for _ in range(min(pace.steps_between_looks, num_steps - made)):
-                again()
+            for _ in range(min(steps_between_looks, num_steps - made)):
+                captured.replay()
                 made += 1
             step.op.check()
-            used = used_bytes(context.device), len(os.listdir("/proc/self/fd"))
-            before = used if before is None else before
-            if pace.late_ranks:
-                late_rank = chance.randrange(case.world_size)
-                come_last(context, late_rank, f"step {made}")
-                num_late += late_rank == context.rank
-        first = used if before is None else before
-        return Soaked(made, int(step.num_wrong), used[0] - first[0], used[1] - first[1], num_late)
+            looks.append((used_bytes(context.device), len(os.listdir("/proc/self/fd"))))
+        gained = (last - first for first, last in zip(looks[0], looks[-1]))
+        return Soaked(made, int(step.num_wrong), *gained)
 
 
 def used_bytes(device: torch.device) -> int:
@@ -175,43 +131,25 @@ def used_bytes(device: torch.device) -> int:
     return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def sized_cases(cases: dict[str, Case], sizes: str) -> dict[str, Case]:
-    """Each case with each number of tokens per rank of a comma-separated list; as it is where the list is empty."""
-    if not sizes:
-        return cases
-    return {
-        f"{name}, {size} tokens": replace(case, max_tokens=int(size))
-        for name, case in cases.items()
-        for size in sizes.split(",")
-    }
-
-
 def command(
     steps: Annotated[int, typer.Option(min=1, help="Round trips of each case.")] = 1_000_000,
     ranks: Annotated[int, typer.Option(help="Processes; 0 = one for each GPU.")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 1,
     cases: Annotated[str, typer.Option(help="Comma-separated: flagged, flags, bulk.")] = "flagged,flags",
-    sizes: Annotated[str, typer.Option(help="Comma-separated tokens per rank; default: the cases'.")] = "",
-    eager: Annotated[bool, typer.Option(help="No graphs.")] = False,
-    look_every: Annotated[int, typer.Option(min=1, help="Steps between looks at the memory.")] = REPLAYS_BETWEEN_LOOKS,
-    late: Annotated[bool, typer.Option(help="A rank goes on last behind each look, another one each time.")] = False,
 ) -> None:
-    """Soaks each case and prints a line for it.
-
-    Its columns: round trips, wrong elements, memory and descriptors gained, times that a rank was late, seconds.
-    """
+    """Soaks each case and prints a line for it: round trips, wrong elements, memory and descriptors gained, seconds."""
     world_size = ranks or torch.cuda.device_count()
     known = SOAKED if device == "cuda" else SOAKED_ON_CPU
-    pace = Pace(eager, look_every, late)
     with RankPool(world_size, device=device, timeout_secs=24 * 3600) as pool:
-        for name, case in sized_cases({name: known[name] for name in cases.split(",")}, sizes).items():
+        for name in cases.split(","):
             start = time.monotonic()
-            found = pool.run(compiled_when_used, soak, replace(case, world_size=world_size, seed=seed), steps, pace)
-            wrong, num_late = (sum(getattr(each, field) for each in found) for field in ("num_wrong", "num_late"))
+            case = replace(known[name], world_size=world_size, seed=seed)
+            found = pool.run(compiled_when_used, soak, case, steps)
             gained = " | ".join(str(max(getattr(each, f"gained_{what}") for each in found)) for what in GAINED)
             secs = time.monotonic() - start
-            typer.echo(f"| {name} | {found[0].num_round_trips} | {wrong} | {gained} | {num_late} | {secs:.0f} |")
+            num_wrong = sum(each.num_wrong for each in found)
+            typer.echo(f"| {name} | {found[0].num_round_trips} | {num_wrong} | {gained} | {secs:.0f} |")
 
 
 if __name__ == "__main__":
