@@ -25,16 +25,14 @@ def test_example(name: str) -> None:
     succeeded(run_example(name, "--device", "cuda", "--ranks", str(num_ranks())))
 
 
-@needs_own_gpus(2)
-@pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
-def test_group_example_on_other_backends(backend: str) -> None:
-    succeeded(run_example("ep_group_example", "--device", "cuda", "--ranks", str(num_ranks()), "--backend", backend))
-
-
-@pytest.mark.parametrize("quant", ["none", "fp8_per_token", "fp8_per_1x128"])
 @pytest.mark.parametrize(
-    "backend",
-    ["ep_a2a", *(pytest.param(name, marks=needs_own_gpus(2)) for name in ("naive", "allgather_reducescatter"))],
+    ("backend", "quant"),
+    [
+        ("ep_a2a", "none"),
+        ("ep_a2a", "fp8_per_token"),
+        pytest.param("naive", "fp8_per_1x128", marks=needs_own_gpus(2)),
+        pytest.param("allgather_reducescatter", "fp8_per_1x128", marks=needs_own_gpus(2)),
+    ],
 )
 def test_demo(backend: str, quant: str) -> None:
     sizes = ("--tokens", "512", "--hidden", "2048", "--experts", "32", "--topk", "8")
