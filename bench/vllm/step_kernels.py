@@ -3,18 +3,27 @@
     python -m bench.vllm.step_kernels --ranks 2 --layers 2 --backends ep_a2a,allgather_reducescatter
 
 A backend is named as in throughput.py. Each engine runs DeepSeek-V3's shape with fp8 experts and dummy weights. torch's
-profiler records one step of `--batch` prompts per rank, and the decode steps behind it. For each backend and step a
-table lists the kernels of the first layer in the order in which they begin: microseconds, stream, name. A kernel that
-waits for another rank lasts as long as it waits. The traces stay in `--folder`.
+profiler records a prefill step of `--batch` prompts per rank, and the decode steps behind it. The traces stay in
+`--folder`; `--read` prints the tables of traces that are there already.
+
+For each backend, rank and kind of step a table lists the kernels of a layer in the order in which they begin: the
+median of their microseconds over all layers of all such steps, in how many of these layers they are, their stream and
+name. A kernel that waits for another rank lasts as long as it waits. A trace in which no step has all tokens of the
+prompts, or none of its steps has one token per sequence, is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
+import re
+import statistics
 import sys
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +34,8 @@ from tests.engines.vllm.models import SHAPES, quantized, save_config
 NUM_DECODE_STEPS = 5
 LONGEST_NAME = 100
 KINDS, MARK = ("kernel", "gpu_memcpy", "gpu_memset"), "gpu_user_annotation"
+STEP = re.compile(r"execute_context_\d+\((\d+)\)_generation_\d+\((\d+)\)")
+"""vLLM's mark of a step: the tokens of prompts in it, and those of sequences that go on."""
 VARIABLES = {
     # the function that fills the weights travels to the workers
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -44,9 +55,11 @@ def main() -> None:
     parser.add_argument("--engine", default={}, type=json.loads, help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--limit", type=float, default=600, help="seconds for all engines")
     parser.add_argument("--folder", type=Path, default=Path("step_kernels"), help="that is made, for logs and traces")
+    parser.add_argument("--read", action="store_true", help="run nothing")
     options = parser.parse_args()
     options.folder = options.folder.resolve()
-    options.folder.mkdir(parents=True)
+    if not options.read:
+        options.folder.mkdir(parents=True)
     backends = options.backends.split(",")
     with ThreadPoolExecutor(len(backends)) as pool:
         runs = pool.map(lambda place: profiled(options, backends, place), range(len(backends)))
@@ -57,12 +70,18 @@ def main() -> None:
 
 def profiled(options: argparse.Namespace, backends: list[str], place: int) -> str:
     """Runs one engine; returns its tables, or why there are none."""
+    traces = options.folder / backends[place].replace(":", "-") / "traces"
+    ended = "" if options.read else run_profiled(options, backends, place, traces)
+    found = sorted(traces.glob("*.gz"))
+    return "\n".join(tables(path, options.batch * options.prompt, options.batch) for path in found) or ended
+
+
+def run_profiled(options: argparse.Namespace, backends: list[str], place: int, traces: Path) -> str:
+    """Runs one engine, which writes its traces; returns why it ended, and the ends of its logs."""
     name, own_arguments, variables = parse_backend(backends[place])
-    folder = options.folder / backends[place].replace(":", "-")
     config = quantized(SHAPES["deepseek_v3"] | {"num_hidden_layers": options.layers})
-    traces = folder / "traces"
     engine = arguments(
-        save_config(folder / "model", config),
+        save_config(traces.parent / "model", config),
         name,
         load_format="dummy",
         gpu_memory_utilization=0.2,
@@ -79,7 +98,7 @@ def profiled(options: argparse.Namespace, backends: list[str], place: int) -> st
         "output": 1 + NUM_DECODE_STEPS,
     }
     run = run_engine(
-        folder,
+        traces.parent,
         engine | options.engine | own_arguments,
         [action],
         options.ranks,
@@ -88,42 +107,90 @@ def profiled(options: argparse.Namespace, backends: list[str], place: int) -> st
         len(backends),
         **VARIABLES | variables,
     )
-    found = sorted(path for path in traces.glob("*.gz") if "dp0" in path.name or "rank0" in path.name)
-    return tables(found[0]) if found else run.tails()
+    return run.tails()
 
 
-def tables(path: Path) -> str:
-    """The kernels of one layer in the prefill step and in the last decode step of a trace."""
+@dataclass
+class Step:
+    """A step of vLLM: the tokens of prompts, those of sequences that go on, and its kernels as they begin."""
+
+    num_prompt_tokens: int
+    num_decode_tokens: int
+    end: float
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+
+
+def tables(path: Path, num_prompt_tokens: int, num_decode_tokens: int) -> str:
+    """The kernels of a layer in the prefill steps and in the decode steps of one rank's trace.
+
+    Raises:
+        ValueError: the trace has no step of `num_prompt_tokens`, or none of `num_decode_tokens`.
+    """
     steps = steps_of(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
     lines = []
-    for title, step in (("prefill", steps[0]), ("decode", steps[-1])):
-        lines += [f"### {title}", "", "| us | stream | kernel |", "|---|---|---|"]
-        lines += [f"| {each['dur']:.1f} | {each['args']['stream']} | {name_of(each)} |" for each in layer_of(step)]
-        lines.append("")
+    for title, wanted in (("prefill", (num_prompt_tokens, 0)), ("decode", (0, num_decode_tokens))):
+        found = [step for step in steps if (step.num_prompt_tokens, step.num_decode_tokens) == wanted]
+        if not found:
+            seen = Counter((step.num_prompt_tokens, step.num_decode_tokens) for step in steps)
+            raise ValueError(f"{path}: no step has {wanted} tokens of prompts and decode; steps have {dict(seen)}")
+        layers = [layer for step in found for layer in layers_of(step.kernels)]
+        lines += [f"### {title} of {sum(wanted)} tokens, {path.name.split('.')[0]}", ""]
+        lines += ["| us | of layers | stream | kernel |", "|---|---|---|---|", *rows_of(layers), ""]
     return "\n".join(lines)
 
 
-def steps_of(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The kernels of each step in the order in which they begin. vLLM marks steps as execute_..."""
-    kernels = sorted((each for each in events if each.get("cat") in KINDS), key=lambda each: each["ts"])
-    marks = [each for each in events if each.get("cat") == MARK and each["name"].startswith("execute")]
+def steps_of(events: list[dict[str, Any]]) -> list[Step]:
+    """The steps that vLLM has marked. A step has a mark on each stream, which lie one in the other."""
+    steps: list[Step] = []
+    for mark in sorted((each for each in events if each.get("cat") == MARK), key=lambda each: each["ts"]):
+        named = STEP.match(mark["name"])
+        if named and steps and mark["ts"] < steps[-1].end:
+            steps[-1].end = max(steps[-1].end, mark["ts"] + mark["dur"])
+        elif named:
+            begun = [each for each in kernels_of(events) if mark["ts"] <= each["ts"]]
+            steps.append(Step(int(named[1]), int(named[2]), mark["ts"] + mark["dur"], begun))
+    for step in steps:
+        step.kernels = [each for each in step.kernels if each["ts"] < step.end]
+    return steps
+
+
+def kernels_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All kernels and copies as they begin."""
+    return sorted((each for each in events if each.get("cat") in KINDS), key=lambda each: each["ts"])
+
+
+def layers_of(kernels: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The kernels of each layer with experts: from behind one norm to the next, around the choice of experts."""
+    names = [each["name"].lower() for each in kernels]
+    norms = [place for place, name in enumerate(names) if "norm" in name or "rsqrt" in name]
     return [
-        [each for each in kernels if mark["ts"] <= each["ts"] < mark["ts"] + mark["dur"]]
-        for mark in sorted(marks, key=lambda each: each["ts"])
+        kernels[begin + 1 : end + 1]
+        for begin, end in itertools.pairwise([-1, *norms])
+        if any("topk" in name for name in names[begin + 1 : end])
     ]
 
 
-def layer_of(step: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """From the kernel in front of the first choice of experts, which is the gate, to the next norm."""
-    names = [each["name"].lower() for each in step]
-    choice = next(place for place, name in enumerate(names) if "topk" in name)
-    end = next(place for place, name in enumerate(names) if place > choice and ("norm" in name or "rsqrt" in name))
-    return step[max(0, choice - 1) : end + 1]
+def rows_of(layers: list[list[dict[str, Any]]]) -> list[str]:
+    """A row per kernel, and one for the time from the first one's begin to the last one's end."""
+    found: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    for layer in layers:
+        seen: Counter[str] = Counter()
+        for place, each in enumerate(layer):
+            found[each["name"], seen[each["name"]]].append((place, each))
+            seen[each["name"]] += 1
+    in_order = sorted(found.items(), key=lambda item: statistics.median(place for place, _ in item[1]))
+    rows = [
+        f"| {statistics.median(each['dur'] for _, each in places):.1f} | {len(places)} of {len(layers)} | "
+        f"{places[0][1]['args']['stream']} | {name_of(name)} |"
+        for (name, _), places in in_order
+    ]
+    whole = statistics.median(max(each["ts"] + each["dur"] for each in layer) - layer[0]["ts"] for layer in layers)
+    return [*rows, f"| {whole:.1f} | | | from the first one's begin to the last one's end |"]
 
 
-def name_of(kernel: dict[str, Any]) -> str:
+def name_of(kernel: str) -> str:
     """A kernel's name without what would break a table."""
-    return str(kernel["name"]).replace("|", " ")[:LONGEST_NAME]
+    return kernel.replace("|", " ")[:LONGEST_NAME]
 
 
 if __name__ == "__main__":

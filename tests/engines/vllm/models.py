@@ -62,11 +62,16 @@ def quantized(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill_dummy_weights(model: torch.nn.Module) -> None:
-    """Gives vLLM's dummy weights that decide the routing a size at which tokens choose unlike experts."""
+    """Gives vLLM's dummy weights that decide the routing a size at which tokens choose unlike experts.
+
+    A gate of larger weights would give many experts the score 1.0, of which DeepSeek's gate takes the first ones.
+    """
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.data.fill_(1)
-        elif name.endswith(("gate.weight", "embed_tokens.weight")):
+        elif name.endswith("gate.weight"):
+            weight.data.normal_(std=weight.shape[-1] ** -0.5)
+        elif name.endswith("embed_tokens.weight"):
             weight.data.normal_()
         elif name.endswith("e_score_correction_bias"):
             weight.data.zero_()
