@@ -29,7 +29,7 @@ class Changes:
         ranks_per_node: of virtual nodes; 0 = none.
         routed: folder for a file RANK.routed of each rank, with a line of JSON for each dispatch: the `ids` that it is
             given, and the bound of its waits, `timeout_secs`. A line null marks the end of warm-up. "" = none.
-        counts_splits: steps that vLLM splits, or captures split, are counted in `split_steps`.
+        counts_splits: steps that vLLM splits, replays of graphs too, are counted in `split_steps`.
     """
 
     rank: int = 1
@@ -64,23 +64,22 @@ class Changes:
 
 
 split_steps: list[int] = []
-"""The multiprocessors that vLLM has granted to the exchange of each split step."""
+"""The tokens of each split step, padding included."""
 
 
 def count_splits() -> None:
-    """See `Changes.counts_splits`. vLLM grants all multiprocessors when the step has ended."""
-    import torch
+    """See `Changes.counts_splits`."""
+    from vllm.forward_context import get_forward_context
+    from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 
-    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
+    run = UBatchWrapper.__call__
 
-    set_num_sms = VllmAll2AllManager.set_num_sms
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if slices := get_forward_context().ubatch_slices:
+            split_steps.append(sum(each.num_tokens for each in slices))
+        return run(self, *args, **kwargs)
 
-    def counted(self: Any, num_sms: int) -> None:
-        if num_sms < torch.cuda.get_device_properties(self.device).multi_processor_count:
-            split_steps.append(num_sms)
-        set_num_sms(self, num_sms)
-
-    VllmAll2AllManager.set_num_sms = counted  # type: ignore[method-assign]
+    UBatchWrapper.__call__ = counted  # type: ignore[method-assign]
 
 
 def record_routing(folder: Path) -> None:

@@ -172,7 +172,9 @@ class Rank:
                     Path(file).touch()
                     told = True
         except EngineDeadError as error:
-            return {"tokens": tokens, "error": str(error), "secs": time.time() - Path(file).stat().st_mtime}
+            # of an error that came before the file there is no time
+            secs = time.time() - Path(file).stat().st_mtime if Path(file).exists() else math.inf
+            return {"tokens": tokens, "error": str(error), "secs": secs}
         return {"tokens": tokens}
 
     def sleep(self, level: int) -> dict[str, Any]:
@@ -201,7 +203,7 @@ class Rank:
         return {"workers": self.llm.collective_rpc("ep_a2a_counters")}
 
     def split_steps(self) -> dict[str, Any]:
-        """How many steps vLLM has split into micro-batches; see `Changes.counts_splits`."""
+        """How many steps vLLM has split into micro-batches so far; see `Changes.counts_splits`."""
         self._settle()
         return {"workers": self.llm.collective_rpc("num_split_steps")}
 
