@@ -11,7 +11,11 @@ from tests.engines.vllm.contract.reports import TIMEOUT, require_passed
 from tests.engines.vllm.contract.wheels import NEWEST
 
 OLDER = ("0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-IN_EVERY_VERSION = ("steps_of_two_micro_batches", "a_failure_of_our_call_ends_the_step")
+IN_EVERY_VERSION = (
+    "steps_of_two_micro_batches",
+    "a_failure_of_our_call_ends_the_step",
+    "each_micro_batch_has_the_lengths_of_its_own_requests",
+)
 
 pytestmark = TIMEOUT
 

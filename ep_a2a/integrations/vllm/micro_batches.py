@@ -1,8 +1,12 @@
-"""Failures of vLLM's micro-batches (dual batch overlap, DBO): a step that fails in one thread fails in all, and ends.
+"""What vLLM's micro-batches (dual batch overlap, DBO) lack: a step that fails in one thread fails in all, and ends; and
+each micro-batch has attention metadata of its own.
 
 vLLM runs each micro-batch in a thread of its own. One thread works at a time: it hands over where the model
 communicates, and waits until another one hands back. A thread that ends with an error never hands back, so the others
 would wait for ever; the error itself would be lost.
+
+vLLM (0.24 to 0.33, PR #48659) keeps the metadata that FlashAttention's builder has made for the first micro-batch, and
+gives the others the same with a block table of their own: the lengths of other requests.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ _errors: list[BaseException] = []
 
 
 def patch_micro_batches() -> None:
-    """Patches `micro-batch-errors`. Idempotent."""
+    """Patches `micro-batch-errors` and `micro-batch-metadata`. Idempotent."""
     from vllm.v1.worker import gpu_ubatch_wrapper
     from vllm.v1.worker.ubatching import UBatchContext
+    from vllm.v1.worker.utils import AttentionGroup
 
     if is_replacement(UBatchContext.__exit__):
         return
@@ -32,6 +37,7 @@ def patch_micro_batches() -> None:
     _wrap(UBatchContext, "_cpu_yield", _raising_errors_of_others)
     _wrap(wrapper, "_run_ubatches", _raising_the_first_error)
     _wrap(wrapper, "_capture_ubatches", _raising_the_first_error)
+    _wrap(AttentionGroup, "get_metadata_builder", _building_anew)
     # the runner that vLLM has beside it from 0.30 on raises errors itself
     with contextlib.suppress(ImportError):
         from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner
@@ -87,6 +93,19 @@ def _raising_the_first_error(run: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run_and_raise
+
+
+def _building_anew(get_builder: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `AttentionGroup.get_metadata_builder`: those of all micro-batches but the first reuse no metadata."""
+
+    @functools.wraps(get_builder)
+    def get_metadata_builder(self: Any, ubatch_id: int = 0) -> Any:
+        builder = get_builder(self, ubatch_id)
+        if ubatch_id:
+            builder.supports_update_block_table = False
+        return builder
+
+    return get_metadata_builder
 
 
 def _forgetting_errors(begin: Callable[..., Any]) -> Callable[..., Any]:

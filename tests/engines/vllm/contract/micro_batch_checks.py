@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tests.engines.vllm.contract.layer_cases import Layer, check_result, manager_of
 from tests.engines.vllm.contract.micro_batch_cases import (
@@ -134,3 +136,71 @@ def check_a_failure_of_our_call_ends_the_step(context: RankContext) -> None:
             require_failure(runners(model)[0], error)
             # the step of the other micro-batch, which has been left open
             manager.close_open_steps()
+
+
+class MetadataBuilder:
+    """As FlashAttention's: it can give metadata another block table."""
+
+    def __init__(self) -> None:
+        self.supports_update_block_table = True
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        return common_attn_metadata
+
+    def update_block_table(self, metadata: Any, block_table: Any, slot_mapping: Any) -> Any:
+        return replace(metadata, block_table_tensor=block_table, slot_mapping=slot_mapping)
+
+
+def check_each_micro_batch_has_the_lengths_of_its_own_requests(_: RankContext) -> None:
+    """By the method of vLLM's first model runner that splits attention metadata."""
+    import numpy as np
+    import torch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.ubatch_utils import maybe_create_ubatch_slices
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from ep_a2a.integrations.vllm.micro_batches import patch_micro_batches
+
+    patch_micro_batches()
+    lengths = np.array([3, 4, 5, 6, 2], dtype=np.int32)
+    starts = torch.tensor([0, *lengths.cumsum()], dtype=torch.int32)
+    padded = torch.tensor(lengths)
+    num_reqs, num_tokens = len(lengths), int(starts[-1])
+    builders = [MetadataBuilder(), MetadataBuilder()]
+    group = AttentionGroup(None, ["attention"], None, 0)
+    group.metadata_builders = builders
+    table = mock.Mock(get_device_tensor=lambda _: torch.arange(num_reqs)[:, None])
+    runner = mock.MagicMock(
+        attn_groups=[[group]],
+        optimistic_seq_lens_cpu=padded,
+        seq_lens=padded,
+        query_start_loc=SimpleNamespace(gpu=starts, cpu=starts),
+        input_batch=mock.Mock(
+            block_table=[table],
+            num_computed_tokens_cpu_tensor=torch.zeros(num_reqs, dtype=torch.int32),
+            num_prompt_tokens_cpu_tensor=padded,
+        ),
+        positions=torch.arange(num_tokens),
+        dcp_world_size=1,
+        pcp_world_size=1,
+        cache_config=mock.Mock(kv_sharing_fast_prefill=False, use_replayssm=False),
+        speculative_config=None,
+        is_mm_prefix_lm=False,
+        use_async_spec_decode=False,
+        routed_experts_initialized=False,
+        model_config=SimpleNamespace(rswa_window=None),
+    )
+    runner.kv_cache_config.kv_cache_groups = [mock.Mock(kv_cache_spec=object())]
+    runner._get_encoder_seq_lens.return_value = (None, None)
+    slices, _ = maybe_create_ubatch_slices(True, lengths, num_tokens, num_reqs, 2)
+    split, _ = GPUModelRunner._build_attention_metadata(
+        runner,
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        max_query_len=6,
+        ubatch_slices=slices,
+        slot_mappings={0: torch.arange(num_tokens)},
+    )
+    found = [step["attention"].query_start_loc.diff().tolist() for step in split]
+    assert found == [[3, 4, 3], [2, 6, 2]]
+    assert [len(step["attention"].block_table_tensor) for step in split] == [3, 3]
