@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.ops.row_constants import shape_of
+from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.ops.wire_word import WEIGHTS_BIT
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ep_a2a.ops.op import PreparedDispatch
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
+WEIGHT_BYTES = 4
 EXCHANGE_WARPS = 4
 EXCHANGED_WORDS = 1024
 """Weights that a program moves at once."""
@@ -100,6 +103,8 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
 class WeightExchange:
     """Sends weights to all ranks' inboxes and places those that have come. Construction is collective.
 
+    Where the host moves blocks between nodes, it exchanges the weights among the ranks of equal local number first.
+
     Args:
         op: of layout expert_major, whose rows the weights belong to; the inbox lives in its arena.
     """
@@ -109,11 +114,19 @@ class WeightExchange:
         self._config, self._device, self._table = config, op.device, op.memory.table
         self._streams = op.streams
         world_size, topk = config.world_size, config.topk
-        self.num_bytes = world_size * config.max_num_inp_token_per_rank * topk * FLAGGED_WORD_BYTES
-        sizes = BlockSizes(self.num_bytes, {}, world_size * ADDRESS_BYTES, {}, record_words=1)
+        self._between = op.engine if isinstance(op.engine, StagedEngine) else None
+        rings = Rings.of(config)
+        num_weights = config.max_num_inp_token_per_rank * topk
+        num_exchanged = rings.num_nodes * num_weights if rings.by_host else 0
+        self.num_bytes = world_size * num_weights * FLAGGED_WORD_BYTES
+        address_bytes = world_size * ADDRESS_BYTES
+        local_bytes = address_bytes + 2 * num_exchanged * WEIGHT_BYTES
+        sizes = BlockSizes(self.num_bytes, {}, local_bytes, {}, record_words=1)
         memory = op.arena.acquire(f"{config.digest()} combine-time weights", op.index, sizes)
         self._inbox = memory.symmetric["own"].local
-        self._addresses = memory.local_own.view(torch.int64)
+        self._addresses = memory.local_own[:address_bytes].view(torch.int64)
+        # of this rank for all nodes, and of the ranks of its local number
+        self._exchanged = memory.local_own[address_bytes:].view(torch.float32).view(2, num_exchanged)
         self._addresses.copy_(torch.tensor(memory.symmetric["own"].peer_addresses, dtype=torch.int64, device="cpu"))
         self._kernel = exchange_kernel(config, spans=False)
         op.arena.together("initialising the exchange of weights", self._initialize)
@@ -146,26 +159,33 @@ class WeightExchange:
 
         Raises:
             DtypeError, DeviceError, ContiguityError, ShapeError: what their names say, before anything is launched.
-            UnsupportedError: kernels cannot store to ranks of other nodes; nothing was launched.
+            UnsupportedError: puts of kernels carry the tokens between nodes; nothing was launched.
+            RankTimeoutError: on CPU, ranks of other nodes did not come to an exchange of the hosts.
         """
-        self._require_stores()
+        if Rings.of(self._config).by_puts:
+            raise UnsupportedError(
+                "the router's weights in dispatch, where puts carry tokens between nodes",
+                f"weights in combine, with internode_transport {self._config.internode_transport!r}",
+                "Pass topk_weights to the dispatch, and None to the combine, on every rank.",
+            )
         check_tensor("weights", weights, (torch.float32,), self._device)
         if tuple(weights.shape) != (num_tokens, self._config.topk):
             raise ShapeError(
                 f"weights of this rank's own tokens, {(num_tokens, self._config.topk)}", str(tuple(weights.shape))
             )
         self._streams.follow(self._device)
+        if self._between is not None:
+            weights = self._from_all_nodes(self._between, weights, max_num_tokens)
         values = self._values(weights, num_tokens, max_num_tokens)
         self._kernel.run(self._config.world_size, values, self._device)
 
-    def _require_stores(self) -> None:
-        rings = Rings.of(self._config)
-        if rings.by_puts or rings.by_host:
-            raise UnsupportedError(
-                "the router's weights in dispatch, where kernels cannot store to other nodes",
-                f"weights in combine, with internode_transport {self._config.internode_transport!r}",
-                "Pass topk_weights to the dispatch, and None to the combine, on every rank.",
-            )
+    def _from_all_nodes(self, engine: StagedEngine, weights: torch.Tensor, max_num_tokens: int) -> torch.Tensor:
+        """Returns the weights [nodes, max_num_tokens, K] of the ranks of this local number."""
+        shape = (Rings.of(self._config).num_nodes, max_num_tokens, self._config.topk)
+        sent, received = (words[: math.prod(shape)].view(shape) for words in self._exchanged.unbind())
+        sent[:, : weights.shape[0]] = weights
+        engine.exchange_in_combine(received, sent)
+        return received
 
     def _values(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> tuple[Any, ...]:
         config = self._config
@@ -185,6 +205,7 @@ def exchange_kernel(config: EpDispatchCombineConfig, *, spans: bool) -> Compiled
     lanes = padded(config.topk)
     constants = {
         "S": shape_of(config),
+        "GPUS": Rings.of(config).gpus_per_node if config.is_staged else config.world_size,
         "BLOCK_WORDS": EXCHANGED_WORDS,
         "BLOCK_ROWS": EXCHANGED_WORDS // lanes,
         "SPANS": spans,

@@ -3,6 +3,9 @@
 A weight travels as a flagged word, which has arrived when it carries the step's epoch. So the exchange takes one hop
 and no fence. Every rank has an inbox [W, M, TOPK], indexed by source rank and token. From there the kernel copies the
 weights of received rows to where dispatch would have put them.
+
+Where no store reaches other nodes, the host first exchanges the weights among the ranks of equal local number. Each of
+them passes the weights of all nodes on to the ranks of its own.
 """
 
 import triton.language as tl
@@ -29,6 +32,7 @@ from ep_a2a.kernels.primitives import (
     reduce_sum,
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.staged_kernels import AFTER_COMBINING_HOST
 
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
@@ -47,14 +51,14 @@ def push_weights(weights, inbox, num_words, epoch, BLOCK_WORDS: tl.constexpr):
 
 
 @portable
-def await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE: tl.constexpr):
+def await_words(table, words_at, wanted, epoch, sender, rank, WORLD_SIZE: tl.constexpr, PATIENCE: tl.constexpr):
     """(words, poison word) once all wanted words are of this epoch.
 
     Each lane is read by one thread, so that their number is one verdict for all; what is judged is what is returned.
 
     Args:
         words_at: where the words lie; at least as many lanes as a program has threads.
-        source: the rank to be named when time is up.
+        sender: the rank to be named when time is up. PATIENCE: as in overdue.
     """
     words = tl.load(words_at, mask=wanted, other=0, volatile=True)
     num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
@@ -67,16 +71,19 @@ def await_words(table, words_at, wanted, epoch, source, rank, WORLD_SIZE: tl.con
         num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
-            poison, deadline = overdue(table, polls, deadline, source, rank, WORLD_SIZE, 1)
+            poison, deadline = overdue(table, polls, deadline, sender, rank, WORLD_SIZE, PATIENCE)
     return words, poison
 
 
 @portable
 def place_weights_of(
-    table, inbox, source, step_tokens, M, epoch, rank,
-    S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    table, inbox, source, sender, step_tokens, M, epoch, rank,
+    S: tl.constexpr, BLOCK_ROWS: tl.constexpr, PATIENCE: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the weights of all rows that came from `source` and writes them to WEIGHTS. Returns the poison word."""
+    """Waits for the weights of all rows that came from `source`, which `sender` writes to the inbox.
+
+    Writes them to WEIGHTS, and returns the poison word. PATIENCE: as in overdue.
+    """
     count = tl.load(address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + source)
     positions = address(table, SOURCE_POSITIONS, rank, S.WORLD_SIZE, tl.int32)
     targets = address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.int32)
@@ -89,7 +96,7 @@ def place_weights_of(
             tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (S.WORLD_SIZE * M)
             wanted = (index < count)[:, None] & (topk < S.TOPK)[None, :]
             words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * S.TOPK + topk[None, :]
-            words, poison = await_words(table, words_at, wanted, epoch, source, rank, S.WORLD_SIZE)
+            words, poison = await_words(table, words_at, wanted, epoch, sender, rank, S.WORLD_SIZE, PATIENCE)
             tl.store(targets + rows[:, None] * S.TOPK + topk[None, :], payload_of(words), mask=wanted)
     return poison
 
@@ -97,19 +104,23 @@ def place_weights_of(
 @portable(do_not_specialize=["num_tokens", "step_tokens", "M", "rank"], do_not_specialize_on_alignment=["weights"])
 def exchange_weights_kernel(
     weights, inboxes, table, num_tokens, step_tokens, M, rank,
-    S: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
+    S: tl.constexpr, GPUS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Brings the weights of all received rows to WEIGHTS, between a step's dispatch and its combine. W programs.
 
-    Program p sends to rank p, then receives from rank p. All ranks meet their partners in ascending order, so programs
-    that run in turn, as in the interpreter, do not block each other. The next step overwrites the words at the
-    earliest, after a dispatch that has waited for every peer's launches of this step.
+    Program p sends to rank p, then receives from rank p. Of ranks of another node, program p instead sends the weights
+    from p's node to the rank of this node that has p's local number, and receives p's weights from that rank. All ranks
+    meet their partners in ascending order, so programs that run in turn, as in the interpreter, do not block each
+    other. The next step overwrites the words at the earliest, after a dispatch that has waited for every peer's
+    launches of this step.
 
     Args:
-        weights: this rank's own, [num_tokens, TOPK] float32 as int32.
+        weights: float32 as int32. This rank's own, [num_tokens, TOPK]. With GPUS below WORLD_SIZE those that the host
+            has brought from the ranks of this local number, [nodes, step_tokens, TOPK].
         inboxes: by rank, the address of its inbox: flagged words [W, M, TOPK].
         step_tokens: the bound of the step, rows per source. M: tokens per rank at most.
-        S: Shape. BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
+        S: Shape. GPUS: ranks that stores reach, WORLD_SIZE or those of a node.
+        BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
         SPANS: programs note when they begin and end.
     """
     begin_span(SPANS, table, EXCHANGE_WEIGHTS, S.WORLD_SIZE)
@@ -121,11 +132,16 @@ def exchange_weights_kernel(
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:
-        theirs = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64)) + rank * inbox_words
-        push_weights(weights, theirs, num_tokens * S.TOPK, epoch, BLOCK_WORDS)
+        node = peer // GPUS
+        partner = rank // GPUS * GPUS + peer % GPUS
+        source = node * GPUS + rank % GPUS
+        num_sent = (step_tokens if GPUS < S.WORLD_SIZE else num_tokens) * S.TOPK
+        theirs = tl.load(inboxes + partner).to(tl.pointer_type(tl.int64)) + source * inbox_words
+        push_weights(weights + tl.cast(node, tl.int64) * step_tokens * S.TOPK, theirs, num_sent, epoch, BLOCK_WORDS)
         own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + peer * inbox_words
-        poison = place_weights_of(table, own, peer, step_tokens, M, epoch, rank, S, BLOCK_ROWS)
+        patience: tl.constexpr = AFTER_COMBINING_HOST if GPUS < S.WORLD_SIZE else 1
+        poison = place_weights_of(table, own, peer, partner, step_tokens, M, epoch, rank, S, BLOCK_ROWS, patience)
         if poison != 0:
-            late = (tl.arange(0, S.WORLD_LANES) == peer).to(tl.int32)
+            late = (tl.arange(0, S.WORLD_LANES) == partner).to(tl.int32)
             fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
     end_span(SPANS, table, EXCHANGE_WEIGHTS, S.WORLD_SIZE)

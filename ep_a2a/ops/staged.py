@@ -29,6 +29,8 @@ from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, Rin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    import torch
+
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.memory.node_transport import Exchange, NodeTransport
@@ -127,6 +129,13 @@ class StagedEngine(Engine):
         regions = (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK) if back else (Region.CHUNKS, Region.STAGED_CHUNKS)
         received, sent = (self._memory.view(region, (rings.num_nodes, num_words)) for region in regions)
         return self._between.begin(received, sent, self._bound_secs(back=back))
+
+    def exchange_in_combine(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Exchange blocks that belong to a combine, ahead of its launches; NodeTransport.begin says of which shape."""
+        with self._naming_who_is_gone():
+            self._between.require_open()
+            self._running = self._between.begin(received, sent, self._bound_secs(back=True))
+            self._end(back=True)
 
     def _end(self, *, back: bool = False) -> None:
         """Ends the running exchange; poisons the ranks of this node if it fails."""

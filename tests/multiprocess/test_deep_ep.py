@@ -65,14 +65,18 @@ def test_normal_calls_between_nodes(ranks: Any, body: str, transport: str) -> No
     ranks(cases.over, 2, transport, getattr(cases, body), replace(NORMAL, num_nodes=2))
 
 
-def test_low_latency_between_nodes(ranks: Any) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS[:2])
+def test_low_latency_between_nodes(ranks: Any, transport: str) -> None:
     four = replace(LOW_LATENCY, **FOUR, max_tokens=3, hidden_dim=128, num_nodes=2)
-    ranks(cases.over, 4, "peer_memory", cases.low_latency, four, True, True)
+    ranks(cases.over, 4, transport, cases.low_latency, four, True, True)
+    if transport == "torch.distributed":
+        for body in (cases.hooks, cases.overwritten_rows):
+            ranks(cases.over, 2, transport, body, replace(LOW_LATENCY, hidden_dim=128, num_nodes=2))
+        ranks(cases.over, 2, transport, cases.refusals, replace(NORMAL, num_nodes=2))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_weights_that_cannot_reach_other_nodes(ranks: Any, transport: str) -> None:
-    ranks(cases.over, 2, transport, cases.weights_out_of_reach, replace(LOW_LATENCY, num_nodes=2))
+def test_weights_that_puts_do_not_carry(ranks: Any) -> None:
+    ranks(cases.over, 2, "nvshmem", cases.weights_out_of_reach, replace(LOW_LATENCY, num_nodes=2))
 
 
 def test_nodes_that_cannot_be(ranks: Any) -> None:

@@ -113,6 +113,7 @@ CASES = {
     "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
     "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | PUTS),
     "staged": replace(TWO_NODES, num_steps=2, options=STAGED),
+    "staged_expert_major": replace(TWO_NODES, layout="expert_major", num_steps=2, options=STAGED),
     "small_room_staged": replace(
         TWO_NODES, layout="compact", num_steps=2, options=STAGED | {"max_total_recv_tokens": 2}
     ),
@@ -158,7 +159,7 @@ def run_staged(context: Context, case: Case) -> None:
 
 def run_late_weights(context: Context, case: Case) -> None:
     """Steps whose combine, not their dispatch, is given the router's weights."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = CombineTimeWeightsOp(case.config(context.rank), arena=arena)
         for number in range(case.num_steps):
             everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
@@ -268,7 +269,7 @@ def bodies_of(name: str) -> list[str]:
     if name.startswith("small_room"):
         return ["without_room", "behind_failure"]
     if name.startswith("staged"):
-        return ["staged"]
+        return ["late_weights" if CASES[name].layout == "expert_major" else "staged"]
     more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["counted", "disagreeing"] * (
         name == "low_latency"
     )

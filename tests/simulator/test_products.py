@@ -32,6 +32,8 @@ source * (S.WORLD_SIZE + 1)
 source * (WORLD_SIZE + 1)
 (rank // R.GPUS) * R.GPUS
 node * R.GPUS + rank % R.GPUS
+rank // GPUS * GPUS + peer % GPUS
+node * GPUS + rank % GPUS
 peer * R.GPUS + rank % R.GPUS
 tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + rank % R.GPUS
 + 2 * ring
