@@ -44,6 +44,10 @@ def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
     )
 
 
+def _addresses(tensor: torch.Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
 def combine_role(config: EpDispatchCombineConfig) -> str:
     """The role of an op's combine block. Ops share a block only if they leave the same byte in it between steps."""
     return "combine_rings" if config.uses_rings else "combine"
@@ -64,6 +68,7 @@ class BoundMemory:
         record_words: the error record, readable without synchronising; the first word is 0 until a kernel has failed.
         dispatch_addresses: of this rank's dispatch block. A peer that has its own rows begins the next dispatch and
             writes there, while this rank may still be sending to others from there: combine copies such rows first.
+        ids_addresses: of the received ids, which lie elsewhere.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
@@ -95,8 +100,8 @@ class BoundMemory:
         self._locals: dict[str, torch.Tensor] = {}
         self.record = self.acquired.record
         self.record_words = self.record.numpy()
-        block = symmetric["dispatch"].local
-        self.dispatch_addresses = range(block.data_ptr(), block.data_ptr() + block.numel())
+        self.dispatch_addresses = _addresses(symmetric["dispatch"].local)
+        self.ids_addresses = _addresses(self.view(Region.INDICES))
         if self.acquired.table is None:
             self.acquired.table = self._address_table(arena.device)
         self.table = self.acquired.table

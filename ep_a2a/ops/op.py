@@ -154,7 +154,8 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         if checked is None:
             checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
-        inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales, indices=ids)
+        inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales)
+        inputs.check_outside(self.memory.ids_addresses, indices=ids)
         self.memory.acquired.shared_blocks.enter(self)
         args = DispatchArguments(
             tokens,

@@ -242,13 +242,19 @@ def test_a_forked_child_is_refused(manager, monkeypatch):
 
 def test_memory_that_peers_overwrite_is_refused(manager):
     op = manager.get_handle({**KWARGS, "layout": "rank_major"})
-    received = op.dispatch(TOKENS, WEIGHTS, None, IDS).tokens
+    received, _, _, ids, _ = op.dispatch(TOKENS, WEIGHTS, None, IDS)
     inside, rows = received[0, :3], torch.ones_like(received)
     with pytest.raises(InputError, match="out outside of what dispatch returned"):
         op.combine(rows, None, None, out=inside)
-    assert torch.equal(op.combine(rows, None, None).tokens[:3], TOKENS)
+    tokens, sums = op.combine(rows, torch.ones(8, TOPK), None)
+    assert torch.equal(tokens[:3], TOKENS)
     with pytest.raises(InputError, match="input outside of what dispatch returned"):
         op.dispatch(inside, WEIGHTS, None, IDS)
+    with pytest.raises(InputError, match="indices outside of what dispatch returned"):
+        op.dispatch(TOKENS, WEIGHTS, None, ids[0, :3])
+    op.dispatch(TOKENS, WEIGHTS, None, IDS)
+    with pytest.raises(InputError, match="weights outside of the weight sums"):
+        op.combine(rows, sums, None)
 
 
 def test_a_replayed_combine_of_another_stride_is_refused(manager):
