@@ -4,16 +4,12 @@ vLLM's dummy weights are so small that the experts hardly matter. With those of 
 token comes next; `save_config` writes a shape for load_format="dummy".
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def read_configs(folder: str) -> dict[str, dict[str, Any]]:

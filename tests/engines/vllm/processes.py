@@ -1,7 +1,5 @@
 """What processes of a real vLLM need, wherever they run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -9,12 +7,9 @@ import signal
 import socket
 import subprocess
 import urllib.request
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.engines.vllm.contract.wheels import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEALTH_TIMEOUT_SECS = 10
 LOG_CHARS = 4000

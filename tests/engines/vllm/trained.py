@@ -7,8 +7,6 @@ and writes config.json and model.safetensors. Needs transformers. Two engines wh
 such a text with the same tokens to the end.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import inspect

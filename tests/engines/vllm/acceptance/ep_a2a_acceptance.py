@@ -3,21 +3,17 @@
 No part of the package `tests`: vLLM's tests are a package of that name, too. Their processes import this module again.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
 
 from ep_a2a.integrations.vllm import register
 from ep_a2a.integrations.vllm.common import BACKEND_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LAYER_TESTS = "tests.kernels.moe.test_moe_layer"
 QUANTIZATIONS = {None, "fp8", "fp8_blocked", "modelopt_fp8"}

@@ -6,8 +6,6 @@ FOLDER has `tests` and `pyproject.toml` of the source distribution of the vLLM t
 Options are those of pytest, of vLLM's tests and of ep_a2a_acceptance.py; docs/vllm.md has examples.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,15 +1,11 @@
 """What the checks of tests/engines/vllm/contract/*_checks.py share; imports vLLM only inside functions."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
+from typing import Any
 
 NAME = "ep_a2a"
 OURS = "/integrations/vllm/"

@@ -1,7 +1,5 @@
 """Checks in a real vLLM: the name, the configuration of a user who did not choose it, and then of one who did."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

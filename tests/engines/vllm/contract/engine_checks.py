@@ -1,7 +1,5 @@
 """Checks in a real vLLM: what an engine that dies tells its clients, and what these tell theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect

@@ -1,19 +1,15 @@
 """Checks in a real vLLM, in a group of one process: communicators, the manager, and where layers get theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
 import tempfile
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.engines.vllm.contract.checks import NAME, Messages, refused, replaced
 from tests.engines.vllm.contract.config_checks import chosen
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 VLLM_BACKEND = "allgather_reducescatter"
 EP = "ep:0"

@@ -4,25 +4,20 @@ They run on every rank of a RankPool whose processes can import vLLM. Weights an
 can compute its result by itself, densely and in float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.routing import expert_ranges
+from ep_a2a.testing import RankContext
 from tests.engines.vllm.contract.checks import use_cpu
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.testing import RankContext
 
 INTERMEDIATE = 32
 BF16_TOLERANCE = 2e-2

@@ -1,12 +1,10 @@
 """Checks of vLLM's layers on two ranks; each runs on every rank. See layer_cases."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,11 +18,9 @@ from ep_a2a.errors import (
 )
 from ep_a2a.quantization import E4M3_MAX
 from ep_a2a.routing import destination_mask, expert_ranges
+from ep_a2a.testing import RankContext
 from tests.engines.vllm.contract.checks import refused, replaced
 from tests.engines.vllm.contract.layer_cases import Layer, kernel_of, manager_of, run_and_check, run_kernel, step_of
-
-if TYPE_CHECKING:
-    from ep_a2a.testing import RankContext
 
 
 def steps(context: RankContext, *cases: Layer) -> list[Any]:

@@ -12,17 +12,15 @@ import itertools
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
 from ep_a2a.memory.guards import recording_on_cpu
 from tests.engines.vllm.contract.layer_cases import Layer, kernel_of, run_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NUM_SMS = 132
 COMPUTE, COMM = "compute", "comm"

@@ -1,13 +1,15 @@
 """Checks of steps that vLLM splits (dual batch overlap); each runs on both ranks. See micro_batch_cases."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
+import torch
+
+from ep_a2a.testing import RankContext
 from tests.engines.vllm.contract.layer_cases import Layer, check_result, manager_of
 from tests.engines.vllm.contract.micro_batch_cases import (
     COMM,
@@ -20,13 +22,6 @@ from tests.engines.vllm.contract.micro_batch_cases import (
     on_stub_streams,
     runners,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from ep_a2a.testing import RankContext
 
 TOKENS = 11
 COMM_SMS = 20

@@ -3,8 +3,6 @@
 tests/integration/test_vllm_contract.py fails when a target moves. docs/vllm.md shows this table.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,14 +5,14 @@
 Those of layers run on two ranks, the others in this process.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from ep_a2a.testing import RankPool
 from tests.engines.vllm.contract import (
@@ -24,10 +24,6 @@ from tests.engines.vllm.contract import (
     worker_checks,
 )
 from tests.engines.vllm.contract.checks import use_cpu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 POOL_TIMEOUT_SECS = 300.0
 REPORT = "report: "

@@ -1,7 +1,5 @@
 """What became of a check that the program has run in a real vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Real vLLM releases for tests: their Python files, and a Python that has what these import."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

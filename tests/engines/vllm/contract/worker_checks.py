@@ -1,19 +1,15 @@
 """Checks in a real vLLM: what a worker does around a step, and what of a failed one leaves it."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from tests.engines.vllm.contract.checks import refused, replaced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TIMEOUT_SECS = 12.5
 

@@ -1,7 +1,5 @@
 """What the ranks of a real engine have counted, checked against each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

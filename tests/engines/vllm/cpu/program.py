@@ -8,8 +8,6 @@ of the engine under "counters", and beside it lies what the layers were given (`
 engine generates again, and the last rank stops in that; what comes out then, if anything, is in RESULT.json.again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

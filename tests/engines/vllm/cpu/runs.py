@@ -1,18 +1,14 @@
 """Runs of tests.engines.vllm.cpu.program: a process per data-parallel rank, and what has come of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
 from tests.engines.vllm.cpu.program import PROMPTS
 from tests.engines.vllm.processes import cpu_environment, free_port, rank_variables
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RUN_TIMEOUT_SECS = 900
 LOGPROB_TOLERANCES = {"float32": 1e-4, "bfloat16": 1.0}

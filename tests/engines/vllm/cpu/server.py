@@ -5,8 +5,6 @@
 Options are those of `vllm serve`.
 """
 
-from __future__ import annotations
-
 MAX_BATCHED_TOKENS = 128
 
 # processes that vLLM spawns import this module first

@@ -8,8 +8,6 @@ others are killed; and for how long at most, `timeout_secs`. The answer is a lin
 that has not ended by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

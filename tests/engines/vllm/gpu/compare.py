@@ -4,8 +4,6 @@ Where a token's last expert and the next one have scores that differ by less tha
 other, and one step of one completion differs by more than rounding does elsewhere: a tie.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

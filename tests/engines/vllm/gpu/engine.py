@@ -1,7 +1,5 @@
 """A real vLLM engine of several data-parallel ranks on GPUs: starts it, waits no longer than agreed, and collects."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,14 +7,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tests.engines.vllm.processes import end_group, free_port, rank_variables
 from tests.integration.programs import ROOT, environment
 from tests.waiting import happens
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Action = dict[str, Any]
 """`action`, the name of a method of rank.Rank, and its arguments; `label`, by which its reports can be asked for."""

@@ -6,8 +6,6 @@ VLLM_DP_* say to vLLM which rank this is. Reads FOLDER/job.json and appends a li
 FOLDER/RANK.jsonl. All ranks do the same actions in the same order, and end when an engine has ended.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math
@@ -15,16 +13,14 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.engines.vllm.models import fill_dummy_weights
 from tests.engines.vllm.trained import known_prompts
 from tests.waiting import await_file, await_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NUM_TOP = 5
 """Log probabilities kept per token: enough to see by how little a token was missed."""
