@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.portable import FP_FUSION, PortableFunction
+from ep_a2a.kernels.target import AMD_BACKEND, WAVEFRONT_THREADS, amd_options, compiling_for_amd
 
 _TYPE_NAMES = {
     torch.int32: "i32",
@@ -48,6 +49,26 @@ def compile_offline(
     Returns:
         The stages by name: "ttgir", "ptx", ...
     """
+    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    return dict(_compiled(kernel, args, constants, GPUTarget("cuda", capability, 32), options).asm)
+
+
+def compile_for_amd(kernel: CompiledKernel, args: tuple[Any, ...], arch: str) -> tuple[str, int]:
+    """Compiles a kernel for an AMD GPU: (assembly, bytes of LDS). arch: "gfx942", "gfx950"."""
+    options = amd_options(kernel.num_warps, kernel.max_registers)
+    with compiling_for_amd():
+        target = GPUTarget(AMD_BACKEND, arch, WAVEFRONT_THREADS)
+        compiled = _compiled(kernel.kernel, args, kernel.constants, target, options)
+    return compiled.asm["amdgcn"], compiled.metadata.shared
+
+
+def _compiled(
+    kernel: PortableFunction,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    target: GPUTarget,
+    options: dict[str, Any],
+) -> Any:
     names = kernel.arg_names[: len(args)]
     constants = constants | {name: None for name, arg in zip(names, args) if arg is None}
     signature = {
@@ -55,9 +76,7 @@ def compile_offline(
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION, "maxnreg": max_registers}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return dict(compiled.asm)
+    return triton.compile(source, target=target, options=options | {"enable_fp_fusion": FP_FUSION})
 
 
 def compile_kernel(kernel: CompiledKernel, args: tuple[Any, ...], capability: int = 90) -> dict[str, Any]:

@@ -63,6 +63,7 @@ from ep_a2a.kernels.send_kernels import (
 )
 from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_cast_tiles, send_tiles
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
+from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -251,7 +252,7 @@ def send_by_tiles(
     for start in range(first, last, TILE.LISTED):
         index = record_routes(given.ids, step, start, last, index, bases, OWNERS, S, TILE.LISTED)
         # the lists of destinations are read by other threads than wrote them
-        tl.debug_barrier()
+        barrier()
         send_beside_rows(given, step, start, last, S, TILE.LISTED, FORM.HAS_WEIGHTS)
     if TILE.TOKENS > 1:
         parts = load_parts(given.x, first, last, ROW, TILE)

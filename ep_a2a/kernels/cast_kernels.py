@@ -1,18 +1,29 @@
 """The fp8 cast inside dispatch, bit-equal to ep_a2a/quantization.py on GPU and in the interpreter.
 
-The interpreter's own fp32 -> fp8 conversion rounds differently, so there the cast is integer arithmetic. On a GPU the
-native conversion gives the same bits for all 2^32 inputs (tests/multigpu/test_cast.py) and is used instead.
+The interpreter's own fp32 -> fp8 conversion rounds differently, so there the cast is integer arithmetic. On an NVIDIA
+GPU the native conversion gives the same bits for all 2^32 inputs (tests/multigpu/test_cast.py) and is used instead. For
+AMD GPUs functions "by integers" are compiled that the interpreter runs, too, but for the conversion itself.
+
+"e4m3" is the target's format here: e4m3fnuz on gfx942 (scales of amax / 224), e4m3fn everywhere else (amax / 448).
 """
 
 import triton.language as tl
 
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_max
+from ep_a2a.kernels.target import (
+    E4M3FN,
+    fp8_bias,
+    fp8_dtype,
+    fp8_largest,
+    fp8_nan,
+    has_negative_zero,
+    on_amd,
+)
 
-FP8_MAX = tl.constexpr(448.0)
+FP8_MAX = tl.constexpr(E4M3FN.largest)
 MIN_AMAX = tl.constexpr(1e-10)
 INFINITY = tl.constexpr(float("inf"))
-NAN_BITS = tl.constexpr(0x7F)
 
 
 @portable
@@ -24,20 +35,25 @@ def round_shift(value, shift):
 
 @portable
 def e4m3_bits_by_integers(values):
-    """float32 -> e4m3fn bit patterns (uint8): nearest even, saturating at 448, NaN -> 0x7F."""
+    """float32 -> e4m3 bit patterns (uint8): nearest even, saturating at 0x7E and 0xFE; one NaN for all."""
     bits = values.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
     exponent = magnitude >> 23
-    # normal results: drop 20 mantissa bits and move the exponent's bias from 127 to 7
-    normal = round_shift(magnitude, 20) - ((127 - 7) << 3)
-    # subnormal results (below 2^-6) count steps of 2^-9: the mantissa with its hidden bit, shifted further
-    shift = tl.minimum(tl.maximum(141 - exponent, 20), 30)
+    # normal results: drop 20 mantissa bits and move the exponent's bias from 127 to 7 (fnuz: 8)
+    least = 128 - fp8_bias()
+    normal = round_shift(magnitude, 20) - ((least - 1) << 3)
+    # subnormal results (below 2^-6) count steps of 2^-9 (fnuz: half of both): the mantissa with its hidden bit,
+    # shifted further
+    shift = tl.minimum(tl.maximum(least + 20 - exponent, 20), 30)
     mantissa = (magnitude & 0x7FFFFF) | 0x800000
-    subnormal = tl.where(exponent < 127 - 10, 0, round_shift(mantissa, shift))
-    result = tl.minimum(tl.where(exponent < 127 - 6, subnormal, normal), 0x7E)
-    result = tl.where(magnitude > 0x7F800000, NAN_BITS, result | sign)
-    return result.to(tl.uint8)
+    subnormal = tl.where(exponent < least - 4, 0, round_shift(mantissa, shift))
+    result = tl.minimum(tl.where(exponent < least, subnormal, normal), 0x7E)
+    if has_negative_zero():
+        result = result | sign
+    else:
+        result = tl.where(result == 0, 0, result | sign)
+    return tl.where(magnitude > 0x7F800000, fp8_nan(), result).to(tl.uint8)
 
 
 def _interpreted_e4m3_bits(values):
@@ -46,14 +62,29 @@ def _interpreted_e4m3_bits(values):
 
 @portable(interpreted=_interpreted_e4m3_bits)
 def e4m3_bits(values):
-    """float32 -> e4m3fn bit patterns (uint8), by the GPU's own saturating conversion; NaN of either sign -> 0x7F."""
-    return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    """e4m3_bits_by_integers, by the GPU's own conversion, which on NVIDIA GPUs saturates."""
+    if on_amd():
+        # NaN, which is neither larger nor smaller, becomes a bound first
+        largest: tl.constexpr = fp8_largest()
+        bounded = tl.minimum(tl.maximum(values, -largest), largest)
+        bits = bounded.to(fp8_dtype()).to(tl.uint8, bitcast=True)
+        if not has_negative_zero():
+            bits = tl.where(bits == 0x80, 0, bits)
+        bits = tl.where(values != values, fp8_nan(), bits).to(tl.uint8)
+    else:
+        bits = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return bits
 
 
 def _interpreted_widened(bits, DTYPE):
-    values = bits.to(DTYPE, bitcast=True).to(tl.float32)
-    # the interpreter takes the NaN of e4m3 for 480
-    return tl.where((bits & NAN_BITS) == NAN_BITS, float("nan"), values) if DTYPE == tl.float8e4nv else values
+    if DTYPE not in (tl.float8e4nv, tl.float8e4b8):
+        return bits.to(DTYPE, bitcast=True).to(tl.float32)
+    # the interpreter takes NaN for a number; Triton 3.6's has one of the formats only
+    values = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if DTYPE == tl.float8e4b8:
+        values = values * 0.5
+    codes = bits & 0x7F if has_negative_zero() else bits
+    return tl.where(codes == fp8_nan(), float("nan"), values)
 
 
 @portable(interpreted=_interpreted_widened)
@@ -77,15 +108,19 @@ def magnitudes_of(values):
 
 
 def _interpreted_over_fp8_max(values):
-    return tl.div_rn(values, tl.full(values.shape, FP8_MAX, tl.float32))
+    return tl.div_rn(values, tl.full(values.shape, fp8_largest(), tl.float32))
 
 
 @portable(interpreted=_interpreted_over_fp8_max)
 def over_fp8_max(values):
-    """values / 448 of float32 values from MIN_AMAX on, rounded to nearest even; without the branches of a division."""
-    reciprocal = tl.full(values.shape, 1 / FP8_MAX, tl.float32)
+    """values / 448 (fnuz: / 224) of float32 values from MIN_AMAX on, rounded to nearest even.
+
+    It has none of a division's branches. Half of 448 has the same mantissa, so it rounds equally.
+    """
+    largest: tl.constexpr = fp8_largest()
+    reciprocal = tl.full(values.shape, 1 / largest, tl.float32)
     near = values * reciprocal
-    remainder = tl.fma(near, tl.full(values.shape, -FP8_MAX, tl.float32), values)
+    remainder = tl.fma(near, tl.full(values.shape, -largest, tl.float32), values)
     return tl.fma(remainder, reciprocal, near)
 
 
@@ -96,16 +131,20 @@ def _interpreted_reciprocals(values):
 @portable(interpreted=_interpreted_reciprocals)
 def reciprocals_of(values):
     """1 / values, rounded to nearest even, where both are normal float32 numbers; without branches."""
-    near = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
-    )
-    remainder = tl.fma(-values, near, tl.full(values.shape, 1.0, tl.float32))
-    return tl.fma(near, remainder, near)
+    ones = tl.full(values.shape, 1.0, tl.float32)
+    if on_amd():
+        result = tl.div_rn(ones, values)
+    else:
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+        result = tl.fma(near, tl.fma(-values, near, ones), near)
+    return result
 
 
 @portable
 def scales_of(maxima, POWERS_OF_TWO: tl.constexpr):
-    """Scales of groups with these largest finite magnitudes: those over 448, rounded up if asked to a power of two.
+    """Scales of groups with these largest finite magnitudes: over_fp8_max, rounded up if asked to a power of two.
 
     Returns (scale bits as int32, reciprocals as float32), both of the same shape.
     """
@@ -159,16 +198,18 @@ def plus_biases(total, bias_0, bias_1, token, offsets, HIDDEN: tl.constexpr):
     return total
 
 
-def _interpreted_quarters(words):
-    return tuple(widened(((words >> shift) & 0xFF).to(tl.uint8), tl.float8e4nv) for shift in (0, 8, 16, 24))
+@portable
+def quarters_by_shifts(words):
+    """quarters_of by the conversion of single bytes."""
+    quarters = ()
+    for place in tl.static_range(4):
+        quarters = quarters + (widened(((words >> (8 * place)) & 0xFF).to(tl.uint8), fp8_dtype()),)
+    return quarters
 
 
-@portable(interpreted=_interpreted_quarters)
-def quarters_of(words):
-    """float32 values of the four e4m3 bit patterns of each word, from the lowest bits on.
-
-    Triton's own conversion takes two patterns of one register, so it would first put them together by shifts.
-    """
+@portable
+def nvidia_quarters(words):
+    """quarters_of: Triton's own conversion takes two patterns of one register, which shifts would put together."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b16 low, high, h0, h1, h2, h3;
@@ -191,6 +232,12 @@ def quarters_of(words):
     )
 
 
+@portable(interpreted=quarters_by_shifts)
+def quarters_of(words):
+    """float32 values of the four e4m3 bit patterns of each word, from the lowest bits on."""
+    return quarters_by_shifts(words) if on_amd() else nvidia_quarters(words)
+
+
 @portable
 def elements_of(words, DTYPE: tl.constexpr):
     """float32 values of the elements in each word of 32 bits, a tile for each of them from the lowest bits on."""
@@ -206,16 +253,16 @@ def elements_of(words, DTYPE: tl.constexpr):
     return values
 
 
-def _interpreted_packed(first, second, third, fourth):
-    words = e4m3_bits_by_integers(first).to(tl.int32)
-    for shift, values in ((8, second), (16, third), (24, fourth)):
-        words = words | (e4m3_bits_by_integers(values).to(tl.int32) << shift)
-    return words
+@portable
+def packed_by_shifts(first, second, third, fourth):
+    """packed_e4m3 by the conversion of single values."""
+    lower = e4m3_bits(first).to(tl.int32) | (e4m3_bits(second).to(tl.int32) << 8)
+    return lower | (e4m3_bits(third).to(tl.int32) << 16) | (e4m3_bits(fourth).to(tl.int32) << 24)
 
 
-@portable(interpreted=_interpreted_packed)
-def packed_e4m3(first, second, third, fourth):
-    """e4m3_bits of four values in one word, the first in the lowest bits."""
+@portable
+def nvidia_packed(first, second, third, fourth):
+    """packed_e4m3 by conversions of pairs."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -229,6 +276,16 @@ def packed_e4m3(first, second, third, fourth):
         is_pure=True,
         pack=1,
     )
+
+
+@portable(interpreted=packed_by_shifts)
+def packed_e4m3(first, second, third, fourth):
+    """e4m3_bits of four values in one word, the first in the lowest bits."""
+    if on_amd():
+        words = packed_by_shifts(first, second, third, fourth)
+    else:
+        words = nvidia_packed(first, second, third, fourth)
+    return words
 
 
 @portable
@@ -248,15 +305,23 @@ def e4m3_words(elements):
     return packed_e4m3(first, second, third, fourth)
 
 
-def _interpreted_finite_pairs(words):
+@portable
+def finite_pairs_by_integers(words):
+    """The magnitudes of the two bf16 of each word, 0 for those that are not finite."""
     magnitudes = words & 0x7FFF7FFF
     low, high = magnitudes & 0x7FFF, magnitudes >> 16
     return tl.where(low < 0x7F80, low, 0) | (tl.where(high < 0x7F80, high, 0) << 16)
 
 
-@portable(interpreted=_interpreted_finite_pairs)
+@portable(interpreted=finite_pairs_by_integers)
 def finite_pairs(words):
-    """The two bf16 of each word; for infinity NaN, which larger_pairs leaves out. Interpreted: magnitudes, and 0."""
+    """The two bf16 of each word; for infinity NaN, which larger_pairs leaves out. By integers: magnitudes, and 0."""
+    return finite_pairs_by_integers(words) if on_amd() else nvidia_finite_pairs(words)
+
+
+@portable
+def nvidia_finite_pairs(words):
+    """finite_pairs by one product with 0."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
         "=r,r",
@@ -267,17 +332,23 @@ def finite_pairs(words):
     )
 
 
-def _interpreted_larger_pairs(first, second):
+@portable
+def larger_pairs_by_integers(first, second):
+    """larger_pairs of what finite_pairs_by_integers returns."""
     low, high = tl.maximum(first & 0xFFFF, second & 0xFFFF), tl.maximum(first >> 16, second >> 16)
     return low | (high << 16)
 
 
-@portable(interpreted=_interpreted_larger_pairs)
+@portable(interpreted=larger_pairs_by_integers)
 def larger_pairs(first, second):
     """The larger magnitude of two bf16, with either sign, for both in each word."""
-    return tl.inline_asm_elementwise(
-        "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
-    )
+    if on_amd():
+        larger = larger_pairs_by_integers(first, second)
+    else:
+        larger = tl.inline_asm_elementwise(
+            "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return larger
 
 
 @portable

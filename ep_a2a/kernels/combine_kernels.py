@@ -32,6 +32,7 @@ from ep_a2a.kernels.primitives import (
     wait_all,
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.target import volatile_load
 
 COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
@@ -73,7 +74,7 @@ def await_peers(
         if poison == 0:
             lanes = tl.arange(0, S.WORLD_LANES)
             epochs_at = address(table, WEIGHT_EPOCHS, rank, S.WORLD_SIZE, tl.int32) + lanes
-            brought = tl.load(epochs_at, mask=lanes < S.WORLD_SIZE, other=0, volatile=True)
+            brought = volatile_load(epochs_at, mask=lanes < S.WORLD_SIZE, other=0)
             missing = ((brought != epoch) & (lanes < S.WORLD_SIZE)).to(tl.int32)
             if reduce_max(missing, 0) > 0:
                 poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)

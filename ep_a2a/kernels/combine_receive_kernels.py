@@ -29,6 +29,7 @@ from ep_a2a.kernels.primitives import (
     reduce_min,
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.target import volatile_load
 
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
@@ -191,12 +192,12 @@ def read_block(places, own_base, rows, first, B: tl.constexpr):
         slot = rows.slots[each]
         line = line_of(places.rows, own_base, slot, rows.own, B.WIDTH)
         present = (offsets < B.WIDTH) & (full_like(offsets, slot) >= 0)
-        seen = seen + (tl.load(line + offsets, mask=present, other=0, volatile=True),)
+        seen = seen + (volatile_load(line + offsets, mask=present, other=0),)
         if B.SCALED:
             scales, _ = scales_of(first, B)
             scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
             there = (scales < num_scales) & (full_like(scales, slot) >= 0)
-            seen = seen + (tl.load(scale_line + scales, mask=there, other=0, volatile=True),)
+            seen = seen + (volatile_load(scale_line + scales, mask=there, other=0),)
     return seen
 
 

@@ -33,6 +33,7 @@ from ep_a2a.kernels.primitives import (
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 from ep_a2a.kernels.staged_kernels import AFTER_COMBINING_HOST
+from ep_a2a.kernels.target import volatile_load
 
 RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
@@ -60,14 +61,14 @@ def await_words(table, words_at, wanted, epoch, sender, rank, WORLD_SIZE: tl.con
         words_at: where the words lie; at least as many lanes as a program has threads.
         sender: the rank to be named when time is up. PATIENCE: as in overdue.
     """
-    words = tl.load(words_at, mask=wanted, other=0, volatile=True)
+    words = volatile_load(words_at, mask=wanted, other=0)
     num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         pause(0)
-        words = tl.load(words_at, mask=wanted, other=0, volatile=True)
+        words = volatile_load(words_at, mask=wanted, other=0)
         num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):

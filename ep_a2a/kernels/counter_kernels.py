@@ -21,6 +21,7 @@ from ep_a2a.kernels.primitives import (
     reduce_sum,
 )
 from ep_a2a.kernels.receive_kernels import MOST_COUNTS, wait_all_counts
+from ep_a2a.kernels.target import volatile_load
 
 LINE_WORDS = 16
 
@@ -103,7 +104,7 @@ def count_lines(table, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.co
         sources = first + tl.arange(0, num_lines)
         mask = (sources < WORLD_SIZE)[:, None] & (lanes < WORLD_SIZE)[None, :]
         lines = first_line + sources[:, None] * (WORLD_SIZE + 1) + lanes[None, :]
-        words = tl.load(lines, mask=mask, other=0, volatile=True)
+        words = volatile_load(lines, mask=mask, other=0)
         rows = tl.where(epoch_of(words) == epoch, payload_of(words), 0)
         received += reduce_sum(rows, 0)
         sent += reduce_sum(tl.where((sources == rank)[:, None], rows, 0), 0)

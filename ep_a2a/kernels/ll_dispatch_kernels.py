@@ -47,6 +47,7 @@ from ep_a2a.kernels.routing_kernels import (
 )
 from ep_a2a.kernels.send_kernels import load_choices, load_tile
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
+from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -289,7 +290,7 @@ def push_position(own_positions, to, position, written_in_full, epoch, POSITION:
             tl.store(own_positions + to.slots[0], position)
     if written_in_full:
         word = flagged(position | WRITTEN_IN_FULL, epoch)
-        tl.debug_barrier()
+        barrier()
         for step in tl.static_range(first_peer, len(to.slots)):
             if to.slots[step] >= 0:
                 tl.atomic_xchg(to.starts[step] + POSITION, word, sem="release", scope="sys")

@@ -20,6 +20,7 @@ from ep_a2a.kernels.primitives import (
     reduce_sum,
 )
 from ep_a2a.kernels.receive_kernels import COUNTS, wait_counts
+from ep_a2a.kernels.target import barrier, volatile_load
 
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
 LOW_LATENCY_SIDES = tl.constexpr(Region.LOW_LATENCY_SIDES.value)
@@ -48,7 +49,7 @@ def read_beside(sides, count_word, sides_at, sent, SIDE_WORDS: tl.constexpr):
     """
     is_count = sides_at == SIDE_WORDS
     where = tl.where(is_count, count_word + full_like(sides_at, 0), sides + sides_at)
-    return tl.load(where, mask=sent | is_count, other=0, volatile=True)
+    return volatile_load(where, mask=sent | is_count, other=0)
 
 
 @portable
@@ -108,7 +109,7 @@ def take_row_block(step, row, words_at, sides_at, sent, S: tl.constexpr, ROW: tl
     is_cast: tl.constexpr = ROW.GROUP > 0
     inside = words_at < ROW.ROW_WORDS
     side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
-    words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
+    words = volatile_load(row.words + words_at, mask=inside, other=0)
     num_late_sides, no_row = judge_beside(side, step.epoch, row.index, sides_at, sent, side_words)
     num_late = num_late_sides + judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
     poison = tl.full((), 0, tl.int32)
@@ -118,12 +119,12 @@ def take_row_block(step, row, words_at, sides_at, sent, S: tl.constexpr, ROW: tl
         pause(0)
         side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
         if not LL.SPARSE_POLLS:
-            words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
+            words = volatile_load(row.words + words_at, mask=inside, other=0)
         num_late_sides, no_row = judge_beside(side, step.epoch, row.index, sides_at, sent, side_words)
         num_late = num_late_sides + 0
         if num_late == 0:
             if LL.SPARSE_POLLS:
-                words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
+                words = volatile_load(row.words + words_at, mask=inside, other=0)
             num_late = judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
@@ -133,9 +134,9 @@ def take_row_block(step, row, words_at, sides_at, sent, S: tl.constexpr, ROW: tl
         position = reduce_sum(tl.where(sides_at == side_words - 1, payload_of(side), 0), 0)
         if (position < 0) & (poison == 0) & (no_row == 0):
             tl.atomic_add(row.beside + side_words - 1, tl.cast(0, tl.int64), sem="acquire", scope="sys")
-            words = tl.load(row.words + words_at, mask=inside, other=0, volatile=True)
+            words = volatile_load(row.words + words_at, mask=inside, other=0)
             # all threads have read before the caller empties the row
-            tl.debug_barrier()
+            barrier()
     return words, side, no_row == 0, poison
 
 

@@ -2,13 +2,16 @@
 
 Triton chooses between compiling and interpreting at decoration, for the whole process, by TRITON_INTERPRET. That would
 reach every other Triton kernel of the process (an engine's, say), so the choice is made here per launch instead.
-Restrictions that follow: device code uses core builtins and functions decorated with `portable` only (`tl.full`, not
-`tl.zeros`; `tl.reduce`, not `tl.sum`), because Triton's own library functions are compiled ones here.
+Restrictions that follow: device code uses core builtins, those of `target.py` and functions decorated with `portable`
+only (`tl.full`, not `tl.zeros`; `tl.reduce`, not `tl.sum`), because Triton's own library functions are compiled ones
+here.
 """
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import triton.language as tl
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels import target
 from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.kernel_cache import check_kernel_cache
 from ep_a2a.kernels.triton_parts import GridExecutor, InterpretedFunction, JITFunction, interpreter_builder
@@ -26,6 +30,11 @@ FP_FUSION = False
 Set for every kernel, because Triton's own default differs between versions and follows the environment.
 """
 _interpreting = threading.Lock()
+
+
+@functools.cache
+def _target_digest() -> str:
+    return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
 
 
 class _InPlaceExecutor(GridExecutor):
@@ -86,12 +95,13 @@ class PortableFunction(JITFunction):
 
         Triton 3.6 takes a callee's globals into the key only if the callee has got its own key earlier. So the
         same kernel had another key in a process that compiled its kernels in another order, and was compiled again.
-        Here the callees get their keys first.
+        Here the callees get their keys first. The functions of `target.py` are builtins, whose code Triton does not
+        look at, so its text is in every key.
         """
         if self.hash is None:
             super().cache_key  # noqa: B018 - for its effect: the callees have their keys afterwards
             self.hash = None
-        return str(super().cache_key)
+        return f"{super().cache_key}-{_target_digest()}"
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compile, or load from Triton's cache, and launch: all that `function[grid](...)` and `warmup` do.

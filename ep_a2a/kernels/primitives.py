@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import FailureCode, Record, Region, Stage, State, StepPhase
 from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.target import barrier, on_amd, volatile_load
 
 POISON = tl.constexpr(Region.POISON.value)
 STATE = tl.constexpr(Region.STATE.value)
@@ -68,6 +69,9 @@ POLLS_PER_CLOCK = tl.constexpr(32)
 # From here on polls are counted from half of it; both are multiples of POLLS_PER_CLOCK (see next_poll).
 MANY_POLLS = tl.constexpr(1 << 30)
 
+# How long an AMD GPU sleeps at once: 256 cycles at 2.1 GHz.
+AMD_SLEEP_NS = tl.constexpr(122)
+
 # An interpreted poll costs a millisecond of Python; ranks that share cores sleep longer than they poll.
 INTERPRETER_PAUSE_SECS = 2e-3
 
@@ -79,7 +83,14 @@ def _host_clock_ns() -> int:
 @portable(interpreted=_host_clock_ns)
 def clock_ns():
     """Nanoseconds of a clock that all programs of this rank share."""
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    if on_amd():
+        # a counter of 100 MHz; "=s": a pair of registers that all threads share
+        now = 10 * tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    return now
 
 
 def _interpreted_pause(_pause_ns: object) -> None:
@@ -93,7 +104,10 @@ def pause(pause_ns):
 
     Where many programs wait, their polls would take bandwidth from what they wait for.
     """
-    if pause_ns > 0:
+    if on_amd():
+        for _ in range(0, pause_ns, AMD_SLEEP_NS):
+            tl.inline_asm_elementwise("s_sleep 4\ns_mov_b32 $0, 0", "=s", [], dtype=tl.int32, is_pure=False, pack=1)
+    elif pause_ns > 0:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [pause_ns], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -108,9 +122,11 @@ def after_previous_launch():
     """Waits for the end of the launch before this one, of which this one was set up while it still ran.
 
     Programmatic dependent launch: all that a launch does comes after this wait (CUDA C++ programming guide,
-    "Programmatic Dependent Launch"). finish_stage lets the next launch be set up.
+    "Programmatic Dependent Launch"). finish_stage lets the next launch be set up. On AMD GPUs launches of one stream
+    follow each other.
     """
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    if not on_amd():
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @portable(interpreted=_nothing)
@@ -120,9 +136,10 @@ def allow_next_launch():
     A program of the next launch holds its place while it waits for the end of this launch. Were it there earlier, it
     could keep programs of other ranks on the same GPU from running, for which this launch waits.
     """
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if not on_amd():
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @portable
@@ -190,7 +207,7 @@ def load_poison(poison_word, LANES: tl.constexpr):
     Other loads may be issued in between, so that all are in flight together. With at least as many lanes as a program
     has threads each lane is read by one thread, and their reduction is one verdict for all.
     """
-    return tl.load(poison_word + full_like(tl.arange(0, LANES), 0), volatile=True)
+    return volatile_load(poison_word + full_like(tl.arange(0, LANES), 0))
 
 
 @portable
@@ -222,7 +239,7 @@ def finish_stage(
     counter = table + NUM_REGIONS * WORLD_SIZE + stage
     share = tl.where(program == 0, STEP_UNIT - num_programs + 1, 1)
     # one thread arrives for its program: behind the barrier, none of them waits for another rank
-    tl.debug_barrier()
+    barrier()
     if DEPENDENT_LAUNCH:
         allow_next_launch()
     tl.atomic_add(counter, tl.cast(share, tl.int64), sem="relaxed", scope="gpu")
@@ -245,7 +262,7 @@ def arrive_last(table, rank, num_programs, poison, WORLD_SIZE: tl.constexpr):
     """
     counter = address(table, STATE, rank, WORLD_SIZE, tl.int32) + ARRIVED
     mine = tl.where(poison == 0, 1, POISONED_ARRIVAL)
-    tl.debug_barrier()
+    barrier()
     before = tl.full((), 0, tl.int32)
     if num_programs > 1:
         before += tl.atomic_add(counter, mine, sem="acq_rel", scope="sys")
@@ -271,7 +288,7 @@ def post_all(
     flags = address(table, region, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
     epochs = tl.full((WORLD_LANES,), 0, tl.int32) + epoch
     if ORDERS:
-        tl.debug_barrier()
+        barrier()
         tl.atomic_xchg(flags, epochs, mask=present, sem="release", scope="sys")
     else:
         tl.atomic_xchg(flags, epochs, mask=present, sem="relaxed", scope="sys")
@@ -341,7 +358,7 @@ def wait_all(
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             accused = reduce_min(tl.where(late > 0, lanes, WORLD_LANES), 0)
             poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
-    tl.debug_barrier()
+    barrier()
     return poison
 
 
@@ -386,7 +403,7 @@ def fail(table, poison, phase, epoch, detail, late, rank, WORLD_SIZE: tl.constex
             words, tl.full((WORLD_LANES,), 0, tl.int32), tl.full((WORLD_LANES,), 0, tl.int32) + poison,
             sem="relaxed", scope="sys",
         )  # fmt: skip
-        tl.debug_barrier()
+        barrier()
         tl.store(record + RECORD_CODE, poison >> 16)
 
 

@@ -26,6 +26,7 @@ from ep_a2a.kernels.primitives import (
     reduce_min,
     reduce_sum,
 )
+from ep_a2a.kernels.target import barrier, volatile_load
 
 COUNTS = tl.constexpr(Region.COUNTS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -119,7 +120,7 @@ def look_at_counts(lines, epoch, index, rank, WORLD_SIZE: tl.constexpr, ALL: tl.
         inside = index < 2 * WORLD_SIZE
     if WITHIN:
         inside = inside & (source // WITHIN == rank // WITHIN)
-    seen = tl.load(lines + where, mask=inside, other=0, volatile=True)
+    seen = volatile_load(lines + where, mask=inside, other=0)
     late = ((epoch_of(seen) != epoch) & inside).to(tl.int32)
     return late, payload_of(seen), source
 
@@ -190,7 +191,7 @@ def absent_rank(table, epoch, otherwise, rank, WORLD_SIZE: tl.constexpr, WORLD_L
     """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
     lanes = tl.arange(0, WORLD_LANES)
     lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 1)
-    words = tl.load(lines + WORLD_SIZE, mask=lanes < WORLD_SIZE, other=0, volatile=True)
+    words = volatile_load(lines + WORLD_SIZE, mask=lanes < WORLD_SIZE, other=0)
     absent = (epoch_of(words) != epoch) & (lanes < WORLD_SIZE)
     first = reduce_min(tl.where(absent, lanes, WORLD_SIZE), 0)
     return tl.where(first < WORLD_SIZE, first, otherwise)
@@ -202,8 +203,8 @@ def counts_from(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
     lanes = tl.arange(0, WORLD_LANES)
     lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 1)
     present = lanes < WORLD_SIZE
-    counts = tl.load(lines + rank, mask=present, other=0, volatile=True)
-    words = tl.load(lines + WORLD_SIZE, mask=present, other=0, volatile=True)
+    counts = volatile_load(lines + rank, mask=present, other=0)
+    words = volatile_load(lines + WORLD_SIZE, mask=present, other=0)
     return payload_of(counts), payload_of(words)
 
 
@@ -221,7 +222,7 @@ def rows_before(table, rank, source, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.c
         sources = first + tl.arange(0, num_lines)
         lines = first_line + sources[:, None] * (WORLD_SIZE + 1) + lanes[None, :]
         mask = (sources < source)[:, None] & (lanes < WORLD_SIZE)[None, :]
-        rows += reduce_sum(payload_of(tl.load(lines, mask=mask, other=0, volatile=True)), 0)
+        rows += reduce_sum(payload_of(volatile_load(lines, mask=mask, other=0)), 0)
     return rows
 
 
@@ -284,7 +285,7 @@ def accept_rows(step, old, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     else:
         pad_unused_rows(step, old, counts, total, S)
     # every thread has read the previous counts before they are replaced
-    tl.debug_barrier()
+    barrier()
     tl.store(recv_counts, tl.where(poison == 0, counts, 0), mask=is_count)
     tl.store(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32), tl.where(poison == 0, total, 0))
     return poison
@@ -379,9 +380,7 @@ def pad_block_rows(step, old, ids, block, S: tl.constexpr):
         index = offset + tl.arange(0, PAD_ROWS)
         rows = first + index
         source = rows // step.step_tokens
-        filled = payload_of(
-            tl.load(lines + source * (S.WORLD_SIZE + 1), mask=source < S.WORLD_SIZE, other=0, volatile=True)
-        )
+        filled = payload_of(volatile_load(lines + source * (S.WORLD_SIZE + 1), mask=source < S.WORLD_SIZE, other=0))
         unused = (index < count) & (rows % step.step_tokens >= filled)
         where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
         values = tl.full((PAD_ROWS, S.TOPK_LANES), 0, tl.int32) + step.pad_id

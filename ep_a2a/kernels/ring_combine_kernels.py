@@ -48,6 +48,7 @@ from ep_a2a.kernels.ring_kernels import (
     tokens_of_chunk,
     words_at,
 )
+from ep_a2a.kernels.target import barrier, fp8_dtype
 
 COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
@@ -123,7 +124,7 @@ def sum_of(
 @portable
 def add_line(table, line, rows, rank, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr):
     """Writes the sum of a token's `rows` at the ranks of this node to its line, and the sum of their weights."""
-    offered: tl.constexpr = tl.float8e4nv if A.QUANTIZED else A.DTYPE
+    offered: tl.constexpr = fp8_dtype() if A.QUANTIZED else A.DTYPE
     element: tl.constexpr = tl.uint8 if A.QUANTIZED else A.ELEMENT
     first_rank = (rank // R.GPUS) * R.GPUS
     places = places_of_rows(table, COMBINE_ROWS, rows, first_rank, A.HIDDEN, element, S, R)
@@ -259,7 +260,7 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, S: tl.constexpr, R: 
     is_there = reduce_sum(missing, 0) == 0
     if is_there:
         # each node's counter was acquired by a thread of its own, and all threads read the chunks
-        tl.debug_barrier()
+        barrier()
         slots = ()
         for node in tl.static_range(R.NODES):
             came = counter_of(table, CHUNKS_ARRIVED, rank, node, channel, S, R)

@@ -22,6 +22,7 @@ from ep_a2a.kernels.ring_kernels import (
     slot_of,
     words_at,
 )
+from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -145,14 +146,14 @@ def end_stream(table, source_node, channel, num_chunks, epoch, rank, S: tl.const
     chunks = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32) + channel * R.NODES
     tl.store(chunks + source_node, num_chunks)
     counter = address(table, FORWARDED_CHANNELS, rank, S.WORLD_SIZE, tl.int32) + source_node
-    tl.debug_barrier()
+    barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == R.CHANNELS - 1:
         tl.store(counter, 0)
         local_ranks = tl.arange(0, R.GPU_LANES)
         present = local_ranks < R.GPUS
         members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
         flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + source_node * R.GPUS + rank % R.GPUS
-        tl.debug_barrier()
+        barrier()
         tl.atomic_xchg(flags, full_like(local_ranks, epoch), mask=present, sem="release", scope="sys")
 
 

@@ -26,6 +26,7 @@ from ep_a2a.kernels.primitives import (
 )
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
+from ep_a2a.kernels.target import barrier, volatile_load
 
 CHUNKS_ARRIVED = tl.constexpr(Region.CHUNKS_ARRIVED.value)
 CHUNKS_TAKEN = tl.constexpr(Region.CHUNKS_TAKEN.value)
@@ -64,7 +65,7 @@ def has_reached(counter, target):
 @portable
 def raise_counter(counter, value):
     """Sets a counter, ordered behind all that this program has written and read."""
-    tl.debug_barrier()
+    barrier()
     tl.atomic_xchg(counter, value, sem="release", scope="sys")
 
 
@@ -111,7 +112,7 @@ def raise_at_node(
             raise_counter(counter, value)
         else:
             element = tl.load(table + ELEMENTS * S.WORLD_SIZE + partner)
-            tl.debug_barrier()
+            barrier()
             put_and_count(target, source, num_bytes, counter.to(tl.int64), element)
     else:
         raise_counter(counter_of(table, region, partner, node, channel, S, R), value)
@@ -145,7 +146,7 @@ def give_room_to_all(table, channel, value, rank, S: tl.constexpr, R: tl.constex
         nodes = tl.arange(0, R.NODE_LANES)
         partners = tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + rank % R.GPUS
         taken = counter_of(table, CHUNKS_TAKEN, partners, rank // R.GPUS, channel, S, R)
-        tl.debug_barrier()
+        barrier()
         tl.atomic_xchg(taken, full_like(nodes, value), mask=nodes < R.NODES, sem="release", scope="sys")
 
 
@@ -153,7 +154,7 @@ def give_room_to_all(table, channel, value, rank, S: tl.constexpr, R: tl.constex
 def before_reading(counter, R: tl.constexpr):
     """To be called when a chunk has come, by its counter, before it is read."""
     if R.STAGED_WORDS > 0:
-        after_arrival(counter.to(tl.int64), tl.load(counter.to(tl.pointer_type(tl.int64)), volatile=True))
+        after_arrival(counter.to(tl.int64), volatile_load(counter.to(tl.pointer_type(tl.int64))))
 
 
 @portable
@@ -214,7 +215,7 @@ def store_channel(table, channel, sent, taken, rank, S: tl.constexpr, R: tl.cons
     """Keeps those counts for the next step."""
     nodes = tl.arange(0, R.NODE_LANES)
     state = state_of_channel(table, channel, rank, S, R)
-    tl.debug_barrier()
+    barrier()
     tl.store(state + nodes, sent, mask=nodes < R.NODES)
     tl.store(state + R.NODES + nodes, taken, mask=nodes < R.NODES)
 

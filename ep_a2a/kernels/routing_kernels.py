@@ -5,6 +5,7 @@ import triton.language as tl
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, epoch_of, flagged, full_like, payload_of, reduce_sum, running_sum
+from ep_a2a.kernels.target import volatile_load
 
 CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
 DESTINATIONS = tl.constexpr(Region.DESTINATIONS.value)
@@ -216,9 +217,9 @@ def rows_of_programs_before(
         programs = start + tl.arange(0, PROGRAM_LANES)
         mask = (programs < program)[:, None] & (ranks < WORLD_SIZE)[None, :]
         where = posted_at + programs[:, None] * WORLD_SIZE + ranks[None, :]
-        words = tl.load(where, mask=mask, other=0, volatile=True)
+        words = volatile_load(where, mask=mask, other=0)
         while reduce_sum(reduce_sum(((epoch_of(words) != epoch) & mask).to(tl.int32), 1), 0) > 0:
-            words = tl.load(where, mask=mask, other=0, volatile=True)
+            words = volatile_load(where, mask=mask, other=0)
         before += payload_of(words)
     return reduce_sum(before, 0)
 

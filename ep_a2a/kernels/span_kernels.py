@@ -5,6 +5,7 @@ import triton.language as tl
 from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import COMBINE_RECEIVE, NUM_REGIONS, NUM_STAGES, STEP_SHIFT, clock_ns
+from ep_a2a.kernels.target import barrier
 
 NUM_SPANS = tl.constexpr(len(Span))
 KEPT_STEPS = tl.constexpr(SPAN_STEPS)
@@ -40,7 +41,7 @@ def note_time(table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.co
     A step's number is that of the combines that have ended, so it is the same in all launches of the step. A note takes
     a barrier and some loads, about as long as what is noted for the shortest spans.
     """
-    tl.debug_barrier()
+    barrier()
     now = clock_ns()
     steps = table + NUM_REGIONS * WORLD_SIZE
     step = tl.load(steps + COMBINE_RECEIVE) >> STEP_SHIFT

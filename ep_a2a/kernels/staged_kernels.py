@@ -36,6 +36,7 @@ from ep_a2a.kernels.ring_forward_kernels import Places, copy_lines
 from ep_a2a.kernels.ring_kernels import tokens_of_chunk, words_at
 from ep_a2a.kernels.ring_send_kernels import Source, write_chunk
 from ep_a2a.kernels.ring_shape import BACK, HeadMark
+from ep_a2a.kernels.target import barrier
 
 CHUNKS = tl.constexpr(Region.CHUNKS.value)
 CHUNKS_BACK = tl.constexpr(Region.CHUNKS_BACK.value)
@@ -156,7 +157,7 @@ def pass_on_flags(table, marks, members, present, source, S: tl.constexpr, HAS_W
         tl.store(epochs, full_like(members, tl.load(marks + WEIGHT_EPOCH)), mask=present)
     flags = address(table, COMBINE_FLAGS, members, S.WORLD_SIZE, tl.int32) + source
     epoch = full_like(members, tl.load(marks + COMBINE_EPOCH))
-    tl.debug_barrier()
+    barrier()
     tl.atomic_xchg(flags, epoch, mask=present, sem="release", scope="sys")
 
 
@@ -220,7 +221,7 @@ def raise_flags(table, epoch, rank, S: tl.constexpr, R: tl.constexpr):
     present = (nodes < R.NODES) & (local_ranks < R.GPUS)
     members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
     flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + nodes * R.GPUS + rank % R.GPUS
-    tl.debug_barrier()
+    barrier()
     tl.atomic_xchg(flags, full_like(members, epoch), mask=present, sem="release", scope="sys")
 
 

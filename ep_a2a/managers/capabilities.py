@@ -227,7 +227,7 @@ def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
         return f"no GPU found: needs {_gpus(capabilities)}"
     if gpu_maker() in capabilities.gpus:
         return None
-    return f"found {found_gpu()}: needs {_gpus(capabilities)}, whose instructions its kernels contain"
+    return f"found {found_gpu()}: needs {_gpus(capabilities)}, since its kernels have run on no others"
 
 
 def problems(manager: type[All2AllManagerBase], device_type: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Whose GPUs this process has, and the refusal of those that this package's kernels do not run on."""
+"""Whose GPUs this process has, and the refusal of those on which this package's kernels have never run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_other_gpus(device_type: str) -> None:
     """
     if device_type == "cuda" and gpu_maker() != NVIDIA:
         raise UnsupportedError(
-            "an NVIDIA GPU: the kernels of ep_a2a contain NVIDIA's instructions (clock, pause, dependent launches)",
+            "an NVIDIA GPU: for AMD GPUs the kernels of ep_a2a are compiled (gfx942, gfx950), and have never run",
             found_gpu(),
             "Use the backend allgather_reducescatter (EP_A2A_BACKEND=allgather_reducescatter), or mori where MORI is "
             "installed.",

@@ -39,7 +39,7 @@ SYSTEM = interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
 def source_name(path: str) -> str:
     """The name of a file that may have kernels; "" for any other. Files of tests have theirs from tests/ on."""
     name = Path(path)
-    if name.parent == KERNELS and name.name != "portable.py":
+    if name.parent == KERNELS and name.name not in ("portable.py", "target.py"):
         return name.name
     if TESTS in name.parents and (name.parent != HERE or name.name.startswith("test_")):
         return str(name.relative_to(TESTS.parent))
