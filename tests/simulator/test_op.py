@@ -30,6 +30,13 @@ def test_more_rows_than_a_program_numbers_at_once(monkeypatch: pytest.MonkeyPatc
     run_on_ranks(run_case, case.world_size, case)
 
 
+@pytest.mark.parametrize("flagged_max_tokens", [0, 2])
+def test_as_many_rows_as_there_is_room_for(flagged_max_tokens: int) -> None:
+    full = Case(world_size=2, hidden_dim=8, num_experts=4, max_tokens=2, tokens=((2,),), num_steps=1)
+    options = {"flagged_max_tokens": flagged_max_tokens}
+    run_on_ranks(run_case, 2, replace(full, routing="all_to_one", options=options))
+
+
 CASTS: dict[str, dict[str, Any]] = {
     "bf16": {"hidden_dim": 8},
     "cast": {"hidden_dim": 128, "quant_type": "fp8_blockwise"},
