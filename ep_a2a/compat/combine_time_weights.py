@@ -47,9 +47,14 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
     """
 
     def __init__(
-        self, config: EpDispatchCombineConfig, *, arena: Arena | None = None, index: int | None = None
+        self,
+        config: EpDispatchCombineConfig,
+        *,
+        arena: Arena | None = None,
+        index: int | None = None,
+        _is_agreed: bool = False,
     ) -> None:
-        super().__init__(config, arena=arena, index=index)
+        super().__init__(config, arena=arena, index=index, _is_agreed=_is_agreed)
         if config.layout != Layout.EXPERT_MAJOR:
             raise ConfigError("layout expert_major, where combine weighs rows", repr(config.layout))
         shape = (config.max_num_inp_token_per_rank, config.topk)
@@ -85,7 +90,7 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
 
     @property
     def num_inbox_bytes(self) -> int:
-        """Bytes on this rank of the inbox for other ranks' weights."""
+        """Bytes on this rank of the memory for other ranks' weights."""
         return self._exchange.num_bytes
 
     def record_spans(self) -> None:
@@ -118,10 +123,10 @@ class WeightExchange:
         rings = Rings.of(config)
         num_weights = config.max_num_inp_token_per_rank * topk
         num_exchanged = rings.num_nodes * num_weights if rings.by_host else 0
-        self.num_bytes = world_size * num_weights * FLAGGED_WORD_BYTES
+        inbox_bytes, exchanged_bytes = world_size * num_weights * FLAGGED_WORD_BYTES, 2 * num_exchanged * WEIGHT_BYTES
+        self.num_bytes = inbox_bytes + exchanged_bytes
         address_bytes = world_size * ADDRESS_BYTES
-        local_bytes = address_bytes + 2 * num_exchanged * WEIGHT_BYTES
-        sizes = BlockSizes(self.num_bytes, {}, local_bytes, {}, record_words=1)
+        sizes = BlockSizes(inbox_bytes, {}, address_bytes + exchanged_bytes, {}, record_words=1)
         memory = op.arena.acquire(f"{config.digest()} combine-time weights", op.index, sizes)
         self._inbox = memory.symmetric["own"].local
         self._addresses = memory.local_own[:address_bytes].view(torch.int64)

@@ -32,10 +32,11 @@ class OpFactory:
 
     Args:
         arena: memory of ops whose kernels store to all ranks, and the ranks' meeting place.
+        kind: class of the ops; None = EpDispatchCombineOp.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
+    def __init__(self, arena: Arena, kind: type[EpDispatchCombineOp] | None = None) -> None:
+        self.arena, self._kind = arena, kind
         self._own: dict[tuple[str, int], Arena] = {}
 
     def make(self, config: EpDispatchCombineConfig, topology: Topology, index: int | None) -> EpDispatchCombineOp:
@@ -54,14 +55,15 @@ class OpFactory:
         # Triton is loaded when the first op is made, not when a manager is
         from ep_a2a.ops.op import EpDispatchCombineOp
 
+        kind = self._kind or EpDispatchCombineOp
         if not topology.internode:
-            return EpDispatchCombineOp(config, arena=self.arena, index=index)
+            return kind(config, arena=self.arena, index=index)
         config, grid, reason = self._agree(config, topology, index)
         logger.info("%s through %s: %s", config.kernel_type.name, config.internode_transport, reason)
         arena = self._arena_of(config, grid)
         if arena is None:
             arena = self._make_arena(config, grid)
-        return EpDispatchCombineOp(config, arena=arena, index=index, _is_agreed=True)
+        return kind(config, arena=arena, index=index, _is_agreed=True)
 
     def _agree(
         self, config: EpDispatchCombineConfig, topology: Topology, index: int | None
@@ -118,9 +120,12 @@ class OpFactory:
         """Bytes of the arenas that the factory has made."""
         return sum(arena.num_bytes for arena in self._own.values())
 
-    def close(self) -> None:
-        """Give back the memory of the arenas that the factory has made. Call it on every rank."""
+    def close(self, *, alone: bool = True) -> None:
+        """Give back the memory of the arenas that the factory has made. Call it on every rank.
+
+        Args:
+            alone: wait for no rank: the owner of the arena that all ranks share meets them there.
+        """
         for arena in self._own.values():
-            # the manager's own arena, which all ranks share, is where they meet
-            arena.close(alone=True)
+            arena.close(alone=alone)
         self._own.clear()

@@ -4,7 +4,6 @@ What DeepEP's own tests of its intranode and low-latency kernels look at, agains
 """
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.compat.deep_ep import Buffer, Config
 from ep_a2a.compat.deep_ep.streams import tensors_of
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.env import INTERNODE_TRANSPORT
 from ep_a2a.errors import (
     ClosedError,
     ConfigError,
@@ -60,12 +58,6 @@ LOW_LATENCY = Case(
 def make_buffer(context: RankContext, case: Case, **options: Any) -> Buffer:
     options = {"gpus_per_node": case.world_size // case.num_nodes, **options}
     return Buffer(context.group, 0, 0, device=context.device, explicitly_destroy=True, **options)
-
-
-def over(context: RankContext, transport: str, body: Callable[..., None], *arguments: Any) -> None:
-    """A body whose tokens this transport carries between nodes."""
-    with mock.patch.dict(os.environ, {INTERNODE_TRANSPORT.name: transport}):
-        body(context, *arguments)
 
 
 class Step:

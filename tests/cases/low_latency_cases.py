@@ -10,11 +10,12 @@ from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_e
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import quantize, quantize_groups
-from ep_a2a.reference import combine_reference, reduce_experts_reference
+from ep_a2a.reference import reduce_experts_reference
 from ep_a2a.routing import expert_ranges
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import (
     Case,
+    combine_by_nodes,
     expert_results,
     make_inputs,
     place_expert_rows,
@@ -56,7 +57,7 @@ def make_layer(context: RankContext, case: Case, arena: Arena | None, **changes:
         "online_quant_fp8": case.quant_type != "none",
         "rank": context.rank,
         "num_experts": case.num_experts,
-        "local_world_size": case.world_size,
+        "local_world_size": case.world_size // case.num_nodes,
         "world_size": case.world_size,
         "dtype": case.dtype,
         "fp8_gsize": group_size or case.hidden_dim // (case.scale_dim or 1),
@@ -147,7 +148,7 @@ class LayerStep:
         dtype = self.layer.combine_ctx.dtype
         results = [expert_results(self.case, dtype, each, r, self.number) for r, each in enumerate(self.reference)]
         reduced = [reduce_experts_reference(each, r, dtype) for each, r in zip(results, self.reference)]
-        expected = combine_reference([rows.float() for rows in reduced], self.reference, self.num_tokens, dtype)
+        expected = combine_by_nodes(reduced, self.reference, self.num_tokens, dtype, self.case.num_nodes)
         same_sums(got, expected[self.context.rank], f"combine {self.number}")
 
 
@@ -209,7 +210,8 @@ def two_open_steps(context: RankContext, case: Case) -> None:
         assert (layer.dispatch_ctx.phase, layer.dispatch_ctx.call_count) == (0, 4)
         layer.dispatch_ctx.update_phase()
         run_step(case, layer, 0, context)
-        assert arena.num_bytes == layer.num_bytes + 2 * 8 * case.world_size
+        memory = layer.dispatch_ctx.phases[0].op.arena
+        assert memory.num_bytes == layer.num_bytes + 2 * 8 * case.world_size
         layer.finalize()
 
 
@@ -250,17 +252,26 @@ def a_rank_without_combine(context: RankContext, case: Case) -> None:
         step = LayerStep(case, layer, 0, context)
         for buffers in layer.dispatch_ctx.phases:
             buffers.op.set_timeout(SHORT_TIMEOUT_SECS)
-        if context.rank != absent:
+
+        def combine() -> None:
+            # where the host exchanges blocks between nodes, it raises at once
             step.combine()
-        synchronize(context)
+            synchronize(context)
+            step.got[3].buffers.op.check()
+
+        def gives_up() -> errors.RankTimeoutError:
+            error = raised(errors.RankTimeoutError, combine)
+            assert isinstance(error, errors.RankTimeoutError)
+            return error
+
+        error = gives_up() if context.rank != absent else None
         arena.rendezvous.barrier("all have given up")
-        # told by the others, its own launch leaves at once
-        if context.rank == absent:
-            step.combine()
-        synchronize(context)
-        error = raised(errors.RankTimeoutError, step.got[3].buffers.op.check, f"rank {absent}")
-        assert isinstance(error, errors.RankTimeoutError)
-        assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
+        if error is None:
+            # told by the others of its node, its own launch leaves at once
+            error = gives_up()
+        if context.rank != absent or case.num_nodes == 1:
+            assert f"rank {absent}" in str(error)
+            assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
         for buffers in layer.dispatch_ctx.phases:
             buffers.op.set_timeout(ENOUGH_SECS)
         layer.reset()
@@ -277,6 +288,8 @@ def construction(context: RankContext, case: Case) -> None:
             raised(kind, lambda: make_layer(context, case, arena, **changes), *words)
 
         refused(errors.UnsupportedError, "local_world_size", local_world_size=case.world_size + 1)
+        refused(errors.UnsupportedError, "local_world_size", local_world_size=0)
+        refused(errors.ConfigMismatchError, "on all ranks", local_world_size=case.world_size if last else 1)
         refused(errors.ConfigError, "fp8_gsize", online_quant_fp8=True, fp8_gsize=case.hidden_dim - 1)
         refused(errors.ConfigError, "online_quant_fp8", online_quant_fp8=True, dtype=FP8_DTYPE)
         refused(errors.ConfigError, rank=case.world_size - 1 - context.rank)

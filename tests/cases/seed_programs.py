@@ -39,7 +39,7 @@ REPLACED = {
         "hidden=7168": f"hidden={HIDDEN_DIM}",
         "topk=8": f"topk={TOPK}",
         "num_experts=256": "num_experts=num_experts",
-        "local_world_size=8": "local_world_size=world_size",
+        "local_world_size=8": "local_world_size=local_world_size",
         "world_size=32": "world_size=world_size",
         "expert_output = ...": "expert_output = expert_ffn(recv_token, recv_scale)",
     },
@@ -258,8 +258,8 @@ def direct(context: RankContext, port: str, quant_type: str) -> None:
 # --- seed 003 ---
 
 
-def low_latency(context: RankContext, port: str, folder: str) -> None:
-    """The usage example, then the one with profiling."""
+def low_latency(context: RankContext, port: str, folder: str, num_nodes: int = 1) -> None:
+    """The usage example, then the one with profiling, on nodes of equally many ranks."""
     with alone(context, "triton_dist") as names:
         join(port, context)
         shmem.shmem_torch_process_group_init(dist.group.WORLD.group_name, context.device)
@@ -272,6 +272,7 @@ def low_latency(context: RankContext, port: str, folder: str) -> None:
 
         names |= {
             "num_experts": NUM_EXPERTS,
+            "local_world_size": context.world_size // num_nodes,
             "tokens": given["tokens"],
             "expert_ids": given["topk_ids"],
             "routing_weights": given["topk_weights"],
@@ -287,7 +288,7 @@ def low_latency(context: RankContext, port: str, folder: str) -> None:
             "online_quant_fp8": True,
             "rank": context.rank,
             "num_experts": names["num_experts"],
-            "local_world_size": context.world_size,
+            "local_world_size": names["local_world_size"],
             "world_size": context.world_size,
         }
         names["dispatch_arguments"] = {

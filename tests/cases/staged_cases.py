@@ -1,11 +1,13 @@
 """What tests of ops over torch.distributed share: an arena of virtual nodes, and bodies of op tests on one."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from ep_a2a.env import INTERNODE_TRANSPORT
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import NodeAllToAll
@@ -19,6 +21,12 @@ TIMEOUT_SECS = 60.0
 def over_torch_distributed(case: Case) -> Case:
     """A case of several nodes, with the transport by name."""
     return replace(case, options=case.options | {"internode_transport": "torch.distributed"})
+
+
+def over(context: RankContext, transport: str, body: Callable[..., Any], *arguments: Any) -> Any:
+    """A body whose tokens this transport carries between nodes, if the body leaves the choice open."""
+    with mock.patch.dict(os.environ, {INTERNODE_TRANSPORT.name: transport}):
+        return body(context, *arguments)
 
 
 def node_arena(context: RankContext, num_nodes: int) -> NodeArena:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.cases import deep_ep_cases as cases
 from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
+from tests.cases.staged_cases import over
 
 
 @pytest.mark.parametrize(
@@ -54,29 +55,29 @@ TRANSPORTS = ("peer_memory", "torch.distributed", "nvshmem")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_normal_mode_between_nodes(ranks: Any, transport: str) -> None:
     four, two = replace(NORMAL, **FOUR, num_nodes=2), replace(NORMAL, num_nodes=2)
-    ranks(cases.over, 4, transport, cases.normal_mode, four, True, True)
-    ranks(cases.over, 4, transport, cases.normal_mode, fp8(four), False, False)
-    ranks(cases.over, 2, transport, cases.worst_case, replace(fp8(two), tokens=((0, 7),)))
+    ranks(over, 4, transport, cases.normal_mode, four, True, True)
+    ranks(over, 4, transport, cases.normal_mode, fp8(four), False, False)
+    ranks(over, 2, transport, cases.worst_case, replace(fp8(two), tokens=((0, 7),)))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("body", ["any_order", "growing_batches"])
 def test_normal_calls_between_nodes(ranks: Any, body: str, transport: str) -> None:
-    ranks(cases.over, 2, transport, getattr(cases, body), replace(NORMAL, num_nodes=2))
+    ranks(over, 2, transport, getattr(cases, body), replace(NORMAL, num_nodes=2))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS[:2])
 def test_low_latency_between_nodes(ranks: Any, transport: str) -> None:
     four = replace(LOW_LATENCY, **FOUR, max_tokens=3, hidden_dim=128, num_nodes=2)
-    ranks(cases.over, 4, transport, cases.low_latency, four, True, True)
+    ranks(over, 4, transport, cases.low_latency, four, True, True)
     if transport == "torch.distributed":
         for body in (cases.hooks, cases.overwritten_rows):
-            ranks(cases.over, 2, transport, body, replace(LOW_LATENCY, hidden_dim=128, num_nodes=2))
-        ranks(cases.over, 2, transport, cases.refusals, replace(NORMAL, num_nodes=2))
+            ranks(over, 2, transport, body, replace(LOW_LATENCY, hidden_dim=128, num_nodes=2))
+        ranks(over, 2, transport, cases.refusals, replace(NORMAL, num_nodes=2))
 
 
 def test_weights_that_puts_do_not_carry(ranks: Any) -> None:
-    ranks(cases.over, 2, "nvshmem", cases.weights_out_of_reach, replace(LOW_LATENCY, num_nodes=2))
+    ranks(over, 2, "nvshmem", cases.weights_out_of_reach, replace(LOW_LATENCY, num_nodes=2))
 
 
 def test_nodes_that_cannot_be(ranks: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from ep_a2a.testing import RankPool, run_ranks
 from tests.cases import seed_programs
+from tests.cases.staged_cases import over
 
 QUANT_TYPES = ("per_Token", "per_128x128")
 
@@ -43,3 +44,9 @@ def test_the_guides_own_size(port, quant_type):
 
 def test_the_low_latency_layer(pool, port, tmp_path):
     pool.run(seed_programs.low_latency, port, str(tmp_path))
+
+
+@pytest.mark.parametrize("transport", ["peer_memory", "torch.distributed"])
+def test_the_low_latency_layers_own_proportions(port, tmp_path, transport):
+    """Four nodes, as the printed 32 ranks of which 8 are on a node; 2 here."""
+    run_ranks(over, 8, transport, seed_programs.low_latency, port, str(tmp_path), 4)

@@ -306,12 +306,12 @@ LAYER = {
     "online_quant_fp8": False,
     "rank": 0,
     "num_experts": 4,
-    "local_world_size": 1,
+    "local_world_size": 3,
     "world_size": 2,
     "fp8_gsize": 128,
     "dtype": torch.bfloat16,
 }
-ARENA = SimpleNamespace(unshared_index=lambda: 0, rendezvous=None)
+ARENA = SimpleNamespace(unshared_index=lambda: 0, rendezvous=None, group=None, device=None)
 REFUSES: dict[str, Callable[[], Any]] = {
     "deep_ep Buffer enable_shrink": lambda: buffer(enable_shrink=True),
     "deep_ep Buffer comm": lambda: Buffer(None, comm=1),
@@ -363,6 +363,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_base, "Ops", DeepEpOps)
     monkeypatch.setattr(tensor_utils.shmem, "shmem_mype", lambda: 0)
     monkeypatch.setattr(contexts, "agree_on_config", lambda *_: None)
+    monkeypatch.setattr(contexts, "gather_report", lambda *_: None)
 
 
 def test_every_row_is_tried():

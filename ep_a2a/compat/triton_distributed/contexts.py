@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from ep_a2a.compat.triton_distributed.phases import PhaseBuffers, make_config
+from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
+from ep_a2a.compat.triton_distributed.phases import PhaseBuffers, make_config, nodes_of
 from ep_a2a.errors import EpA2AError, InputError
 from ep_a2a.ops.config_agreement import agree_on_config
+from ep_a2a.ops.factory import OpFactory
 from ep_a2a.shmem import default_arena
+from ep_a2a.topology import gather_report
 
 if TYPE_CHECKING:
     import torch
 
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
+    from ep_a2a.topology import Topology
 
 
 NUM_PHASES = 2
@@ -147,11 +152,13 @@ def create_ep_ll_a2a_ctx(
             `hidden`, and torch casts before it in others.
         dtype: of the tokens given to dispatch; float8_e4m3fn for tokens that are all cast already.
         world_size, rank: those of the arena's group.
-        local_world_size: ranks of a node; must be world_size or None.
+        local_world_size: ranks of a node, which follow one another; a divisor of world_size. Less than a host has cuts
+            virtual nodes. None = the ranks' hosts decide.
         arena: allocates memory; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
 
     Raises:
-        ConfigError: an argument is impossible. UnsupportedError: an argument is not supported.
+        ConfigError: an argument is impossible, or local_world_size would put ranks of two hosts on one node.
+        UnsupportedError: local_world_size does not divide world_size, or hosts have unequal numbers of ranks.
         ConfigMismatchError: arguments differ between ranks, or another rank could not come.
         NotInitializedError: no arena is given and there is none.
         RankTimeoutError: ranks did not come.
@@ -159,17 +166,39 @@ def create_ep_ll_a2a_ctx(
     if arena is None:
         arena = default_arena()
     indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
+    report = gather_report(arena.group, arena.device)
     try:
+        topology = nodes_of(report, world_size, local_world_size)
+        per_node = topology.gpu_per_node if topology.internode else world_size
         config = make_config(
-            max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, local_world_size
+            max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, per_node
         )
     except EpA2AError as error:
         # the other ranks would wait for this one
         agree_on_config(None, arena.rendezvous, indices[0], error)
         raise
     cast_group = fp8_gsize if online_quant_fp8 and not config.casts_in_dispatch else 0
-    phases = [PhaseBuffers(config, arena, index, cast_group) for index in indices]
+    phases = [PhaseBuffers(op, cast_group) for op in _make_ops(config, topology, arena, indices)]
     return (
         LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),
         LowlatencyCombineContext(phases, online_quant_fp8, fp8_gsize),
     )
+
+
+def _make_ops(
+    config: EpDispatchCombineConfig, topology: Topology, arena: Arena, indices: list[int]
+) -> list[CombineTimeWeightsOp]:
+    """Returns an op for each of the arena's indices. Collective."""
+    if not topology.internode:
+        return [CombineTimeWeightsOp(config, arena=arena, index=index) for index in indices]
+    factory = OpFactory(arena, CombineTimeWeightsOp)
+    ops = [cast("CombineTimeWeightsOp", factory.make(config, topology, None)) for _ in indices]
+
+    def end() -> None:
+        factory.close(alone=False)
+        for index in indices:
+            arena.give_back(index)
+
+    # finalize closes this op last; the factory may have made an arena for both
+    ops[-1].close_after = end
+    return ops

@@ -35,7 +35,7 @@ class EPLowLatencyAllToAllLayer:
         online_quant_fp8: dispatch casts tokens to fp8, with a float32 scale per `fp8_gsize` elements. It also takes
             tokens that are cast already, with their scales. Without it tokens travel as they are.
         rank: this rank. num_experts: over all ranks, owned linearly.
-        local_world_size: ranks of a node; must be world_size. world_size: W.
+        local_world_size: ranks of a node, a divisor of world_size; create_ep_ll_a2a_ctx says more. world_size: W.
         fp8_gsize: elements that share a scale, any divisor of `hidden`. Dispatch's kernel casts in groups of 128 or
             `hidden`; in others torch casts before it, with the same bits.
         dtype: of tokens: bfloat16, float16 or float32; without online_quant_fp8 also float8_e4m3fn, with scales.

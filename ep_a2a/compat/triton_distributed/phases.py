@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
+from ep_a2a.config import EpDispatchCombineKernelType as KernelType
+from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
 from ep_a2a.ops.inputs import check_rows, check_tensor
 from ep_a2a.ops.memory import block_sizes
 from ep_a2a.quantization import quantize_groups
+from ep_a2a.topology import classify
 
 if TYPE_CHECKING:
-    from ep_a2a.memory.arena import Arena
+    from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
+    from ep_a2a.topology import Topology, TopologyReport
 
 SCALE_BYTES = 4
 WIDEST_ELEMENT_BYTES = 4
@@ -35,16 +38,12 @@ def make_config(
 ) -> EpDispatchCombineConfig:
     """Returns the op configuration of a layer; arguments are those of EPLowLatencyAllToAllLayer.
 
+    local_world_size: None = world_size.
+
     Raises:
         ConfigError: a value is impossible.
-        UnsupportedError: several nodes.
     """
-    if local_world_size not in (None, world_size):
-        raise UnsupportedError(
-            f"all ranks on one node, local_world_size == world_size ({world_size})",
-            str(local_world_size),
-            remedy_of("triton_distributed", "EPLowLatencyAllToAllLayer", "local_world_size"),
-        )
+    gpus_per_node = local_world_size or world_size
     has_scales = online_quant_fp8 or dtype == FP8_DTYPE
     if fp8_gsize < 1 or (has_scales and hidden % fp8_gsize):
         raise ConfigError(
@@ -77,10 +76,32 @@ def make_config(
         num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
         num_experts_per_token=topk,
         num_experts=num_experts,
-        gpu_per_node=world_size,
+        kernel_type=KernelType.IntraNode if gpus_per_node == world_size else inter_node_kernel(max_m),
+        gpu_per_node=gpus_per_node,
         quant_type=quant_type.value,
         layout=Layout.EXPERT_MAJOR.value,
     )
+
+
+def nodes_of(report: TopologyReport, world_size: int, local_world_size: int | None) -> Topology:
+    """Returns the nodes of a layer.
+
+    Args:
+        report: the facts about its ranks.
+        world_size: the number of ranks.
+        local_world_size: ranks of a node; None = the ranks' hosts decide.
+
+    Raises:
+        ConfigError: local_world_size would put ranks of two hosts on one node.
+        UnsupportedError: local_world_size does not divide world_size.
+    """
+    if local_world_size is not None and (local_world_size < 1 or world_size % local_world_size):
+        raise UnsupportedError(
+            f"a local_world_size that divides world_size {world_size}",
+            str(local_world_size),
+            remedy_of("triton_distributed", "EPLowLatencyAllToAllLayer", "local_world_size"),
+        )
+    return classify(report, local_world_size)
 
 
 def in_int32(indices: torch.Tensor) -> torch.Tensor:
@@ -91,18 +112,18 @@ def in_int32(indices: torch.Tensor) -> torch.Tensor:
 
 
 class PhaseBuffers:
-    """One op with its own memory, so that steps of both phases may be open at once. Construction is collective.
+    """One op with its own memory, so that steps of both phases may be open at once.
 
     Args:
-        config: the op's. arena: allocates its memory. index: its place in the arena.
+        op: the op.
         cast_group: elements that share a scale in a cast that torch makes before dispatch; 0 = none.
 
     Attributes:
-        op: the op. num_tokens: T of its latest dispatch.
+        op: as given. num_tokens: T of its latest dispatch.
     """
 
-    def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int, cast_group: int) -> None:
-        self.op = CombineTimeWeightsOp(config, arena=arena, index=index)
+    def __init__(self, op: CombineTimeWeightsOp, cast_group: int) -> None:
+        self.op = op
         self._cast_group = cast_group
         self.num_tokens = self._num_dispatches = 0
         self._users = 2
