@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from ep_a2a.errors import ConfigMismatchError
+from ep_a2a.kernels.layout import FailureCode, Region
 from ep_a2a.memory.arena import Arena
 from tests.cases.op_cases import Case, Step, make_op, same_sums
 from tests.simulator.cases import CASES
 from tests.simulator.ranks import Conditions, Context, simulate
+from tests.simulator.runs import run_on_ranks
 
 ALL_LAYERS = (1, 2, 3, 1, 2, 3)
 SKIPPER, LAYERS_OF_SKIPPER = 1, (1, 3, 1, 2, 3)
@@ -74,3 +76,18 @@ def test_tags_are_integers() -> None:
     for tag in (1.0, "1", True, None):
         found = simulate(2, functools.partial(give, tag=tag), CASES["low_latency"])
         assert all("tag to be an integer" in str(error) for error in found.errors), tag
+
+
+def choices_of_a_late_rank(context: Context, case: Case) -> None:
+    """A rank's choice counts once it has come to the step that this rank is in."""
+    with Arena(context.group, context.device) as arena:
+        memory = make_op(context, case, arena).memory
+        for epochs, found in (((5, 5), (3, 7)), ((5, 4), ())):
+            memory.view(Region.COUNTS)[:, -1] = torch.tensor(
+                [epoch << 32 | word for epoch, word in zip(epochs, (3, 7))]
+            )
+            assert memory.choices_of_step(FailureCode.STEP_TOKENS_MISMATCH) == found
+
+
+def test_no_choice_of_an_earlier_step_is_told() -> None:
+    run_on_ranks(choices_of_a_late_rank, 2, VARIANTS["low_latency"])
