@@ -37,6 +37,7 @@ BASE = Case(
 )
 ONE_STEP = replace(BASE, num_steps=1)
 FP8 = replace(ONE_STEP, hidden_dim=256, quant_type="fp8_per_1x128")
+ON_TWO_NODES = replace(FP8, world_size=4, num_experts=12, tokens=((4, 0, 3, 1),), num_nodes=2)
 CASES = {
     "bf16": BASE,
     "fp8": FP8,

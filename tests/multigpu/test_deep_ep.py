@@ -10,6 +10,7 @@ from ep_a2a.testing import RankContext
 from tests.cases import deep_ep_cases as cases
 from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
 from tests.cases.op_cases import Case
+from tests.cases.staged_cases import over
 from tests.markers import needs_gpus, needs_own_gpus
 
 OWN_WORLDS = [pytest.param(number, marks=needs_own_gpus(number)) for number in (2, 4, 8)]
@@ -50,6 +51,27 @@ def test_worst_case(ranks: Any, case: Case) -> None:
 def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, world_size: int) -> None:
     case = on(replace(LOW_LATENCY, **changes), world_size)
     ranks(cases.low_latency, world_size, case, with_hook, True, device="cuda")
+
+
+TRANSPORTS = [
+    pytest.param("peer_memory", marks=needs_gpus(4)),
+    pytest.param("torch.distributed", marks=needs_own_gpus(4)),
+]
+"""Between virtual nodes of two ranks."""
+
+
+@needs_own_gpus(4)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_normal_mode_between_nodes(ranks: Any, transport: str) -> None:
+    case = replace(on(NORMAL, 4), num_nodes=2)
+    ranks(over, 4, transport, cases.normal_mode, case, True, True, device="cuda")
+    ranks(over, 4, transport, cases.any_order, case, device="cuda")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_low_latency_between_nodes(ranks: Any, transport: str) -> None:
+    case = replace(on(LOW_LATENCY, 4), num_nodes=2)
+    ranks(over, 4, transport, cases.low_latency, case, True, True, device="cuda")
 
 
 def test_identity_in_low_latency_mode(ranks: Any) -> None:

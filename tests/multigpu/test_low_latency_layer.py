@@ -8,8 +8,10 @@ import torch
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext
-from tests.cases.low_latency_cases import BASE, BODIES, CASES, LayerStep, in_turn, make_layer, run_step
+from tests.cases.low_latency_cases import BASE, BODIES, CASES, ON_TWO_NODES, LayerStep, in_turn, make_layer, run_step
 from tests.cases.op_cases import Case, make_inputs
+from tests.cases.staged_cases import over
+from tests.markers import needs_gpus, needs_own_gpus
 from tests.multigpu.cases import fitted
 
 
@@ -22,6 +24,14 @@ def test_steps_in_turn(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("name", BODIES)
 def test_special(ranks: Any, name: str) -> None:
     ranks(BODIES[name], BASE.world_size, BASE, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param("peer_memory", marks=needs_gpus(4)), pytest.param("torch.distributed", marks=needs_own_gpus(4))],
+)
+def test_between_nodes(ranks: Any, transport: str) -> None:
+    ranks(over, 4, transport, in_turn, ON_TWO_NODES, device="cuda")
 
 
 def replayed(context: RankContext, case: Case) -> None:

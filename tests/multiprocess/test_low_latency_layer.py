@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases.low_latency_cases import BASE, BODIES, CASES, in_turn
+from tests.cases.low_latency_cases import BASE, BODIES, CASES, ON_TWO_NODES, in_turn
 from tests.cases.staged_cases import over
 
 
@@ -21,8 +21,7 @@ def test_special(ranks: Any, name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["peer_memory", "torch.distributed"])
 def test_between_nodes(ranks: Any, transport: str) -> None:
-    four = {"world_size": 4, "num_experts": 12, "tokens": ((4, 0, 3, 1),), "num_nodes": 2}
-    ranks(over, 4, transport, in_turn, replace(CASES["fp8"], **four))
+    ranks(over, 4, transport, in_turn, ON_TWO_NODES)
     ranks(over, 2, transport, in_turn, replace(CASES["float32-dropped"], num_nodes=2))
 
 
