@@ -234,8 +234,11 @@ class DispatchCombineOp(Protocol):
     ) -> tuple[int, int, int]:
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
 
-    def set_max_sms(self, max_sms: int) -> None:
-        """Bound the multiprocessors that the op's launches use; 0 = all. Must be equal on all ranks."""
+    def set_max_sms(self, max_sms: int, *, shares_sm: bool = False) -> None:
+        """Bound the multiprocessors that the op's launches use; 0 = all. Must be equal on all ranks.
+
+        shares_sm: whether products run on the same multiprocessors meanwhile.
+        """
 
     def set_timeout(self, timeout_secs: float) -> None:
         """Bound the waits of calls and of graph replays from now on."""

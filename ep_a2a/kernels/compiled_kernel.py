@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,24 @@ NO_HOOKS = (None, None, None)
 REGISTERS_PER_SM = 65536
 """Of NVIDIA GPUs of compute capability 3.5 and higher. Threads get multiples of REGISTER_GRANULARITY."""
 REGISTER_GRANULARITY = 8
+CARVEOUT, WHOLE_CARVEOUT = 9, 100
+"""CUDA's number of the attribute "preferred shared memory carve-out", and per cent."""
 
 
 def linked_with_nvshmem(device: torch.device) -> dict[str, Any]:
     """Returns the arguments that a CompiledKernel needs when its kernel calls NVSHMEM, which must have been started."""
     libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
     return {"libraries": libraries, "on_load": nvshmem.load_into}
+
+
+def prefer_shared_memory(function: int) -> None:
+    """Lets a multiprocessor that runs this CUfunction alone have all its shared memory, in place of a larger cache.
+
+    A multiprocessor divides its memory anew while it runs nothing. Else programs that need shared memory would wait.
+    """
+    code = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, WHOLE_CARVEOUT)
+    if code:
+        raise RuntimeError(f"cuFuncSetAttribute: CUDA error {code}")
 
 
 @dataclass
@@ -44,6 +57,7 @@ class CompiledKernel:
         constants: its compile-time arguments by name, for `num_warps` warps per program.
         num_warps: warps per program.
         max_registers: most registers per thread, so that more programs fit; None = as many as the compiler likes.
+        shares_sm: whether programs of other kernels, which need much shared memory, run on the same multiprocessors.
         libraries: files of bitcode to link, by name; on_load: given the CUDA module of the kernel once it is loaded.
         programs_per_sm: programs that the registers of a multiprocessor hold at once; None before compilation.
     """
@@ -52,6 +66,7 @@ class CompiledKernel:
     constants: dict[str, Any]
     num_warps: int
     max_registers: int | None = None
+    shares_sm: bool = False
     libraries: dict[str, str] | None = None
     on_load: Callable[[int], None] | None = None
     programs_per_sm: int | None = field(default=None, init=False)
@@ -112,6 +127,8 @@ class CompiledKernel:
             **linked,
         )
         part(compiled, "_init_handles")()
+        if self.shares_sm:
+            prefer_shared_memory(part(compiled, "function"))
         if self.on_load is not None:
             self.on_load(part(compiled, "module"))
         self._tensors = tuple(place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor))

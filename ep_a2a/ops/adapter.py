@@ -183,9 +183,9 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         self._check_buffer_request(dtype, hidden_dim)
         return self._combine_input
 
-    def set_max_sms(self, max_sms: int) -> None:
+    def set_max_sms(self, max_sms: int, *, shares_sm: bool = False) -> None:
         """Without effect, which a warning says once."""
-        if max_sms:
+        if max_sms or shares_sm:
             warn_once(type(self).__name__, ("set_max_sms",))
 
     def check(self) -> None:

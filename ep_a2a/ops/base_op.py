@@ -339,8 +339,11 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             "Use the backend 'ep_a2a'.",
         )
 
-    def set_max_sms(self, max_sms: int) -> None:
-        """Bound the multiprocessors of launches from now on; 0 = all. No effect where a library launches."""
+    def set_max_sms(self, max_sms: int, *, shares_sm: bool = False) -> None:
+        """Bound the multiprocessors of launches from now on; 0 = all. No effect where a library launches.
+
+        shares_sm: whether products run on the same multiprocessors meanwhile.
+        """
 
     def warmup_split(self) -> None:
         """Compile the kernels of split calls, so that a graph can capture them."""

@@ -91,11 +91,14 @@ class Engine(Protocol):
         """Launch the count of received slots per local expert into `counts`, int32 [E]."""
         self.kernels.count_local_experts(counts, step_tokens)
 
-    def limit_sms(self, max_sms: int, whose: str = "caller") -> None:
-        """Bound the multiprocessors of launches from now on; the least of all bounds counts, 0 = none of this name."""
+    def limit_sms(self, max_sms: int, whose: str = "caller", *, shares_sm: bool | None = None) -> None:
+        """Bound the multiprocessors of launches from now on; the least of all bounds counts, 0 = none of this name.
+
+        shares_sm: whether products run on them at the same time; None = as set before.
+        """
         kernels = self.kernels
-        kernels.limit_sms(max_sms, whose)
-        if kernels.made and kernels.max_sms not in kernels.compiled_bounds:
+        kernels.limit_sms(max_sms, whose, shares_sm=shares_sm)
+        if kernels.made and kernels.bound not in kernels.compiled_bounds:
             self.compile()
 
     def use_tables(self, tables: TunedTables) -> None:
@@ -133,7 +136,7 @@ class Engine(Protocol):
         found = [each for stages in kernels.compiled_stages for each in self.compiled_kernels(stages)]
         first = kernels.config.rank % len(found)
         compile_all(found[first:] + found[:first], kernels.config)
-        kernels.compiled_bounds.add(kernels.max_sms)
+        kernels.compiled_bounds.add(kernels.bound)
 
     def compiled_kernels(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
         """Every (kernel, run-time arguments) that such calls of the op can need, each once, with stand-in tensors."""

@@ -29,6 +29,7 @@ from ep_a2a.tuning.policy import (
     DISPATCH_WARPS,
     FLAG_PROGRAMS,
     MAX_COUNTED_ALONE,
+    SHARED_REGISTERS,
     THREADS_PER_SM,
     Launch,
     Phase,
@@ -61,8 +62,8 @@ LL_PROGRAMS_PER_SM = 2
 THREADS_BESIDE_DISPATCH = {4: 512, 8: 384}
 """Threads of a combine that may start early which must fit beside one of those programs: as many as do without a word
 on the stack. By the bytes that an element has at all ranks together, which threads hold; with more there is no room."""
-LOOK_BACK_LANES = 2048
-"""Words that a program reads at once to learn how many rows the programs before it send."""
+LOOK_BACK_LANES, SHARED_LOOK_BACK_LANES = 2048, 512
+"""Words that a program reads at once to learn how many rows the programs before it send; and a small one."""
 RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
 
 
@@ -127,7 +128,9 @@ class IntraNodeEngine(Engine):
         """Launch numbers of a call."""
         kernels = self.kernels
         config, tables, num_sms = kernels.config, kernels.tables, kernels.num_sms
-        launch = choose_launch(config, phase, num_tokens, step_tokens, num_sms, *wish, tables, kernels.max_sms)
+        launch = choose_launch(
+            config, phase, num_tokens, step_tokens, num_sms, *wish, tables, kernels.max_sms, shares_sm=kernels.shares_sm
+        )
         if tables is not None:
             tables.log_source(config, phase.value, step_tokens, launch.reason)
         return launch
@@ -146,7 +149,7 @@ class IntraNodeEngine(Engine):
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         kernels = self.kernels
         config = kernels.config
-        shapes = launch_shapes(config, kernels.num_sms, kernels.tables, kernels.max_sms)
+        shapes = launch_shapes(config, kernels.num_sms, kernels.tables, kernels.max_sms, shares_sm=kernels.shares_sm)
         dispatches = list(warmup_dispatches(config, kernels.device))
         combines = list(warmup_combines(config, kernels.device))
         for phase, tokens, launch in (each for each in shapes if each[0] is not Phase.COMBINE):
@@ -163,7 +166,7 @@ class IntraNodeEngine(Engine):
     ) -> CompiledKernel:
         kernels = self.kernels
         elements = launch.send_rows, launch.send_elements, launch.add_elements
-        shape = launch.num_warps, elements, launch.read_ahead, launch.dependent
+        shape = launch.num_warps, elements, launch.read_ahead, launch.dependent, launch.shares_sm
         key = Phase.COMBINE, combine_form(args), shape, stages, in_place, kernels.spans
 
         def make() -> CompiledKernel:
@@ -185,7 +188,7 @@ class IntraNodeEngine(Engine):
                 "FORM": kernels.form(stages, launch, has_weights=args.weights is not None),
             }
             max_registers = _combine_registers(launch, config.world_size * config.combined_dtype.itemsize)
-            return CompiledKernel(combine_kernel, given, num_warps, max_registers)
+            return CompiledKernel(combine_kernel, given, num_warps, max_registers, shares_sm=launch.shares_sm)
 
         return kernels.get(key, make)
 
@@ -220,6 +223,8 @@ def _combine_registers(launch: Launch, element_bytes: int) -> int:
         launch: of the combine.
         element_bytes: of an element of a sum, times the ranks.
     """
+    if launch.shares_sm:
+        return SHARED_REGISTERS
     threads = 32 * launch.num_warps
     num_programs = max(1, THREADS_PER_SM[Phase.COMBINE] // threads)
     registers = REGISTERS_PER_SM // (num_programs * threads)
@@ -258,6 +263,7 @@ def dispatch_kernel(
         launch.sparse_polls,
         dependent,
         args.step_tokens <= MAX_COUNTED_ALONE,
+        launch.shares_sm,
     )
     key = phase, dispatch_form(args), shape, stages, kernels.spans
 
@@ -269,7 +275,8 @@ def dispatch_kernel(
         }
         if phase is Phase.BULK_DISPATCH:
             given |= _bulk_constants(kernels, args, launch)
-            return CompiledKernel(bulk_dispatch_kernel, given, launch.num_warps)
+            most = SHARED_REGISTERS if launch.shares_sm else None
+            return CompiledKernel(bulk_dispatch_kernel, given, launch.num_warps, most, shares_sm=launch.shares_sm)
         given |= _low_latency_constants(kernels, args, launch)
         threads = 32 * launch.num_warps
         # a program of THREADS_PER_SM threads or more has a multiprocessor to itself
@@ -301,6 +308,7 @@ def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: 
 
 def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
     config, threads = kernels.config, 32 * launch.num_warps
+    look_back = SHARED_LOOK_BACK_LANES if launch.shares_sm else LOOK_BACK_LANES
     bulk = {
         "BLOCK_TOKENS": BLOCK_TOKENS,
         "MANY_TOKENS": max(MANY_TOKENS, threads),
@@ -309,7 +317,7 @@ def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch)
         "COUNT_BITS": count_bits(config.max_num_inp_token_per_rank),
         "COUNT_LANES": kernels.count_lanes(threads),
         "POISON_LANES": threads,
-        "PROGRAM_LANES": max(LOOK_BACK_LANES // padded(config.world_size), 1),
+        "PROGRAM_LANES": max(look_back // padded(config.world_size), 1),
     }
     row = row_constants(config, casts=kernels.casts(args.tokens))
     tile = _tile(_tile_tokens(kernels, args, launch), row.GROUP.value, args.tokens.dtype, threads, config.world_size)

@@ -11,7 +11,7 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.config.op_config import checked_integer
-from ep_a2a.errors import ClosedError, InputError, StateError
+from ep_a2a.errors import ClosedError, InputError, StateError, UnsupportedError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena, default_device
@@ -287,13 +287,21 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
         return self.engine.full_sized_launch(is_dispatch, LaunchWish(block_num, warp_per_block))
 
-    def set_max_sms(self, max_sms: int) -> None:
+    def set_max_sms(self, max_sms: int, *, shares_sm: bool = False) -> None:
         """Bound the multiprocessors that launches use from now on; 0 = all. Between nodes equal on all ranks.
+
+        Args:
+            max_sms: the bound.
+            shares_sm: whether products run on the same multiprocessors meanwhile. Each multiprocessor then gets one
+                program of 128 threads with at most 96 registers, in steps that a low-latency dispatch does not take.
 
         Raises:
             ConfigError: max_sms is no integer >= 0.
+            UnsupportedError: shares_sm of an op between nodes.
         """
-        self.engine.limit_sms(checked_integer("max_sms", max_sms, 0))
+        if shares_sm and self.config.uses_rings:
+            raise UnsupportedError("shares_sm of an op inside a node", "an op between nodes", field="shares_sm")
+        self.engine.limit_sms(checked_integer("max_sms", max_sms, 0), shares_sm=shares_sm)
 
     def warmup_split(self) -> None:
         """Compile the kernels of split calls, now and when launches change, so that a graph can capture them. Local."""

@@ -43,9 +43,10 @@ class OpKernels:
 
     Attributes:
         num_sms: multiprocessors of the device; 0 in the interpreter. max_sms: the most that a launch may use; 0 = all.
+        shares_sm: whether products run on these multiprocessors at the same time.
         made: kernels, by the choices that their constants depend on.
         plans: launches of calls under the bound in force, by the form of the call.
-        compiled_bounds: the values of max_sms for which `Engine.compile` has compiled.
+        compiled_bounds: the values of `bound` for which `Engine.compile` has compiled.
         tables: tuned launch numbers; None before the first `compile`.
         spans: whether kernels note times.
         compiled_stages: the kinds of calls whose kernels `Engine.compile` compiles.
@@ -72,8 +73,9 @@ class OpKernels:
         self.shape, self.placement, self.results = shape_of(config), placement_of(config), ResultRows.of(config)
         self.made: dict[Hashable, CompiledKernel] = {}
         self.plans: dict[Hashable, Any] = {}
-        self._plans_by_bound = {self.max_sms: self.plans}
-        self.compiled_bounds: set[int] = set()
+        self.shares_sm = False
+        self._plans_by_bound = {self.bound: self.plans}
+        self.compiled_bounds: set[tuple[int, bool]] = set()
         self.tables: TunedTables | None = None
         self.spans = False
         self.compiled_stages: tuple[Stages, ...] = (WHOLE,)
@@ -92,8 +94,13 @@ class OpKernels:
             kernel = self.made[key] = make()
         return kernel
 
-    def limit_sms(self, max_sms: int, whose: str) -> None:
-        """Sets one of the bounds on multiprocessors; the least counts, 0 = none of this name.
+    @property
+    def bound(self) -> tuple[int, bool]:
+        """The bound in force: (max_sms, shares_sm)."""
+        return self.max_sms, self.shares_sm
+
+    def limit_sms(self, max_sms: int, whose: str, *, shares_sm: bool | None = None) -> None:
+        """Sets one of the bounds on multiprocessors; the least counts, 0 = none of this name. shares_sm: None = as set.
 
         Engines switch between two bounds in every step, so the plans of each are kept.
         """
@@ -101,7 +108,8 @@ class OpKernels:
         bound = min(filter(None, self._most_sms.values()), default=0)
         # one that exceeds the device bounds nothing, and needs no kernels of its own
         self.max_sms = 0 if 0 < self.num_sms <= bound else bound
-        self.plans = self._plans_by_bound.setdefault(self.max_sms, {})
+        self.shares_sm = self.shares_sm if shares_sm is None else shares_sm
+        self.plans = self._plans_by_bound.setdefault(self.bound, {})
 
     def forget_plans(self) -> None:
         """Drops the plans of all bounds, and what is known of compiled kernels: launches will be others."""

@@ -62,6 +62,11 @@ WIDE_CASTERS = 39
 have 52: with 36 a combine of 4096 tokens took 7 % longer (bench/results)."""
 TILE_TOKENS = 16
 """Tokens that a program of a bulk dispatch sends at once where the multiprocessors are bounded: one for each warp."""
+SHARED_WARPS, SHARED_REGISTERS = 4, 96
+"""Warps of a program that shares a multiprocessor with one of a product, and registers of a thread: as many as 256
+threads of 208 registers leave, which hold a tile of 128 x 256 sums."""
+SHARED_SEND_ELEMENTS, SHARED_PROGRAMS_PER_SENDER = 4096, 3
+"""Elements of a row that such a program of a combine sends at once, and programs for each that sends."""
 MAX_WARPS = 32
 MAX_DISPATCH_PROGRAMS = 1024
 LEAST_PROGRAMS = 4
@@ -108,6 +113,7 @@ class Launch:
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
+        shares_sm: programs leave room on their multiprocessor for a program of a product.
         send_rows: rows that a program of a combine sends at once, and tokens of a tile of a bulk dispatch; 0 where it
             sends rows one by one, without a list of their destinations in memory.
     """
@@ -125,6 +131,7 @@ class Launch:
     dependent: bool = False
     send_rows: int = 1
     shared_from: int = NEVER_SHARED
+    shares_sm: bool = False
 
 
 def choose_launch(
@@ -137,6 +144,8 @@ def choose_launch(
     warp_per_block: int = -1,
     tables: TunedTables | None = None,
     max_sms: int | None = None,
+    *,
+    shares_sm: bool = False,
 ) -> Launch:
     """Returns the launch numbers of one call.
 
@@ -150,6 +159,7 @@ def choose_launch(
         tables: where launch="auto" looks for tuned numbers first.
         max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads
             programs over all multiprocessors, so this bounds the number of programs, which become wider.
+        shares_sm: whether multiprocessors run products meanwhile. Then each one has one small program.
     """
     max_sms = config.max_sms if max_sms is None else max_sms
     if num_sms == 0:
@@ -183,8 +193,24 @@ def choose_launch(
     if warp_per_block > 0:
         wish = replace(wish, num_warps=warp_per_block, reason="caller")
     wish = replace(wish, num_warps=1 << (max(1, min(wish.num_warps, MAX_WARPS)).bit_length() - 1))
-    most = max_sms if is_bounded else num_sms * max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps))
-    return fit(wish, phase, most)
+    most = max_sms if is_bounded else num_sms
+    is_given = config.launch == "manual" or block_num > 0 or warp_per_block > 0
+    if shares_sm and not is_given and phase is not Phase.LOW_LATENCY_DISPATCH:
+        return _made_small(wish, phase, most)
+    return fit(wish, phase, most if is_bounded else most * max(1, THREADS_PER_SM[phase] // (32 * wish.num_warps)))
+
+
+def _made_small(wish: Launch, phase: Phase, most: int) -> Launch:
+    """Returns the wish with programs that run beside those of a product, one for each of `most` multiprocessors."""
+    small = replace(wish, num_warps=SHARED_WARPS, reason="beside products", send_rows=1, shares_sm=True)
+    if phase is Phase.BULK_DISPATCH:
+        return fit(small, phase, most)
+    small = replace(small, send_elements=SHARED_SEND_ELEMENTS, add_elements=BLOCK_ELEMENTS, read_ahead=True)
+    num_programs = max(FLAG_PROGRAMS[phase] + 2, most)
+    senders = num_programs // SHARED_PROGRAMS_PER_SENDER
+    receivers = num_programs - FLAG_PROGRAMS[phase] - senders
+    small = replace(small, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
+    return replace(small, dependent=False, shared_from=NEVER_SHARED)
 
 
 def _widened(
@@ -357,7 +383,12 @@ def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phas
 
 
 def launch_shapes(
-    config: EpDispatchCombineConfig, num_sms: int, tables: TunedTables | None = None, max_sms: int | None = None
+    config: EpDispatchCombineConfig,
+    num_sms: int,
+    tables: TunedTables | None = None,
+    max_sms: int | None = None,
+    *,
+    shares_sm: bool = False,
 ) -> list[tuple[Phase, int, Launch]]:
     """Returns one launch of every shape that steps of at most M tokens take, with its phase and max_num_tokens.
 
@@ -370,7 +401,9 @@ def launch_shapes(
     shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}
     for size in sorted(size for size in sizes if 1 <= size <= most):
         for phase in (dispatch_phase(config, size), Phase.COMBINE):
-            launch = choose_launch(config, phase, size, size, num_sms, tables=tables, max_sms=max_sms)
+            launch = choose_launch(
+                config, phase, size, size, num_sms, tables=tables, max_sms=max_sms, shares_sm=shares_sm
+            )
             shape = (
                 phase,
                 launch.num_warps,

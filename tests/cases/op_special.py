@@ -355,6 +355,11 @@ def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
         op.check()
         for wrong in (-1, 2.5, True):
             raised(errors.ConfigError, lambda wrong=wrong: op.set_max_sms(wrong), "max_sms")
+        op.set_max_sms(0, shares_sm=True)
+        op.dispatch(x, None, None, ids)
+        result = op.combine(rows, None, None)[0][:num_tokens]
+        same_bits(result, torch.full_like(result, case.world_size), "sums by programs beside products")
+        op.check()
 
 
 def cap_overflow(context: RankContext, case: Case) -> None:

@@ -205,8 +205,8 @@ class Simulation:
                 stream.performed.join(each)
             return answers
 
-        def choose_launch(*args: Any) -> Any:
-            launch = plain_choice(*args)
+        def choose_launch(*args: Any, **options: Any) -> Any:
+            launch = plain_choice(*args, **options)
             return replace(launch, dependent=True) if self.conditions.dependent else launch
 
         def gpu_kernels(kernels: Any, *args: Any) -> None:

@@ -474,6 +474,17 @@ def test_a_bound_on_multiprocessors_is_compiled_once(monkeypatch):
         engine.limit_sms(bound)
         kernels.plans[bound] = "a plan"
     assert compiled == [0, 20]
+    for shares in (True, False, True):
+        engine.limit_sms(0, shares_sm=shares)
+    assert compiled == [0, 20, 0]
+    assert not kernels.plans
+    engine.limit_sms(0, "share of the GPU")
+    assert kernels.shares_sm, "another bound leaves it"
+    small = [kernel for kernel, _ in engine.compiled_kernels() if kernel.shares_sm]
+    assert {kernel.name for kernel in small} == {"bulk_dispatch", "combine"}
+    assert {(kernel.num_warps, kernel.max_registers) for kernel in small} == {(4, 96)}
+    engine.limit_sms(0, shares_sm=False)
+    compiled.pop()
     assert set(kernels.plans) == {NUM_SMS, 0}, "each bound has plans of its own, and a whole GPU is no bound"
     engine.record_spans()
     engine.limit_sms(20)

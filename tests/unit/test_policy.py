@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM
 from ep_a2a.ops.intra_node import fitted_launch
 from ep_a2a.tuning.policy import (
     FEW_TOKENS,
@@ -17,6 +18,7 @@ from ep_a2a.tuning.policy import (
     MAX_DISPATCH_PROGRAMS,
     NEVER_SHARED,
     SEND_ROW_ELEMENTS,
+    SHARED_REGISTERS,
     THREADS_PER_SM,
     TILE_TOKENS,
     WIDE_CASTER_ROWS,
@@ -290,6 +292,21 @@ def test_a_bound_that_is_none_changes_nothing(phase, max_sms):
     launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS)
     assert launch == choose_launch(config_of(), phase, 4096, 4096, H200_SMS)
     assert launch == choose_launch(config_of(max_sms=7), phase, 4096, 4096, H200_SMS, max_sms=0)
+
+
+@pytest.mark.parametrize("max_sms", [0, 2, 24])
+def test_programs_that_leave_room_for_products(max_sms):
+    """One for each multiprocessor, and they fit beside 256 threads with 208 registers."""
+    for phase in (Phase.BULK_DISPATCH, Phase.COMBINE):
+        launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS, shares_sm=True)
+        check_roles(launch, phase)
+        assert launch.num_programs == max(least(phase), max_sms or H200_SMS)
+        assert 32 * launch.num_warps * SHARED_REGISTERS + 256 * 208 <= REGISTERS_PER_SM
+        for launch, block_num in (("manual", -1), ("auto", 20)):
+            arguments = config_of(max_sms=max_sms, launch=launch), phase, 4096, 4096, H200_SMS, block_num
+            assert choose_launch(*arguments, shares_sm=True) == choose_launch(*arguments), "given numbers count"
+    arguments = config_of(max_sms=max_sms), Phase.LOW_LATENCY_DISPATCH, 8, 8, H200_SMS
+    assert choose_launch(*arguments, shares_sm=True) == choose_launch(*arguments)
 
 
 def test_a_rack_of_72_ranks():

@@ -1,5 +1,6 @@
 """A Triton that lacks a private name ends in an error with a remedy, and its own defaults change no kernel."""
 
+import ctypes
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,3 +102,26 @@ def test_a_compiled_kernel_without_a_launcher_is_an_error_with_a_remedy(monkeypa
     kernel = CompiledKernel(multiply_and_add_kernel, {}, num_warps=4)
     with pytest.raises(UnsupportedError, match="_init_handles"):
         kernel.compile((torch.zeros(4), torch.zeros(4)))
+
+
+@pytest.mark.parametrize(("shares_sm", "code", "asked"), [(False, 0, []), (True, 0, [(7, 9, 100)]), (True, 1, None)])
+def test_a_kernel_that_shares_multiprocessors_asks_for_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, shares_sm: bool, code: int, asked: list[tuple[int, int, int]] | None
+) -> None:
+    calls = []
+
+    def set_attribute(function: ctypes.c_void_p, name: int, value: int) -> int:
+        calls.append((function.value, name, value))
+        return code
+
+    made = SimpleNamespace(_init_handles=lambda: None, function=7, n_regs=96, packed_metadata=(), run=print)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuFuncSetAttribute=set_attribute))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(multiply_and_add_kernel, "warmup", lambda *args, **options: made)
+    kernel = CompiledKernel(multiply_and_add_kernel, {}, num_warps=4, shares_sm=shares_sm)
+    if asked is None:
+        with pytest.raises(RuntimeError, match="CUDA error 1"):
+            kernel.compile((torch.zeros(4), torch.zeros(4)))
+    else:
+        kernel.compile((torch.zeros(4), torch.zeros(4)))
+        assert calls == asked
