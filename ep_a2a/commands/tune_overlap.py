@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
     "tokens": lambda found: str(found["num_tokens"]),
-    "multiprocessors": lambda found: str(found["num_sms"] or "all"),
+    "multiprocessors": lambda found: "shared" if found["shares_sm"] else str(found["num_sms"] or "all"),
     "beside µs": lambda found: f"{found['layer_us']:.1f}",
     "exposed": lambda found: f"{found['exposed_share']:.1%}",
     "in turn µs": lambda found: f"{found['in_turn_us']:.1f}",
@@ -77,19 +77,20 @@ def best_of(records: Sequence[Record]) -> Record | None:
         records: of one size, as `report.compare` makes them.
 
     Returns:
-        num_tokens, num_sms, layer_us, exposed_share, in_turn_us, unsplit_us, and whether it pays to split;
+        num_tokens, num_sms, shares_sm, layer_us, exposed_share, in_turn_us, unsplit_us, and whether it pays to split;
         None where something could not be timed.
     """
     timed = {record["contender"]: record for record in records if record["status"] == Status.OK}
-    in_turn, unsplit, beside = MICRO_BATCHES
-    tried = [record for name, record in timed.items() if name.startswith(beside)]
+    in_turn, unsplit, beside, shared = MICRO_BATCHES
+    tried = [record for name, record in timed.items() if name.startswith((beside, shared))]
     if not tried or not {in_turn, unsplit} <= timed.keys():
         return None
     best = min(tried, key=main_us)
     in_turn_us, unsplit_us = main_us(timed[in_turn]), main_us(timed[unsplit])
     return {
         "num_tokens": best["num_tokens"],
-        "num_sms": int(best["contender"].partition("/")[2]),
+        "num_sms": int(best["contender"].partition("/")[2] or 0),
+        "shares_sm": best["contender"] == shared,
         "layer_us": best["layer_us"],
         "exposed_share": best["exposed_share"],
         "in_turn_us": in_turn_us,

@@ -41,7 +41,7 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
     assert row["in_graph"]
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *MICRO_BATCHES[:2], "overlapped/8", "overlapped/0"])
+@pytest.mark.parametrize("name", [*LAYERS, *MICRO_BATCHES[:2], "overlapped/8", "overlapped/0", "shared"])
 def test_layers_are_checked_and_timed(ranks, name):
     workload = LayerWorkload(
         2, 64, 64, hidden_dim=1024, topk=4, num_experts=16, quant_type="fp8_per_1x128", layout="rank_major"

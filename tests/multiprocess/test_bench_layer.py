@@ -68,7 +68,7 @@ def test_layers_take_turns_the_other_way_round_in_every_second_round(monkeypatch
 
 
 def test_micro_batches_are_dense_layers_however_they_run(ranks: Any) -> None:
-    names = (*MICRO_BATCHES[:2], "overlapped/8", "overlapped/0")
+    names = (*MICRO_BATCHES[:2], "overlapped/8", "shared")
     rounds = ranks(run_in_turn, 2, workload(3, "fp8_per_1x128"), names, ONCE, 2)[0]
     assert [record["status"] for records in rounds for record in records] == ["ok"] * 8, rounds
     series, whole, *overlapped = compare([records[-1] for records in rounds])
@@ -144,7 +144,7 @@ def test_micro_batches_from_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     assert "overlapped/8" in succeeded(run_cli(*SMALL, "--micro-batches", "8", "--output", str(file)))
     _, *rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["contender"] for row in rows] == ["reference_push", *MICRO_BATCHES[:2], "overlapped/8"]
+    assert [row["contender"] for row in rows] == ["reference_push", *MICRO_BATCHES[:2], "overlapped/8", "shared"]
     assert all("exposed_us" in row for row in rows[1:])
 
 

@@ -255,12 +255,15 @@ def test_the_fastest_number_of_multiprocessors_is_found(monkeypatch):
         "in_turn",
         "unsplit",
         *(f"overlapped/{each}" for each in (8, 16, 0)),
+        "shared",
     )
     small, large = asked["results"]
     assert (small["num_sms"], small["split"]) == (8, False)
-    assert (large["num_sms"], large["split"], large["exposed_share"]) == (16, True, 0.25)
+    assert (large["num_sms"], large["split"], large["exposed_share"], large["shares_sm"]) == (16, True, 0.25, False)
+    sizes[4096] += rows_of_micro_batches(4096, 95.0, shared=84.0)[2:]
     shown = CliRunner().invoke(make_app(), [each for each in options if each != "--json"] + ["4096"]).output
-    assert "25.0%" in shown
+    assert "shared" in shown
+    assert "20.0%" in shown
     assert CliRunner().invoke(make_app(), [*options, "8"]).exit_code == 1
     refused = CliRunner().invoke(make_app(), [*options, "8", "--output", "x"]).exception
     assert "no --output with --micro-batches" in str(refused)

@@ -33,11 +33,11 @@ _NAMES = {
     "nccl": ("nccl_agrs", "nccl_all_to_all"),
     "flashinfer": ("flashinfer",),
     "deepep": ("deepep", "deepep_low_latency"),
-    "overlap": ("in_turn", "unsplit", "overlapped"),
+    "overlap": ("in_turn", "unsplit", "overlapped", "shared"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 MICRO_BATCHES = _NAMES["overlap"]
-"""Contenders of --micro-batches. The name of the last one goes on with /N, the multiprocessors of their exchanges."""
+"""Contenders of --micro-batches. The name of the third goes on with /N, the multiprocessors of their exchanges."""
 CONTENDERS = tuple(name for name in _MODULES if name not in MICRO_BATCHES)
 """Contenders that do round trips, in the order of reports."""
 LAYERS = (REFERENCE_PUSH, NATIVE, "flashinfer", "nccl_agrs")
@@ -85,8 +85,8 @@ class Contender:
 
 def micro_batch_names(num_sms: Iterable[int]) -> tuple[str, ...]:
     """Returns what --micro-batches runs, for these numbers of multiprocessors; 0 = no bound."""
-    in_turn, unsplit, beside = MICRO_BATCHES
-    return REFERENCE_PUSH, in_turn, unsplit, *(f"{beside}/{each}" for each in num_sms)
+    in_turn, unsplit, beside, shared = MICRO_BATCHES
+    return REFERENCE_PUSH, in_turn, unsplit, *(f"{beside}/{each}" for each in num_sms), shared
 
 
 def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS, option: str = "contenders") -> None:

@@ -1,8 +1,8 @@
 """Layers of two micro-batches: one after another, beside each other, and as one batch of twice the tokens.
 
 Each micro-batch has an op of its own. Beside each other, one's exchange runs on few multiprocessors while the other's
-experts run on the rest. This is the steady state of a model with many layers: a run begins and ends where one batch
-has its tokens and the other its experts' rows.
+experts run on the rest, or in small programs on the multiprocessors of the experts. This is the steady state of a model
+with many layers: a run begins and ends where one batch has its tokens and the other its experts' rows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ep_a2a.testing.worker import RankContext
+
+
+DISPATCH_SHARE = 3, 4
+"""Multiprocessors of a dispatch by those of a combine: with as many, it would end long before the product beside it."""
 
 
 class Lanes:
@@ -73,17 +77,18 @@ class Pair:
         self.lanes.join()
         run_experts(self.batches[1].received, self.batches[1].weights)
 
-    def run(self, num_sms: int) -> list[torch.Tensor]:
+    def run(self, num_sms: int, *, shares_sm: bool) -> list[torch.Tensor]:
         """Runs a layer of both; returns the results that have come, one of each.
 
         Args:
-            num_sms: multiprocessors of an exchange, which products leave to it; 0 = no bound.
+            num_sms: multiprocessors of a combine, which products leave to it; 0 = no bound.
+            shares_sm: whether an exchange runs on the products' multiprocessors.
         """
-        for batch in self.batches:
-            batch.communication.op.set_max_sms(num_sms)
+        dispatch_sms = num_sms and max(1, num_sms * DISPATCH_SHARE[0] // DISPATCH_SHARE[1])
         first, second = self.batches
         results = {}
         for ahead, behind in ((first, second), (second, first)):
+            behind.communication.op.set_max_sms(num_sms, shares_sm=shares_sm)
             with self.lanes.exchange():
                 results[behind] = behind.combine()
             activated = begin_experts(ahead.received, ahead.weights, num_sms)
@@ -91,9 +96,10 @@ class Pair:
             # The next layer's gate needs the combined tokens, and all multiprocessors. Here combine, which takes longer
             # than dispatch, has the larger part of the experts beside it.
             behind.gate()
+            behind.communication.op.set_max_sms(dispatch_sms, shares_sm=shares_sm)
             with self.lanes.exchange():
                 behind.dispatch()
-            finish_experts(activated, ahead.received, ahead.weights, num_sms)
+            finish_experts(activated, ahead.received, ahead.weights, dispatch_sms)
             self.lanes.join()
         return [results[batch] for batch in self.batches]
 
@@ -117,16 +123,16 @@ class Overlapped(Layers):
     Args:
         workload: of one micro-batch.
         context: this rank.
-        num_sms: as of `Pair.run`.
+        num_sms, shares_sm: as of `Pair.run`.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int) -> None:
-        self._pair, self._num_sms = _pair(workload, context), num_sms
+    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int, *, shares_sm: bool = False) -> None:
+        self._pair, self._num_sms, self._shares_sm = _pair(workload, context), num_sms, shares_sm
         super().__init__(context, self._pair.batches)
 
     def run(self) -> list[torch.Tensor]:
         """Runs a layer of both."""
-        return self._pair.run(self._num_sms)
+        return self._pair.run(self._num_sms, shares_sm=self._shares_sm)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """Returns the layer only; in_turn has its experts and its exchanges alone."""
@@ -169,4 +175,5 @@ _refusal = functools.partial(op_refusal, OpVariant())
 CONTENDERS = (
     Contender(MICRO_BATCHES[0], layer=in_turn, unavailable=_refusal),
     Contender(MICRO_BATCHES[1], layer=unsplit, unavailable=_refusal),
+    Contender(MICRO_BATCHES[3], layer=functools.partial(Overlapped, num_sms=0, shares_sm=True), unavailable=_refusal),
 )

@@ -98,8 +98,9 @@ LAYER_EXPLANATION = (
     "rows that lie ready, with all multiprocessors. exposed: the rest of the layer's time, and its share of in series. "
     "in series: the exchanges alone at full speed, timed in the first round; of reference_push a push of the same "
     "bytes. weights: one reading of the weights that the tokens need. Two micro-batches of T tokens each: in_turn, one "
-    "after the other; unsplit, one batch of 2T; overlapped/N, each one's exchange beside the other's experts, on N "
-    "multiprocessors (0: no bound), in the steady state of many layers, with products on the rest."
+    "after the other; unsplit, one batch of 2T; overlapped/N, each one's exchange beside the other's experts, combine "
+    "on N multiprocessors, dispatch on three quarters of them (0: no bound), products on the rest; shared, the same "
+    "with small programs of the exchange on the products' multiprocessors; both in the steady state of many layers."
 )
 
 
