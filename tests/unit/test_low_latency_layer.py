@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,19 +69,31 @@ def test_arguments_are_those_of_triton_distributed(function):
 
 
 @pytest.mark.parametrize(
-    ("topk", "spans"),
+    ("topk", "spans", "gpus_per_node"),
     [
-        (6, False),
+        (6, False, 8),
         *(
-            pytest.param(topk, spans, marks=pytest.mark.full)
-            for topk, spans in ((1, False), (8, False), (1, True), (6, True), (8, True))
+            pytest.param(topk, spans, gpus_per_node, marks=pytest.mark.full)
+            for topk, spans, gpus_per_node in (
+                (1, False, 8),
+                (8, False, 8),
+                (1, True, 8),
+                (6, True, 8),
+                (8, True, 8),
+                (6, False, 2),
+            )
         ),
     ],
 )
-def test_the_exchange_of_weights_compiles_for_hopper(topk, spans):
+def test_the_exchange_of_weights_compiles_for_hopper(topk, spans, gpus_per_node):
     words = torch.zeros(16, dtype=torch.int32)
     addresses = torch.zeros(16, dtype=torch.int64)
-    kernel = exchange_kernel(config_of(topk=topk), spans=spans)
+    config = replace(
+        config_of(topk=topk, local_world_size=gpus_per_node),
+        internode_transport="torch.distributed" if gpus_per_node < 8 else "auto",
+    )
+    kernel = exchange_kernel(config, spans=spans)
+    assert kernel.constants["GPUS"] == gpus_per_node
     asm = compile_kernel(kernel, (words, addresses, addresses, 1, 1, 1, 1))
     # judged and used are one load: one before the loop and one in it
     polled = [line for line in asm["ttgir"].splitlines() if "isVolatile = true" in line and "%words" in line]
