@@ -79,6 +79,12 @@ def _checked(kind: Callable[[str], T], fits: Callable[[T], bool]) -> Callable[[s
 _timeout_secs = _checked(float, lambda secs: 0 < secs <= MAX_TIMEOUT_SECS)
 
 
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
 def _devices(text: str) -> str:
     names = re.sub(r"\s*([,^])\s*", r"\1", text.strip())
     if not re.fullmatch(r"\^?[\w.-]+(,[\w.-]+)*", names):
@@ -130,6 +136,13 @@ SHARED_EXPERTS = Variable(
     _checked(str, lambda place: place in ("stream", "halves")),
     "stream or halves",
     "In vLLM, where shared experts run: on vLLM's second stream, or between the halves of combine.",
+)
+ANY_VLLM = Variable(
+    "EP_A2A_ANY_VLLM",
+    False,
+    _flag,
+    "0 or 1",
+    "1 = use a vLLM that lacks names which ep_a2a uses. MoE layers may then return wrong results, or wait for ever.",
 )
 INTERNODE_TRANSPORT = Variable(
     "EP_A2A_INTERNODE_TRANSPORT",

@@ -70,6 +70,7 @@ BAD = [
     *((env.COUNTERS, text) for text in ("on", "-1", "1.5", "65537", " ")),
     *((env.RDMA_DEVICES, text) for text in (" ", *BAD_DEVICES)),
     (env.SHARED_EXPERTS, "sometimes"),
+    (env.ANY_VLLM, "yes"),
 ]
 
 
@@ -170,6 +171,7 @@ USES: dict[str, Callable[[], Any]] = {
     "EP_A2A_INTERNODE_TRANSPORT": lambda: choose_transport("auto", {}),
     "EP_A2A_LOG_LEVEL": set_up_logging,
     "EP_A2A_DEEPEP_EDITION": deep_ep_sizes.known_ranks,
+    "EP_A2A_ANY_VLLM": env.ANY_VLLM.get,
     **{
         variable.name: variable.get
         for variable in (env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS, env.RDMA_DEVICES)

@@ -31,7 +31,7 @@ OURS = (
 
 
 @pytest.fixture
-def other_vllm(monkeypatch):
+def other_vllm(monkeypatch, found):
     """A vLLM whose ParallelConfig is built in another way."""
 
     def fail() -> None:
@@ -39,7 +39,16 @@ def other_vllm(monkeypatch):
 
     monkeypatch.setattr(name, "_add_name", fail)
     monkeypatch.setattr(support, "vllm_version", lambda: "0.77.0")
-    monkeypatch.setattr(support, "problems", lambda: ["vllm/config/parallel.py has no All2AllBackend"])
+    monkeypatch.setattr(support, "problems", lambda: list(found))
+    support.check.cache_clear()
+    yield
+    support.check.cache_clear()
+
+
+@pytest.fixture
+def found():
+    """What the check of names finds."""
+    return ["vllm/config/parallel.py has no All2AllBackend"]
 
 
 @pytest.mark.parametrize("arguments", OTHERS)
@@ -50,14 +59,22 @@ def test_users_of_other_backends_are_not_bothered(other_vllm, monkeypatch, caplo
     assert not caplog.records
 
 
+@pytest.mark.parametrize("found", [["vllm/config/parallel.py has no All2AllBackend"], []])
 @pytest.mark.parametrize("arguments", OURS)
-def test_users_of_this_backend_learn_what_is_wrong(other_vllm, monkeypatch, arguments):
+def test_users_of_this_backend_learn_what_is_wrong(other_vllm, monkeypatch, found, arguments):
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UnsupportedError) as caught:
         register()
-    for part in (support.SUPPORTED, "0.77.0", "no All2AllBackend"):
+    for part in (support.SUPPORTED, "0.77.0", *found):
         assert part in str(caught.value)
-    assert isinstance(caught.value.__cause__, AttributeError)
+    assert isinstance(caught.value.__cause__, AttributeError) == (not found)
+
+
+def test_processes_that_vllm_starts_are_not_checked_again(other_vllm, monkeypatch):
+    monkeypatch.setattr(sys, "argv", OURS[0])
+    monkeypatch.setattr(name, "_add_name", lambda: None)
+    monkeypatch.setattr(name.multiprocessing, "parent_process", lambda: "vLLM")
+    register()
 
 
 def fake_vllm(monkeypatch, backends) -> SimpleNamespace:

@@ -244,7 +244,6 @@ def find_vllm() -> Vllm:
         return Vllm()
     version, problem = support.vllm_version(), ""
     try:
-        support.check_version()
         problem = "; ".join(support.problems())
     except UnsupportedError as error:
         problem = f"not {error.expected}"

@@ -27,7 +27,7 @@ VLLM_BACKEND = "allgather_reducescatter"
 
 def make_communicator(*args: Any, **kwargs: Any) -> Any:
     """Returns the platform's communicator for one of vLLM's groups; arguments are those of the platform's class."""
-    from vllm.config import get_current_vllm_config_or_none
+    from vllm.config.vllm import get_current_vllm_config_or_none
 
     original = original_communicator_class()
     config = get_current_vllm_config_or_none()
@@ -102,17 +102,12 @@ class CarriesManager:
 
 
 def patch_prepare_finalize() -> None:
-    """Patch `prepare-finalize`: MoE layers whose tokens travel get our prepare/finalize. Imports vLLM's layers.
-
-    Raises:
-        UnsupportedError: a class or function that ours build on has a signature of no supported version.
-    """
+    """Patch `prepare-finalize`: MoE layers whose tokens travel get our prepare/finalize. Imports vLLM's layers."""
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     original = all2all_utils.maybe_make_prepare_finalize
     if is_replacement(original):
         return
-    support.check_signatures()
     replacement = _replacing(original)
     # modules' dictionaries, because reading an attribute of a lazy module would import others
     for names in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]:
@@ -124,8 +119,8 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
     @replacement
     @functools.wraps(original)
     def maybe_make_prepare_finalize(moe: Any, quant_config: Any, *args: Any, **kwargs: Any) -> Any:
-        parallel = moe.moe_parallel_config
-        if parallel.all2all_backend != BACKEND_NAME or not parallel.use_all2all_kernels:
+        moe_parallel = moe.moe_parallel_config
+        if moe_parallel.all2all_backend != BACKEND_NAME or not moe_parallel.use_all2all_kernels:
             return original(moe, quant_config, *args, **kwargs)
         from ep_a2a.integrations.vllm.prepare_finalize import make_prepare_finalize
 

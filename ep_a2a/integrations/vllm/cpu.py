@@ -24,8 +24,8 @@ def patch_runner() -> None:
     @replacement
     @functools.wraps(original)
     def _select_forward(self: Any) -> Any:
-        parallel = self.moe_config.moe_parallel_config
-        if parallel.all2all_backend != BACKEND_NAME or not parallel.use_all2all_kernels:
+        moe_parallel = self.moe_config.moe_parallel_config
+        if moe_parallel.all2all_backend != BACKEND_NAME or not moe_parallel.use_all2all_kernels:
             return original(self)
         return torch.ops.vllm.moe_forward if self._shared_experts is None else torch.ops.vllm.moe_forward_shared
 

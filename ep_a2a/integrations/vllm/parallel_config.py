@@ -58,9 +58,11 @@ def choose(config: ParallelConfig) -> None:
     """Turns a ParallelConfig with our backend's name into an EpA2AParallelConfig, and activates it in this process.
 
     Raises:
-        UnsupportedError: this vLLM is too old.
+        UnsupportedError: this vLLM lacks what the integration uses.
     """
-    support.check_version()
+    # a copy, in whatever process, is of a configuration that has been checked
+    if not isinstance(config, EpA2AParallelConfig):
+        support.check()
     config.__class__ = EpA2AParallelConfig
     activate()
 

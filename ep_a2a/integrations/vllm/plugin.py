@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import re
 import sys
 from pathlib import Path
@@ -23,9 +24,16 @@ CONFIG_LINE = re.compile(rf"^\s*['\"]?all2all[-_]backend['\"]?\s*:\s*['\"]?{BACK
 def register() -> None:
     """Adds the backend's name. Idempotent; raises only if the command line, or its --config, names this backend.
 
+    A command that names it is refused here, before vLLM loads a model's configuration or starts a process.
+
     Raises:
-        UnsupportedError: this vLLM's ParallelConfig differs from that of every supported version.
+        UnsupportedError: this vLLM lacks what the integration uses.
     """
+    # processes that multiprocessing starts have their parent's command line
+    if multiprocessing.parent_process() is None and names_backend(sys.argv[1:]):
+        from ep_a2a.integrations.vllm.support import check
+
+        check()
     try:
         _add_name()
     except Exception as error:
@@ -58,10 +66,9 @@ def _text_of(path: Path) -> str:
 def _refusal(error: Exception) -> UnsupportedError:
     from ep_a2a.integrations.vllm.support import SUPPORTED, problems, vllm_version
 
-    found = "; ".join(problems())
     return UnsupportedError(
         f"vLLM {SUPPORTED}",
-        f"{vllm_version()}, whose ParallelConfig takes no further backends: {error!r}{found and f' ({found})'}",
+        f"{vllm_version()}: " + "; ".join([f"its ParallelConfig takes no further backends: {error!r}", *problems()]),
         "Install a supported vLLM, or a newer ep-a2a.",
     )
 

@@ -58,7 +58,7 @@ def make_prepare_finalize(moe: Any, *, use_monolithic: bool) -> EpA2APrepareAndF
         StateError: the expert-parallel group does not carry our manager.
         UnsupportedError: monolithic experts.
     """
-    from vllm.distributed import get_ep_group
+    from vllm.distributed.parallel_state import get_ep_group
 
     manager = get_ep_group().device_communicator.all2all_manager
     if not isinstance(manager, VllmAll2AllManager):

@@ -1,26 +1,26 @@
-"""Checks that the installed vLLM is a supported one, and lists the differences where it is not."""
+"""Checks that the installed vLLM is one that this integration can work with, before it changes anything."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
-from importlib import metadata, resources, util
+from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm.common import logger
-from ep_a2a.integrations.vllm.signatures import FILE_NAME, MISSING, OPTIONAL, VERSIONS, read_signatures
+from ep_a2a.integrations.vllm.contract import differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 OLDEST, NEWEST = (0, 24), (0, 33)
-"""Minor versions whose signatures are in signatures.json; tools/vllm_signatures.py renews the file."""
+"""Minor versions that tests read and run."""
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-BETWEEN_RANGES, WITHIN_RANGE, BEHIND_RANGE = " | ", " to ", ": "
-"""Separators of a symbol's text: "0.24.0 to 0.31.0: self, a | 0.32.0 to 0.33.0: self, a, b"."""
+
+RISK = "MoE layers may then return wrong results, or wait for ever."
 
 
 def vllm_version() -> str:
@@ -33,74 +33,42 @@ def vllm_version() -> str:
     return "unknown"
 
 
-def check_version() -> None:
-    """Refuses a vLLM older than OLDEST. A newer one than NEWEST is judged by its signatures.
-
-    Raises:
-        UnsupportedError: the version is too old.
-    """
-    found = _minor(vllm_version())
-    if found is not None and found < OLDEST:
-        raise UnsupportedError(f"vLLM {SUPPORTED}", vllm_version(), "Upgrade vLLM, or use another --all2all-backend.")
-    if found is not None and found > NEWEST:
-        logger.info("vLLM %s is newer than %s.%s, the newest that ep_a2a was read against", vllm_version(), *NEWEST)
-
-
 @functools.cache
-def check_signatures() -> None:
-    """Compares the symbols that this integration uses with those of the supported versions.
+def check() -> None:
+    """Refuses a vLLM that lacks what this integration uses. With EP_A2A_ANY_VLLM=1 it warns instead.
+
+    A release newer than NEWEST passes if its names do. Takes half a second; imports no vLLM.
 
     Raises:
-        UnsupportedError: a symbol is missing or takes other arguments; the error names version, symbol and difference.
+        UnsupportedError: naming the version, and each name with its change.
     """
     found = problems()
-    if found:
-        raise UnsupportedError(
-            f"vLLM {SUPPORTED}",
-            f"{vllm_version()}, in which " + "; ".join(found),
-            "Install a supported vLLM, or an ep-a2a that knows this one.",
-        )
+    if not found:
+        return
+    what = f"{vllm_version()}: " + "; ".join(found)
+    if env.ANY_VLLM.get():
+        logger.warning("%s=1 lets ep_a2a use vLLM %s. %s", env.ANY_VLLM.name, what, RISK)
+        return
+    raise UnsupportedError(
+        f"vLLM {SUPPORTED}, or a later one with the same names",
+        what,
+        "Install a supported vLLM, or an ep-a2a that knows this one. "
+        f"{env.ANY_VLLM.name}=1 tries it all the same. {RISK}",
+    )
 
 
 def problems() -> list[str]:
-    """Returns how symbols that this integration needs differ in the installed vLLM, a sentence each.
+    """Returns why the installed vLLM is refused, a clause each.
 
     Raises:
         UnsupportedError: there is no vLLM.
     """
-    found = read_signatures(_package())
-    return differences({symbol: text for symbol, text in found.items() if not symbol.startswith(OPTIONAL)})
-
-
-def differences(found: dict[str, str]) -> list[str]:
-    """Returns a sentence for each symbol of `found` whose signature no supported version has."""
-    known = known_signatures()
-    return [_difference(symbol, text, known[symbol]) for symbol, text in found.items() if text not in known[symbol]]
-
-
-def known_signatures() -> dict[str, dict[str, list[str]]]:
-    """Returns by symbol every signature that it has had, with the versions that have it."""
-    table: dict[str, Any] = json.loads(resources.files(__package__).joinpath(FILE_NAME).read_text())
-    versions = table.pop(VERSIONS)
-    return {symbol: _parsed(text, versions) for symbol, text in table.items()}
-
-
-def _parsed(text: str, versions: list[str]) -> dict[str, list[str]]:
-    """Returns the versions of each signature in a symbol's text; none of an empty text, which the tool replaces."""
-    found: dict[str, list[str]] = {}
-    for part in filter(None, text.split(BETWEEN_RANGES)):
-        span, _, signature = part.partition(BEHIND_RANGE)
-        first, _, last = span.partition(WITHIN_RANGE)
-        found.setdefault(signature, []).extend(versions[versions.index(first) : versions.index(last or first) + 1])
-    return found
-
-
-def _difference(symbol: str, found: str, known: dict[str, list[str]]) -> str:
-    path, _, name = symbol.partition(":")
-    if found == MISSING:
-        return f"vllm/{path} has no {name}"
-    newest = max(known, key=lambda text: [_minor(version) or () for version in known[text]][-1])
-    return f"{name} of vllm/{path} takes ({found}) instead of ({newest})"
+    found = _minor(vllm_version())
+    if found is not None and found < OLDEST:
+        return [f"it is older than {OLDEST[0]}.{OLDEST[1]}"]
+    if found is not None and found > NEWEST:
+        logger.info("vLLM %s is newer than %s.%s, the newest that ep_a2a was tested with", vllm_version(), *NEWEST)
+    return differences(_package())
 
 
 def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

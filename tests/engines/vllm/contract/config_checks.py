@@ -96,16 +96,26 @@ def check_the_files_for_its_command_line_are_taken() -> None:
     assert second.data_parallel_address == first.data_parallel_address
 
 
-def check_a_version_that_is_too_old_is_refused() -> None:
+def check_a_vllm_that_lacks_names_is_refused() -> None:
+    """Where a configuration is made, before processes are started; copies of it are not checked again."""
     from vllm.config import ParallelConfig
 
     from ep_a2a.errors import UnsupportedError
     from ep_a2a.integrations.vllm import support
 
-    with replaced(support, "vllm_version", lambda: "0.23.0"):
+    support.check.cache_clear()
+    with replaced(support, "problems", lambda: ["vllm/a.py has no f"]):
         ParallelConfig(enable_expert_parallel=True)
-        with refused(UnsupportedError, support.SUPPORTED, "0.23.0"):
+        with refused(
+            UnsupportedError, support.SUPPORTED, support.vllm_version(), "vllm/a.py has no f", "EP_A2A_ANY_VLLM=1"
+        ):
             chosen()
+        with mock.patch.dict(os.environ, EP_A2A_ANY_VLLM="1"):
+            config = chosen()
+        support.check.cache_clear()
+        dataclasses.replace(config)
+    support.check.cache_clear()
+    chosen()
 
 
 def check_the_configuration_answers_as_for_backends_of_vllm() -> None:

@@ -70,37 +70,6 @@ def class_name(communicator: Any) -> str:
     return type(communicator).__name__
 
 
-@contextlib.contextmanager
-def changed_signatures(**changes: str) -> Iterator[None]:
-    """As if this vLLM's functions had other parameters."""
-    from ep_a2a.integrations.vllm import support
-
-    read = support.read_signatures
-    with replaced(support, "read_signatures", lambda package: read(package) | changes):
-        support.check_signatures.cache_clear()
-        yield
-    support.check_signatures.cache_clear()
-
-
-def check_a_vllm_with_other_signatures_is_refused() -> None:
-    """Must run before the layers are patched, which is done once."""
-    from ep_a2a.errors import UnsupportedError
-    from ep_a2a.integrations.vllm import support
-
-    path = "model_executor/layers/fused_moe/modular_kernel.py"
-    finalize, set_up = "FusedMoEPrepareAndFinalizeModular.finalize", "FusedMoEPrepareAndFinalize.post_init_setup"
-    changes = {f"{path}:{finalize}": "self, output, more", f"{path}:{set_up}": support.MISSING}
-    parts = (
-        f"{finalize} of vllm/{path} takes (self, output, more) instead of (self, output, fused_expert_output,",
-        f"vllm/{path} has no {set_up}",
-    )
-    with changed_signatures(**changes):
-        with refused(UnsupportedError, support.SUPPORTED, support.vllm_version(), *parts), communicator_of():
-            pass
-        with communicator_of("tp:0"), communicator_of(backend=VLLM_BACKEND):
-            pass
-
-
 def check_the_communicator_of_experts_carries_our_manager() -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
@@ -237,14 +206,14 @@ def moe_of(**changes: Any) -> SimpleNamespace:
 
 def check_layers_get_our_prepare_and_finalize() -> None:
     import torch
-    import vllm.distributed
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe import all2all_utils
     from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
 
     with communicator_of() as communicator:
         experts = SimpleNamespace(device_communicator=communicator)
-        with replaced(vllm.distributed, "get_ep_group", lambda: experts):
+        with replaced(parallel_state, "get_ep_group", lambda: experts):
             for holder in (all2all_utils, unquantized, fp8):
                 made = holder.maybe_make_prepare_finalize(moe_of(), None, allow_new_interface=True)
                 assert type(made).__name__ == "EpA2APrepareAndFinalize"
@@ -259,7 +228,7 @@ def check_layers_get_our_prepare_and_finalize() -> None:
 
 
 def refusals_when_made(make: Any) -> None:
-    import vllm.distributed
+    from vllm.distributed import parallel_state
 
     from ep_a2a.errors import StateError, UnsupportedError
     from ep_a2a.integrations.vllm.communicator import _replacing
@@ -273,7 +242,7 @@ def refusals_when_made(make: Any) -> None:
         assert vllms_own(others, "quant", allow_new_interface=True) == (others, "quant")
     stranger = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=VllmManager()))
     with (
-        replaced(vllm.distributed, "get_ep_group", lambda: stranger),
+        replaced(parallel_state, "get_ep_group", lambda: stranger),
         refused(StateError, "VllmManager", "--all2all-backend ep_a2a"),
     ):
         make(moe_of(), None, allow_new_interface=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -32,9 +33,14 @@ def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] |
         python, wheel = python_with_dependencies(), wheel_folder(version)
     except Unavailable as problem:
         return problem
+    return run_checks(python, wheel, checks)
+
+
+def run_checks(python: Path, folder: Path, checks: tuple[str, ...]) -> dict[str, str | None]:
+    """The same for the vLLM that lies in a folder."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
     variables |= {
-        "PYTHONPATH": os.pathsep.join([str(wheel), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
         "VLLM_NO_USAGE_STATS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -1,0 +1,168 @@
+"""Whether an installed vLLM has the names that this integration uses, read from its sources without importing vLLM.
+
+contract.toml lists the names by what this integration does with them:
+
+used: must be there. A field may also be set in a method (`self.name = ...`).
+called: must take the arguments of our call. Further parameters need a default.
+wrapped: must have the parameters that our wrapper reads. The wrapper passes all arguments on.
+overridden: must have exactly the known parameters, because vLLM calls ours. Classes: no further abstract methods.
+optional: may be missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import tomllib
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+FILE_NAME = "contract.toml"
+BY_FILE = ("used", "optional")
+"""Roles whose entries are lists of names by file. Those of other roles are "file:name", with parameters."""
+TABLE: dict[str, dict[str, Any]] = tomllib.loads(resources.files(__package__).joinpath(FILE_NAME).read_text())
+
+
+def symbols(role: str) -> dict[str, str]:
+    """Returns the names of a role as "file:name", the file in the package vllm, each with its parameters or ""."""
+    if role not in BY_FILE:
+        return TABLE[role]
+    return {f"{path}:{name}": "" for path, names in TABLE[role].items() for name in names}
+
+
+def differences(package: Path) -> list[str]:
+    """Returns a sentence for each name that an installed or unpacked vLLM lacks or that has changed too much.
+
+    Args:
+        package: the folder `vllm`.
+    """
+    found = []
+    for role, judge in JUDGES.items():
+        for symbol, wanted in symbols(role).items():
+            path, _, name = symbol.partition(":")
+            node = find(package / path, name)
+            if node is None:
+                found.append(f"vllm/{path} has no {name}")
+            elif problem := judge(node, wanted):
+                found.append(f"{name} of vllm/{path} {problem}")
+    return found
+
+
+def find(path: Path, name: str) -> ast.AST | None:
+    """Returns the definition of a function, a class, an assigned name or a member ("Class.name") of a file, or None."""
+    names = _definitions(path)
+    owner, _, field = name.rpartition(".")
+    if name in names or owner not in names:
+        return names.get(name)
+    return next((each for each in ast.walk(names[owner]) if field in _fields_of_self(each)), None)
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(path: Path) -> dict[str, ast.AST]:
+    found: dict[str, ast.AST] = {}
+    for node in _statements(ast.parse(path.read_text()).body) if path.exists() else ():
+        found |= _named(node)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}": each for child in node.body for name, each in _named(child).items()}
+    return found
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields statements of a module, those inside `if` and `try`, too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+
+
+def _named(node: ast.stmt) -> dict[str, ast.AST]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name: node}
+    return {target.id: node for target in _targets(node) if isinstance(target, ast.Name)}
+
+
+def _fields_of_self(node: ast.AST) -> list[str]:
+    targets = (each for each in _targets(node) if isinstance(each, ast.Attribute))
+    return [each.attr for each in targets if isinstance(each.value, ast.Name) and each.value.id == "self"]
+
+
+def _targets(node: ast.AST) -> list[Any]:
+    return node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+
+
+def signature_of(node: Function) -> inspect.Signature:
+    """Returns the signature of a function's source; parameters with a default have None there."""
+    arguments, kinds = node.args, inspect.Parameter
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(by_place) - len(arguments.defaults)
+    parameters = [
+        kinds(each.arg, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if place < num_required else None)
+        for place, each in enumerate(by_place)
+    ]
+    if arguments.vararg:
+        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
+        parameters.append(kinds(each.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None))
+    if arguments.kwarg:
+        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _text_of(node: ast.AST) -> str:
+    """Returns the names of a function's parameters, "property", or "no function"."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return "no function"
+    if _has_decorator(node, "property"):
+        return "property"
+    names = [each.replace(default=inspect.Parameter.empty) for each in signature_of(node).parameters.values()]
+    return str(inspect.Signature(names))[1:-1]
+
+
+def _has_decorator(node: Function, name: str) -> bool:
+    return any(name in (getattr(each, "id", None), getattr(each, "attr", None)) for each in node.decorator_list)
+
+
+def _judge_use(node: ast.AST, _: str) -> str:
+    return ""
+
+
+def _judge_call(node: ast.AST, call: str) -> str:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return "is no function"
+    arguments = [each for each in call.split(", ") if each]
+    keywords = {each.removesuffix("="): None for each in arguments if each.endswith("=")}
+    try:
+        signature_of(node).bind(*arguments[: len(arguments) - len(keywords)], **keywords)
+    except TypeError as error:
+        return f"cannot be called with ({call}): {error}"
+    return ""
+
+
+def _judge_wrapper(node: ast.AST, names: str) -> str:
+    lacking = set(filter(None, names.split(", "))) - set(_text_of(node).split(", "))
+    return f"takes ({_text_of(node)}), without {', '.join(sorted(lacking))}" if lacking else ""
+
+
+def _judge_override(node: ast.AST, wanted: str) -> str:
+    if isinstance(node, ast.ClassDef):
+        methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        abstract = {each.name for each in methods if _has_decorator(each, "abstractmethod")}
+        new = sorted(abstract - set(wanted.split(", ")))
+        return f"has abstract methods that ep_a2a lacks: {', '.join(new)}" if new else ""
+    return "" if _text_of(node) == wanted else f"takes ({_text_of(node)}) instead of ({wanted})"
+
+
+JUDGES: dict[str, Callable[[ast.AST, str], str]] = {
+    "used": _judge_use,
+    "called": _judge_call,
+    "wrapped": _judge_wrapper,
+    "overridden": _judge_override,
+}
+"""By role: returns what is wrong with a name's definition, or ""."""
