@@ -191,7 +191,7 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
             result, _ = op.combine(rows, None, step.ids)
         elif context.rank != absent:
             inputs = make_inputs(case, 1, context.rank)
-            op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+            received = op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
         synchronize(context)
         arena.rendezvous.barrier("all have given up")
         # the absent rank is told by the others: its own next kernel would have to leave at once
@@ -201,11 +201,14 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
                 result, _ = op.combine(rows, None, None)
             else:
                 inputs = make_inputs(case, 1, context.rank)
-                op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+                received = op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
         synchronize(context)
         # on a GPU programs whose tokens the absent rank has no part in have added them already
         if phase == "combine" and (context.rank == absent or context.device.type == "cpu"):
             assert not result[: step.counts[context.rank]].any()
+        if phase == "dispatch":
+            assert not received.total_recv.any()
+            assert not op.recv_counts.any()
         error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {ABSENT_TIMEOUT_SECS:g}")
         assert isinstance(error, errors.RankTimeoutError)
         assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
