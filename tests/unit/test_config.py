@@ -33,11 +33,6 @@ INTEGER_MINIMUM = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_timeout_in_the_environment(monkeypatch):
-    monkeypatch.delenv("EP_A2A_TIMEOUT_SECS", raising=False)
-
-
 config_of = functools.partial(
     deepseek_v3,
     rank=1,

@@ -14,12 +14,6 @@ from tests.machines import CPU_HOST, GIB, H200_HOST, findings_of, with_facts
 LOUD = (Level.WARNING, Level.ERROR)
 
 
-@pytest.fixture(autouse=True)
-def _no_choices_of_the_environment(monkeypatch):
-    for name in ("EP_A2A_BACKEND", "EP_A2A_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize("machine", [H200_HOST, CPU_HOST], ids=["two H200s", "no GPU"])
 def test_nothing_is_wrong_with_a_machine_where_nothing_is_wrong(machine):
     assert [each for each in findings_of(machine) if each.level in LOUD] == []

@@ -21,8 +21,6 @@ def doctor(monkeypatch, capsys):
 
     A backend is one of that kernel and bytes, whatever is asked of it.
     """
-    for name in ("EP_A2A_BACKEND", "EP_A2A_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, machine: Any = CPU_HOST, **backend: Any) -> tuple[int, str]:
         monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs: machine)

@@ -16,12 +16,6 @@ from ep_a2a.parallel.state import destroy_dist_env, get_dp_group, get_tp_group, 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.fixture(autouse=True)
-def _no_choice_in_the_environment(monkeypatch):
-    monkeypatch.delenv("EP_A2A_BACKEND", raising=False)
-    monkeypatch.delenv("EP_A2A_CONFIG", raising=False)
-
-
 @pytest.fixture
 def config_file(tmp_path):
     def write(text):

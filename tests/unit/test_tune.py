@@ -23,12 +23,6 @@ from ep_a2a.tuning.policy import Phase, choose_launch, dispatch_phase
 from ep_a2a.tuning.tables import TunedLaunch
 from tests.unit.test_tuning import BF16_ROW_BYTES, FP8_ROW_BYTES, H200_SMS, PROJECT, config_of, key
 
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    monkeypatch.delenv("EP_A2A_TUNING_DIR", raising=False)
-
-
 # --- ep-a2a tune ---
 
 

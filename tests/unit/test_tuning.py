@@ -37,11 +37,6 @@ COMBINE = TunedLaunch(8, 0, 16, 100, 2048, 512, 50)
 DISPATCH = TunedLaunch(16, 20)
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    monkeypatch.delenv("EP_A2A_TUNING_DIR", raising=False)
-
-
 config_of = functools.partial(
     deepseek_v3, world_size=4, num_experts_per_rank=64, max_token_type_size=2, quant_type="fp8_per_1x128"
 )

@@ -30,11 +30,6 @@ from tests.unit.test_tuning import (
 SHIPPED = sorted((PROJECT / "configs").glob("*.json"))
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    monkeypatch.delenv("EP_A2A_TUNING_DIR", raising=False)
-
-
 # --- files ---
 
 
