@@ -227,7 +227,9 @@ def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
         return f"no GPU found: needs {_gpus(capabilities)}"
     if gpu_maker() in capabilities.gpus:
         return None
-    return f"found {found_gpu()}: needs {_gpus(capabilities)}, since its kernels have run on no others"
+    notes = (note for note in capabilities.notes if note.startswith(f"{gpu_maker()} GPUs"))
+    why = next(notes, "its kernels contain their instructions")
+    return f"found {found_gpu()}: needs {_gpus(capabilities)} ({why})"
 
 
 def problems(manager: type[All2AllManagerBase], device_type: str) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             "expert_major: combine applies the weights",
             "several nodes: virtual ones of one host so far",
             "the manager's own dispatch waits for the host and takes no router logits",
+            "AMD GPUs: compiled for gfx942 and gfx950, never run",
         ),
     )
 

@@ -157,7 +157,8 @@ def test_an_amd_gpu_is_refused_by_name_and_reason(monkeypatch):
     own = manager_type("ep_a2a")
     found = device_problem(own.capabilities, "cuda")
     assert found == (
-        "found AMD Instinct MI300X, on AMD's build of torch: needs NVIDIA GPUs, since its kernels have run on no others"
+        "found AMD Instinct MI300X, on AMD's build of torch: needs NVIDIA GPUs "
+        "(AMD GPUs: compiled for gfx942 and gfx950, never run)"
     )
     assert device_problem(own.capabilities, "cpu") is None
     assert device_problem(Capabilities(gpus=("NVIDIA", "AMD")), "cuda") is None
