@@ -40,6 +40,7 @@ from tests.cases.op_cases import (
     same_bits,
     same_sums,
 )
+from tests.cases.staged_cases import on_hosts
 
 NORMAL = Case(world_size=2, hidden_dim=128, topk=3, num_experts=6, routing="some_dropped", tokens=((9, 5), (0, 7)))
 LOW_LATENCY = Case(
@@ -574,9 +575,16 @@ def odd_nodes(context: RankContext, case: Case) -> None:
                 "equally many ranks",
                 lambda: make_buffer(context, case, gpus_per_node=3 if last else 2),
             ),
-            (ConfigError, "gpu_per_node", lambda: make_buffer(context, case, gpus_per_node=0)),
+            (ConfigError, "gpus_per_node to be", lambda: make_buffer(context, case, gpus_per_node=0)),
         ]
     )
+    for hosts, kind, text, given in (
+        ("aaab", UnsupportedError, "equally many ranks", None),
+        ("abab", UnsupportedError, "node by node", None),
+        ("aaab", ConfigError, "gpus_per_node to keep each node on one host", 2),
+    ):
+        with on_hosts(hosts):
+            refused([(kind, text, functools.partial(make_buffer, context, case, gpus_per_node=given))])
     for of_the_last in (1, 4):
         buffer = make_buffer(context, case, gpus_per_node=of_the_last if last else 2)
         step = Step(replace(case, num_nodes=case.world_size // (of_the_last if last else 2)), 0, context)

@@ -24,6 +24,7 @@ from tests.cases.op_cases import (
     same_sums,
 )
 from tests.cases.op_checks import raised, synchronize
+from tests.cases.staged_cases import on_hosts
 
 SHORT_TIMEOUT_SECS, ENOUGH_SECS = 1.0, 60.0
 BASE = Case(
@@ -294,6 +295,10 @@ def construction(context: RankContext, case: Case) -> None:
         refused(errors.ConfigError, "fp8_gsize", online_quant_fp8=True, fp8_gsize=case.hidden_dim - 1)
         refused(errors.ConfigError, "online_quant_fp8", online_quant_fp8=True, dtype=FP8_DTYPE)
         refused(errors.ConfigError, rank=case.world_size - 1 - context.rank)
+        with on_hosts("a" * (case.world_size - 1) + "b"):
+            refused(
+                errors.ConfigError, "local_world_size to keep each node on one host", local_world_size=case.world_size
+            )
         mismatch = errors.UnsupportedError if last else errors.ConfigMismatchError
         refused(mismatch, "local_world_size", local_world_size=case.world_size + last)
         refused(errors.ConfigMismatchError, "max_num_inp_token_per_rank", max_m=case.max_tokens + last)

@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from ep_a2a.compat.triton_distributed import contexts
 from ep_a2a.env import INTERNODE_TRANSPORT
+from ep_a2a.managers import base
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.testing import RankContext
+from ep_a2a.topology.facts import RankFacts, TopologyReport
 from tests.cases import call_orders, op_cases, op_special, op_steps
 from tests.cases.op_cases import Case
 
@@ -27,6 +30,18 @@ def over(context: RankContext, transport: str, body: Callable[..., Any], *argume
     """A body whose tokens this transport carries between nodes, if the body leaves the choice open."""
     with mock.patch.dict(os.environ, {INTERNODE_TRANSPORT.name: transport}):
         return body(context, *arguments)
+
+
+@contextlib.contextmanager
+def on_hosts(hosts: str) -> Iterator[None]:
+    """Layers and buffers find their ranks on these hosts, a letter each, none of which shares memory with another."""
+
+    def report(*_: object) -> TopologyReport:
+        facts = tuple(RankFacts(rank, f"host-{host}", host) for rank, host in enumerate(hosts))
+        return TopologyReport(facts, tuple(tuple("" if a == b else "no such file" for b in hosts) for a in hosts))
+
+    with mock.patch.object(base, "gather_report", report), mock.patch.object(contexts, "gather_report", report):
+        yield
 
 
 def node_arena(context: RankContext, num_nodes: int) -> NodeArena:

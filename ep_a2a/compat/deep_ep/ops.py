@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
-from ep_a2a.errors import EpA2AError, TooManyTokensError
+from ep_a2a.errors import ConfigError, EpA2AError, TooManyTokensError
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.node_grid import NodeGrid
@@ -120,7 +120,11 @@ class Ops:
             raise
 
     def _find_nodes(self, gpus_per_node: int | None) -> Topology:
-        topology = self.manager.topology(gpus_per_node)
+        try:
+            topology = self.manager.topology(gpus_per_node)
+        except ConfigError as error:
+            error.field = "gpus_per_node"
+            raise
         NodeGrid.of(topology, self.rank)
         return topology
 

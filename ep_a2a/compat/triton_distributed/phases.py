@@ -101,7 +101,11 @@ def nodes_of(report: TopologyReport, world_size: int, local_world_size: int | No
             str(local_world_size),
             remedy_of("triton_distributed", "EPLowLatencyAllToAllLayer", "local_world_size"),
         )
-    return classify(report, local_world_size)
+    try:
+        return classify(report, local_world_size)
+    except ConfigError as error:
+        error.field = "local_world_size"
+        raise
 
 
 def in_int32(indices: torch.Tensor) -> torch.Tensor:
