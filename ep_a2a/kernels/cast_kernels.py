@@ -62,12 +62,19 @@ def _interpreted_e4m3_bits(values):
 
 @portable(interpreted=_interpreted_e4m3_bits)
 def e4m3_bits(values):
-    """e4m3_bits_by_integers, by the GPU's own conversion, which on NVIDIA GPUs saturates."""
+    """e4m3_bits_by_integers, by the GPU's own conversion, which on NVIDIA GPUs saturates.
+
+    For gfx950 Triton 3.6 would emit a long replacement of it.
+    """
     if on_amd():
         # NaN, which is neither larger nor smaller, becomes a bound first
         largest: tl.constexpr = fp8_largest()
         bounded = tl.minimum(tl.maximum(values, -largest), largest)
-        bits = bounded.to(fp8_dtype()).to(tl.uint8, bitcast=True)
+        # the lower half of a register is written, twice the same byte; what follows may read it a cycle later
+        twice = tl.inline_asm_elementwise(
+            "v_cvt_pk_fp8_f32 $0, $1, $1\ns_nop 1", "=v,v", [bounded], dtype=tl.int32, is_pure=True, pack=1
+        )
+        bits = twice & 0xFF
         if not has_negative_zero():
             bits = tl.where(bits == 0x80, 0, bits)
         bits = tl.where(values != values, fp8_nan(), bits).to(tl.uint8)

@@ -36,7 +36,6 @@ VECTOR_REGISTERS, SCALAR_REGISTERS = 512, 108
 """Of a SIMD, for each thread of all its wavefronts; and the most of a wavefront, with those for special uses."""
 LARGEST = {"gfx942": "0x43600000", "gfx950": "0x43e00000"}
 """The bits of 224 and 448."""
-FP8 = "v_cvt_(pk_|scalef32_pk_)?fp8_f32"
 VARIANTS = {
     "low-latency dispatch": "ep2-rank_major-bf16-0-dispatch",
     "low-latency dispatch, cast": "ep2-compact-cast-0-dispatch",
@@ -176,8 +175,8 @@ def test_kernels_compile_and_fit(name: str, arch: str) -> None:
     assert used["wavefront_size"] == WAVEFRONT_THREADS
     assert used["max_flat_workgroup_size"] == WARP_THREADS * variant.num_warps
     assert used["vgpr_spill_count"] == used["private_segment_fixed_size"] == 0
-    # scalar registers go to the lanes of one vector register, not to memory
-    assert used["sgpr_spill_count"] <= WAVEFRONT_THREADS
+    # scalar registers go to the lanes of at most two vector registers, not to memory
+    assert used["sgpr_spill_count"] <= 2 * WAVEFRONT_THREADS
     options = amd_options(variant.num_warps, variant.max_registers)
     wavefronts = max(options.get("waves_per_eu", 1), -(-options["num_warps"] // SIMDS_PER_CU))
     assert used["vgpr_count"] * wavefronts <= VECTOR_REGISTERS
@@ -186,5 +185,5 @@ def test_kernels_compile_and_fit(name: str, arch: str) -> None:
     # a loop over threads would surround each of them
     assert not re.search("buffer_(load|store|atomic)", asm)
     if "cast" in name:
-        assert re.search(FP8, asm)
+        assert "v_cvt_pk_fp8_f32" in asm
         assert LARGEST[arch] in asm
