@@ -26,6 +26,7 @@ def main(
         bool, typer.Option("--fresh-looks", help="The first volatile load behind a pause sees all that has landed.")
     ] = False,
     landing: Annotated[str, typer.Option(help="Which pending store lands first: newest, oldest or random.")] = "newest",
+    halves: Annotated[bool, typer.Option("--halves", help="Stores land by halves.")] = False,
     num_sms: Annotated[int, typer.Option(help="Multiprocessors of a GPU.")] = 2,
     weaken: Annotated[list[str] | None, typer.Option(help="Key of a site that loses its order.")] = None,
     fault: Annotated[
@@ -38,7 +39,7 @@ def main(
         return
     places = frozenset(site.place for site in ordering_sites() if site.key in (weaken or ()))
     faults = tuple(read_fault(text) for text in fault or ())
-    given = Conditions(seed, switches, staleness, fresh_looks, landing, num_sms, places, faults=faults)
+    given = Conditions(seed, switches, staleness, fresh_looks, landing, num_sms, places, faults=faults, halves=halves)
     for number in range(seed, seed + runs):
         try:
             found = run(case, body, replace(given, seed=number))

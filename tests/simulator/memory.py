@@ -5,7 +5,7 @@ the part of a program between two barriers. A program knows a phase of another p
 barriers lead from there to here, or a launch has ended in between.
 
 - A store is pending first. It lands when its launch ends, or when a release of system scope that covers it is made.
-  A store past all caches (`.wt`) also lands by itself, in any order and at any time.
+  A store past all caches (`.wt`) also lands by itself, in any order and at any time, whole or (`halves`) by halves.
 - A plain load may return any value that is not older than the newest one it knows of.
 - A volatile load may return any value that had not been replaced when its program last paused after a look in vain,
   or began. It returns nothing older than a volatile load of the same place did before, or than what it knows of.

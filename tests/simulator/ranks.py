@@ -40,6 +40,7 @@ class Conditions:
         staleness: probability that a load goes one value further back.
         fresh_looks: the first volatile load of a program behind a pause sees all that has landed.
         landing: which pending store lands first: "newest", "oldest" or "random".
+        halves: each store lands by halves, since an element of it is a thread's own.
         num_sms: multiprocessors of each GPU.
         weakened: places (sites.Site.place) whose ordering is taken away.
         dependent: every launch of a call may start beside the one before it, whatever the policy says, and holds up the
@@ -66,6 +67,7 @@ class Conditions:
     host_switches: float = 0.0
     store_holder: int | None = None
     limit_secs: float = LIMIT_SECS
+    halves: bool = False
 
 
 class Group:
@@ -163,6 +165,7 @@ class Simulation:
         self.pool = Pool(POOL_BYTES, draws, conditions.staleness)
         self.pool.fresh_looks = conditions.fresh_looks
         self.scheduler = Scheduler(draws, self.pool, conditions.switches, conditions.landing, conditions.host_switches)
+        self.scheduler.halves = conditions.halves
         self.machine = Machine(self.pool, self.scheduler, conditions.weakened)
         self.streams = [RankStream(rank) for rank in range(world_size)]
         self.scheduler.faults = conditions.faults

@@ -22,6 +22,9 @@ PAUSE_SECS, STOP_SECS = 0.7 * TIMEOUT_SECS, 5 * TIMEOUT_SECS
 CONDITIONS = {
     # what was stored last lands first, and as late as it may; loads return the oldest value that they may
     "late": Conditions(landing="newest", num_sms=4),
+    # half of a row is there
+    "halves": Conditions(num_sms=4, halves=True),
+    "random-halves": Conditions(landing="random", num_sms=4, halves=True),
     "in-order": Conditions(landing="oldest", num_sms=4),
     "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
     # more multiprocessors than an op with max_sms may use

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import greenlet
+import numpy as np
 
-from tests.simulator.memory import Pool
+from tests.simulator.memory import Pending, Pool
 
 SHORTEST_STEP_SECS = 1e-6
 LIMIT_SECS = 1000.0
@@ -114,6 +115,7 @@ class Scheduler:
         faults: what happens to ranks. struck: when it has happened, by rank.
         dead: ranks that have died. stopped: ranks that stand still, and until when.
         failures: in the order of their ends.
+        halves: whether stores land by halves.
 
     Args:
         draws: random choices. pool: memory whose stores land when nobody can go on.
@@ -127,6 +129,7 @@ class Scheduler:
     ) -> None:
         self.draws, self.pool = draws, pool
         self.switch_probability, self.landing, self.host_switches = switch_probability, landing, host_switches
+        self.halves = False
         self.start_secs = self.now = 1000.0
         self.tasks: list[Task] = []
         self.current: Task | None = None
@@ -276,8 +279,17 @@ class Scheduler:
         if not pending:
             return False
         place = {"oldest": 0, "newest": len(pending) - 1}.get(self.landing)
-        self.pool.land(pending[self.draws.randrange(len(pending)) if place is None else place])
+        store = pending[self.draws.randrange(len(pending)) if place is None else place]
+        self.pool.land(store, self._half_of(store) if self.halves else None)
         return True
+
+    def _half_of(self, store: Pending) -> np.ndarray | None:
+        """The first or second half of a store's elements, or None for all that are left."""
+        number = len(store.places)
+        if number == 1 or number < len(store.operation.places):
+            return None
+        middle = number // 2
+        return np.arange(middle) if self.draws.random() < 0.5 else np.arange(middle, number)
 
     def _pass_time(self) -> None:
         still = [task for task in self.tasks if self._stands_still(task)]

@@ -21,6 +21,10 @@ QUICK = {
     ("bounded_fp8_results", "steps", "many-sms"),
     ("bounded_compact_cast", "steps", "many-sms"),
     ("bounded_look_back", "steps", "many-sms"),
+    ("low_latency", "steps", "halves"),
+    ("low_latency", "steps", "random-halves"),
+    ("low_latency_cast", "steps", "halves"),
+    ("bounded_fp8_results", "steps", "halves"),
 }
 REST = {(*each, name) for each in RUNS for name in ("late", "random")} - QUICK
 
