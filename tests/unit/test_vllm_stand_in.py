@@ -92,7 +92,7 @@ def test_a_layers_dispatches_carry_its_number(prepare_finalize, monkeypatch):
     monkeypatch.setattr(prepare_finalize, "local_ids", lambda ids, weights, _: (ids, weights))
     manager = VllmAll2AllManager.__new__(VllmAll2AllManager)
     manager._layers, manager.combines_in_halves, manager.rank = [], False, 0
-    shapes = [SimpleNamespace(moe_parallel_config=SimpleNamespace(sp_size=1)) for _ in range(3)]
+    shapes = [SimpleNamespace(hidden_dim=8, moe_parallel_config=SimpleNamespace(sp_size=1)) for _ in range(3)]
     # the first layer is built again, with other weights
     for moe in (*shapes, shapes[0]):
         layer = prepare_finalize.EpA2APrepareAndFinalize(manager, moe, 8)
