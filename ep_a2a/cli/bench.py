@@ -18,7 +18,10 @@ CONTENDER_NAMES = (
     "nccl_all_to_all, flashinfer, deepep, deepep_low_latency (V1 beside V2)"
 )
 LAYERS = "Layers"
-MICRO_BATCHES = "Run two micro-batches beside each other; exchanges get so many multiprocessors, such as 8,16; 0 = all."
+MICRO_BATCHES = (
+    "Run two micro-batches beside each other; combine gets so many multiprocessors, such as 8,16, dispatch three "
+    "quarters; 0 = all. One more run shares those of the products."
+)
 MAX_SMS = "Bounds on each rank's multiprocessors (CTAs), such as 8,16; 0 = none, or its share."
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 LAYOUT = "To measure with: compact, rank_major. Entries serve, and replace those of, all layouts."
 MICRO_BATCHES = (
-    "Instead: find the multiprocessors of an exchange beside another micro-batch's experts, out of these, such as "
+    "Instead: find the multiprocessors of a combine beside another micro-batch's experts, out of these, such as "
     "8,12,16 (0: no bound). Sizes are of one micro-batch; default: 1024,4096. Writes no tables."
 )
 MAX_SMS = "Bounds on each rank's multiprocessors (CTAs) to tune for, such as 8,16,24; 0 = none."

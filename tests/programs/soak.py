@@ -132,7 +132,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def command(
-    steps: Annotated[int, typer.Option(min=1, help="Round trips of each case.")] = 1_000_000,
+    steps: Annotated[int, typer.Option(min=3, help="Round trips of each case.")] = 1_000_000,
     ranks: Annotated[int, typer.Option(help="Processes; 0 = one for each GPU.")] = 0,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 1,

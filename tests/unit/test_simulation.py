@@ -175,3 +175,9 @@ def test_too_much_is_refused():
         predict(Cluster(1000), Shape(1), Copies.NODE)
     with pytest.raises(ConfigError, match="Lower --topk"):
         predict(Cluster(1, 1), Shape(1, topk=9, num_experts=8), Copies.NODE)
+
+
+@pytest.mark.parametrize("field", ["gpus_per_node", "chunk_tokens", "num_credits"])
+def test_impossible_clusters(field):
+    with pytest.raises(ConfigError, match=f"{field} above 0"):
+        Cluster(**{"num_nodes": 2, field: 0})
