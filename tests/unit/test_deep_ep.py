@@ -137,11 +137,14 @@ class FakeStream:
     [
         # as in DeepEP behind the layout, which it reads, though the event that is waited for is older
         ({"async_finish": True}, ["event", "work on side"]),
-        ({"async_finish": False}, ["side waits for main", "event", "work on side", "main waits for side"]),
-        ({"async_finish": False, "here": True}, ["work on main"]),
+        (
+            {"async_finish": False, "beside": True},
+            ["side waits for main", "event", "work on side", "main waits for side"],
+        ),
+        ({"async_finish": False}, ["event", "work on main"]),
     ],
 )
-def test_normal_calls_are_on_one_stream(monkeypatch, options, expected):
+def test_an_asynchronous_call_is_behind_the_layout_that_it_reads(monkeypatch, options, expected):
     seen: list[str] = []
     FakeStream.current = main = FakeStream("main", seen)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -153,6 +156,20 @@ def test_normal_calls_are_on_one_stream(monkeypatch, options, expected):
     _, event = stream.run(lambda: seen.append(f"work on {FakeStream.current.name}"), None, previous, **options)
     assert seen == expected
     assert (event.event is None) != options["async_finish"]
+
+
+def test_a_call_that_fails_on_the_communication_stream_comes_back(monkeypatch):
+    """A capture that a stream has joined cannot end while the stream is away."""
+    seen: list[str] = []
+    FakeStream.current = main = FakeStream("main", seen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: mock.patch.object(FakeStream, "current", stream))
+    stream = CommStream(torch.device("cuda", 0))
+    vars(stream)["stream"] = FakeStream("side", seen)
+    with pytest.raises(InputError):
+        stream.run(lambda: dispatch_layout(torch.zeros(1, 1, dtype=torch.int32), 3, 2, 1), None, None, True)
+    assert seen == ["side waits for main", "main waits for side"]
 
 
 def test_tensors_are_found_where_they_are():

@@ -138,7 +138,7 @@ class BufferBase:
         return low_latency_bytes(hidden, num_max_dispatch_tokens_per_rank, num_experts)
 
     def get_comm_stream(self) -> Any:
-        """Returns the CUDA stream of normal calls, and of low-latency ones with async_finish; on CPU a placeholder."""
+        """Returns the CUDA stream of layouts and of calls with async_finish; on CPU a placeholder."""
         return self._stream.stream
 
     def get_local_buffer_tensor(

@@ -96,7 +96,6 @@ class LowLatencyMode(BufferBase):
             (x, topk_idx, topk_weights, stats),
             None,
             async_finish,
-            here=not async_finish,
         )
         return rows, counts, handle, event, handle.step.dispatch_hook
 
@@ -151,7 +150,6 @@ class LowLatencyMode(BufferBase):
             (x, topk_idx, topk_weights, out, handle.ids),
             None,
             async_finish,
-            here=not async_finish,
         )
         return combined, event, handle.step.combine_hook
 

@@ -65,6 +65,7 @@ class NormalMode(BufferBase):
             topk_idx,
             previous_event,
             async_finish,
+            beside=True,
         )
         return (*layout, event)
 
@@ -100,7 +101,7 @@ class NormalMode(BufferBase):
             num_worst_tokens: ranks times the most tokens of any rank, equal on all ranks. The host does not wait, and
                 this number of rows is returned. 0: the host waits for the counts of all ranks.
             config: only its num_sms has an effect.
-            previous_event: with async_finish, the event to wait for in place of the current stream's work.
+            previous_event: an event to wait for, with async_finish in place of the current stream's work.
             async_finish: the current stream does not wait for the call; the returned event marks its end.
             allocate_on_comm_stream: without effect; results may be used on both streams.
 

@@ -1,4 +1,4 @@
-"""DeepEP's communication stream, on which the calls of normal mode run, and low-latency ones with async_finish."""
+"""DeepEP's communication stream, on which layouts are counted and calls with async_finish run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HIGH_PRIORITY = -1
 
 
 class CommStream:
-    """Runs calls in their order on a stream of its own.
+    """Runs calls on the current stream, or on a stream of its own.
 
-    All normal calls are on it, as in DeepEP: a call may read what an earlier one returned, even if its `previous_event`
-    is older than that.
+    A layout is always counted there: in DeepEP an asynchronous dispatch may read it, though its `previous_event` is
+    older.
 
     On CPU a call's work is done when it returns. Events exist there and wait for nothing.
 
@@ -45,36 +45,44 @@ class CommStream:
         previous_event: EventOverlap | None,
         async_finish: bool,
         *,
-        here: bool = False,
+        beside: bool = False,
     ) -> tuple[T, EventOverlap]:
         """Returns the result of `work`, and the event after it, which is empty without `async_finish`.
 
         Args:
             work: launches the call; returns tensors, also in tuples and lists.
             inputs: the tensors that `work` reads, likewise.
-            previous_event: with async_finish, the event to wait for in place of all work of the current stream. None or
+            previous_event: an event to wait for; with async_finish in place of all work of the current stream. None or
                 an empty one changes nothing.
             async_finish: the current stream does not wait for the call.
-            here: run on the current stream instead; without async_finish.
+            beside: run on the communication stream without async_finish, too. Memory of such results is freed late, in
+                a capture not before its end.
         """
         with torch.no_grad():
             if self._device.type != "cuda":
                 return work(), EventOverlap(EventHandle() if async_finish else None)
-            if here:
+            previous = None if previous_event is None else previous_event.event
+            if not (async_finish or beside):
+                if previous is not None:
+                    previous.current_stream_wait()
                 return work(), EventOverlap()
-            return self._run_beside(work, inputs, previous_event, async_finish)
+            return self._run_beside(work, inputs, previous, async_finish)
 
     def _run_beside(
-        self, work: Callable[[], T], inputs: Any, previous_event: EventOverlap | None, async_finish: bool
+        self, work: Callable[[], T], inputs: Any, previous: EventHandle | None, async_finish: bool
     ) -> tuple[T, EventOverlap]:
         current = torch.cuda.current_stream(self._device)
-        previous = None if previous_event is None else previous_event.event
         if previous is None or not async_finish:
             self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             if previous is not None:
                 previous.current_stream_wait()
-            result = work()
+            try:
+                result = work()
+            except BaseException:
+                # a capture that the stream has joined ends with an error of its own unless the stream comes back
+                current.wait_stream(self.stream)
+                raise
             event = EventHandle()
         for tensor in tensors_of(result):
             tensor.record_stream(current)
