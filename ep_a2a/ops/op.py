@@ -154,7 +154,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         if checked is None:
             checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
-        inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales)
+        inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales, indices=ids)
         inputs.check_outside(self.memory.ids_addresses, indices=ids)
         self.memory.acquired.shared_blocks.enter(self)
         args = DispatchArguments(
@@ -294,6 +294,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             max_sms: the bound.
             shares_sm: whether products run on the same multiprocessors meanwhile. Each multiprocessor then gets one
                 program of 128 threads with at most 96 registers, in steps that a low-latency dispatch does not take.
+                Without effect where a call, or launch="manual", gives launch numbers.
 
         Raises:
             ConfigError: max_sms is no integer >= 0.

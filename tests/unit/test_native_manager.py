@@ -248,8 +248,9 @@ def test_memory_that_peers_overwrite_is_refused(manager):
     assert torch.equal(tokens[:3], TOKENS)
     with pytest.raises(InputError, match="input outside of what dispatch returned"):
         op.dispatch(inside, WEIGHTS, None, IDS)
-    with pytest.raises(InputError, match="indices outside of what dispatch returned"):
-        op.dispatch(TOKENS, WEIGHTS, None, ids[0, :3])
+    for overwritten in (ids[0, :3], received.flatten().view(torch.int32)[: 3 * TOPK].view(3, TOPK)):
+        with pytest.raises(InputError, match="indices outside of what dispatch returned"):
+            op.dispatch(TOKENS, WEIGHTS, None, overwritten)
     op.dispatch(TOKENS, WEIGHTS, None, IDS)
     with pytest.raises(InputError, match="weights outside of the weight sums"):
         op.combine(rows, sums, None)

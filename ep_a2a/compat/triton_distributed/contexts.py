@@ -69,7 +69,10 @@ class _PhasedContext:
         self.phase = self.call_count = 0
 
     def finalize(self) -> None:
-        """Ends this context's use of the buffers. Local and idempotent; the second context to end closes the ops."""
+        """Ends this context's use of the buffers. Idempotent; the second context to end closes the ops.
+
+        On one node local; on several the ranks meet when the ops are closed.
+        """
         if not self._finalized:
             self._finalized = True
             for buffers in self.phases:

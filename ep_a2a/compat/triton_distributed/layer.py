@@ -240,9 +240,10 @@ class EPLowLatencyAllToAllLayer:
         return path
 
     def finalize(self) -> None:
-        """Ends the use of the layer. Local and idempotent. Several layers must end in the same order on all ranks.
+        """Ends the use of the layer. Idempotent. Several layers must end in the same order on all ranks.
 
-        The arena keeps the memory for the next layer of this shape.
+        On one node local: the arena keeps the memory for the next layer of this shape. On several nodes the ranks meet,
+        and memory of the layer's own is freed.
         """
         self.dispatch_ctx.finalize()
         self.combine_ctx.finalize()
