@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ep_a2a.errors import StateError
 from ep_a2a.kernels.constants import by_name, plain
+from ep_a2a.kernels.target import REGISTERS_PER_SM
 from ep_a2a.kernels.triton_parts import part
 from ep_a2a.memory import nvshmem
 
@@ -25,9 +26,8 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 NO_HOOKS = (None, None, None)
 """Arguments of Triton's launcher: no metadata, and no hooks before and after a launch."""
-REGISTERS_PER_SM = 65536
-"""Of NVIDIA GPUs of compute capability 3.5 and higher. Threads get multiples of REGISTER_GRANULARITY."""
 REGISTER_GRANULARITY = 8
+"""Of NVIDIA GPUs: a thread gets a multiple of so many registers."""
 CARVEOUT, WHOLE_CARVEOUT = 9, 100
 """CUDA's number of the attribute "preferred shared memory carve-out", and per cent."""
 

@@ -15,10 +15,11 @@ from ep_a2a.config import FP8_DTYPE, QuantType
 from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.compilation import compile_all
-from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, REGISTERS_PER_SM, CompiledKernel
+from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
 from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Scales, Tile, constants
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
+from ep_a2a.kernels.target import REGISTERS_PER_SM
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.inputs import elements_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ep_a2a.kernels.compiled_kernel import REGISTERS_PER_SM
+from ep_a2a.kernels.target import REGISTERS_PER_SM
 from ep_a2a.ops.intra_node import fitted_launch
 from ep_a2a.tuning.policy import (
     FEW_TOKENS,
