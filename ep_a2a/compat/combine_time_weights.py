@@ -120,7 +120,7 @@ class WeightExchange:
         self._streams = op.streams
         world_size, topk = config.world_size, config.topk
         self._between = op.engine if isinstance(op.engine, StagedEngine) else None
-        rings = Rings.of(config)
+        rings = self._rings = Rings.of(config)
         num_weights = config.max_num_inp_token_per_rank * topk
         num_exchanged = rings.num_nodes * num_weights if rings.by_host else 0
         inbox_bytes, exchanged_bytes = world_size * num_weights * FLAGGED_WORD_BYTES, 2 * num_exchanged * WEIGHT_BYTES
@@ -167,7 +167,7 @@ class WeightExchange:
             UnsupportedError: puts of kernels carry the tokens between nodes; nothing was launched.
             RankTimeoutError: on CPU, ranks of other nodes did not come to an exchange of the hosts.
         """
-        if Rings.of(self._config).by_puts:
+        if self._rings.by_puts:
             raise UnsupportedError(
                 "the router's weights in dispatch, where puts carry tokens between nodes",
                 f"weights in combine, with internode_transport {self._config.internode_transport!r}",
@@ -186,7 +186,7 @@ class WeightExchange:
 
     def _from_all_nodes(self, engine: StagedEngine, weights: torch.Tensor, max_num_tokens: int) -> torch.Tensor:
         """Returns the weights [nodes, max_num_tokens, K] of the ranks of this local number."""
-        shape = (Rings.of(self._config).num_nodes, max_num_tokens, self._config.topk)
+        shape = (self._rings.num_nodes, max_num_tokens, self._config.topk)
         sent, received = (words[: math.prod(shape)].view(shape) for words in self._exchanged.unbind())
         sent[:, : weights.shape[0]] = weights
         engine.exchange_in_combine(received, sent)
