@@ -142,12 +142,13 @@ def tables(path: Path, num_prompt_tokens: int, num_decode_tokens: int) -> str:
 def steps_of(events: list[dict[str, Any]]) -> list[Step]:
     """The steps that vLLM has marked. A step has a mark on each stream, which lie one in the other."""
     steps: list[Step] = []
+    kernels = kernels_of(events)
     for mark in sorted((each for each in events if each.get("cat") == MARK), key=lambda each: each["ts"]):
         named = STEP.match(mark["name"])
         if named and steps and mark["ts"] < steps[-1].end:
             steps[-1].end = max(steps[-1].end, mark["ts"] + mark["dur"])
         elif named:
-            begun = [each for each in kernels_of(events) if mark["ts"] <= each["ts"]]
+            begun = [each for each in kernels if mark["ts"] <= each["ts"]]
             steps.append(Step(int(named[1]), int(named[2]), mark["ts"] + mark["dur"], begun))
     for step in steps:
         step.kernels = [each for each in step.kernels if each["ts"] < step.end]
