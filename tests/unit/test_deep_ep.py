@@ -132,6 +132,18 @@ class FakeStream:
         self.seen.append(f"{self.name} waits for {other.name}")
 
 
+@pytest.fixture
+def comm_stream(monkeypatch):
+    """A CommStream of a GPU whose streams write what they wait for into one list, `seen`."""
+    FakeStream.current = main = FakeStream("main", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: mock.patch.object(FakeStream, "current", stream))
+    stream = CommStream(torch.device("cuda", 0))
+    vars(stream)["stream"] = FakeStream("side", main.seen)
+    return stream
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -144,31 +156,19 @@ class FakeStream:
         ({"async_finish": False}, ["event", "work on main"]),
     ],
 )
-def test_an_asynchronous_call_is_behind_the_layout_that_it_reads(monkeypatch, options, expected):
-    seen: list[str] = []
-    FakeStream.current = main = FakeStream("main", seen)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: mock.patch.object(FakeStream, "current", stream))
-    stream = CommStream(torch.device("cuda", 0))
-    vars(stream)["stream"] = FakeStream("side", seen)
+def test_an_asynchronous_call_is_behind_the_layout_that_it_reads(comm_stream, options, expected):
+    seen = comm_stream.stream.seen
     previous = EventOverlap(SimpleNamespace(current_stream_wait=lambda: seen.append("event")))
-    _, event = stream.run(lambda: seen.append(f"work on {FakeStream.current.name}"), None, previous, **options)
+    _, event = comm_stream.run(lambda: seen.append(f"work on {FakeStream.current.name}"), None, previous, **options)
     assert seen == expected
     assert (event.event is None) != options["async_finish"]
 
 
-def test_a_call_that_fails_on_the_communication_stream_comes_back(monkeypatch):
+def test_a_call_that_fails_on_the_communication_stream_comes_back(comm_stream):
     """A capture that a stream has joined cannot end while the stream is away."""
-    seen: list[str] = []
-    FakeStream.current = main = FakeStream("main", seen)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: mock.patch.object(FakeStream, "current", stream))
-    stream = CommStream(torch.device("cuda", 0))
-    vars(stream)["stream"] = FakeStream("side", seen)
+    seen = comm_stream.stream.seen
     with pytest.raises(InputError):
-        stream.run(lambda: dispatch_layout(torch.zeros(1, 1, dtype=torch.int32), 3, 2, 1), None, None, True)
+        comm_stream.run(lambda: dispatch_layout(torch.zeros(1, 1, dtype=torch.int32), 3, 2, 1), None, None, True)
     assert seen == ["side waits for main", "main waits for side"]
 
 
