@@ -27,7 +27,8 @@ from typing import Any
 from bench.vllm.throughput import MAX_BATCHED_TOKENS, parse_backend
 from tests.engines.vllm.gpu.engine import FIXED, arguments
 from tests.engines.vllm.models import CONFIGS, SHAPES, save_config
-from tests.engines.vllm.processes import Server, cpu_environment, free_port
+from tests.engines.vllm.processes import NUM_PORTS, Server, cpu_environment
+from tests.ports import free_port
 from tests.integration.programs import environment
 
 MODEL = "model"
@@ -132,7 +133,7 @@ def start(options: argparse.Namespace, backend: str) -> Candidate:
     folder = options.folder / backend.replace(":", "-")
     model = save_config(folder / "model", options.config)
     save_tokenizer(model, options.config["vocab_size"])
-    port = free_port()
+    port = free_port(NUM_PORTS)
     module = "tests.engines.vllm.cpu.server" if options.device == "cpu" else "vllm.entrypoints.cli.main"
     words = [sys.executable, "-m", module, *(["serve"] if options.device == "cuda" else []), str(model)]
     words += as_words(arguments_of(options, model, name) | options.engine | own_arguments)

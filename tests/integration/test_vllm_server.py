@@ -14,7 +14,8 @@ from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.engines.vllm.cpu.changes import EXTENSION, Changes
 from tests.engines.vllm.cpu.server import MAX_BATCHED_TOKENS
 from tests.engines.vllm.models import QWEN3_MOE, save_model
-from tests.engines.vllm.processes import Server, cpu_environment, free_port
+from tests.engines.vllm.processes import NUM_PORTS, Server, cpu_environment
+from tests.ports import free_port
 from tests.waiting import happens
 
 START_TIMEOUT_SECS = 480
@@ -75,7 +76,7 @@ def require_server() -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Completions]:
     require_server()
-    port = free_port()
+    port = free_port(NUM_PORTS)
     model = save_model(tmp_path / "model", QWEN3_MOE)
     options = f"""--served-model-name tiny --skip-tokenizer-init --host 127.0.0.1 --port {port} --data-parallel-size 2
         --enable-expert-parallel --all2all-backend ep_a2a --enforce-eager --dtype float32 --max-model-len 128

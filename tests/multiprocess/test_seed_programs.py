@@ -1,6 +1,5 @@
 """Every program that the documents print runs on CPU ranks."""
 
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from ep_a2a.testing import RankPool, run_ranks
 from tests.cases import seed_programs
 from tests.cases.staged_cases import over
+from tests.ports import free_port
 
 QUANT_TYPES = ("per_Token", "per_128x128")
 
@@ -21,9 +21,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    return str(free_port())
 
 
 def test_the_complete_example_of_mori(pool, port):

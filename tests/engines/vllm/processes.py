@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -13,19 +11,8 @@ from tests.engines.vllm.contract.wheels import ROOT
 
 HEALTH_TIMEOUT_SECS = 10
 LOG_CHARS = 4000
-PORTS = range(20000, 30000)
-"""None that the system gives to connections."""
-
-
-def free_port(num_ports: int = 8) -> int:
-    """The first of some free ports, since vLLM takes the next ones, too."""
-    chosen = random.SystemRandom()
-    while True:
-        first = chosen.randrange(PORTS.start, PORTS.stop, num_ports)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + num_ports):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
+NUM_PORTS = 8
+"""vLLM takes the ports behind its first one, too."""
 
 
 def cpu_environment(folder: Path, wait_secs: float) -> dict[str, str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
 from tests.engines.vllm.cpu.program import PROMPTS
-from tests.engines.vllm.processes import cpu_environment, free_port, rank_variables
+from tests.engines.vllm.processes import NUM_PORTS, cpu_environment, rank_variables
+from tests.ports import free_port
 
 RUN_TIMEOUT_SECS = 900
 LOGPROB_TOLERANCES = {"float32": 1e-4, "bfloat16": 1.0}
@@ -53,7 +54,7 @@ class Starter:
 
         `variables` are added to the environment.
         """
-        port = free_port()
+        port = free_port(NUM_PORTS)
         ranks = []
         for rank in range(num_ranks):
             environment, arguments = self._environment(), [str(model), str(folder / f"{rank}.json"), *options]

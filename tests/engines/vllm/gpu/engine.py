@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.processes import end_group, free_port, rank_variables
+from tests.engines.vllm.processes import NUM_PORTS, end_group, rank_variables
+from tests.ports import free_port
 from tests.integration.programs import ROOT, environment
 from tests.waiting import happens
 
@@ -100,7 +101,7 @@ def run_engine(
     turns = {"folder": str(folder.parent), "place": place, "num_engines": num_engines}
     job = {"engine": engine, "actions": actions, "num_ranks": num_ranks, "turns": turns}
     (folder / "job.json").write_text(json.dumps(job))
-    port = free_port()
+    port = free_port(NUM_PORTS)
     processes = [_start(folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
     try:
         error = _wait(processes, limit_secs)
