@@ -82,6 +82,13 @@ def _operands_with_cached_constant(
     return lhs, constant
 
 
+def constant_like(operand: Any, value: int) -> Any:
+    """The integer as a tensor of an operand's shape and type, or None where it has not been made yet."""
+    kind = operand.type
+    sizes = kind.__dict__.get(_SHAPE) if kind.is_block() else _SCALAR
+    return _constants.get((operand.dtype.name, id(sizes), value, True))
+
+
 @contextlib.contextmanager
 def cached_types() -> Iterator[None]:
     """Puts the caching functions in the place of Triton's, which are equal but for time."""

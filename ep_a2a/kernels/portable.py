@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels import target
+from ep_a2a.kernels.interpreter_operators import fast_operators
 from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.kernel_cache import check_kernel_cache
 from ep_a2a.kernels.triton_parts import GridExecutor, InterpretedFunction, JITFunction, interpreter_builder
@@ -128,7 +129,7 @@ class PortableFunction(JITFunction):
                 "one interpreted kernel at a time in a process", "a second thread", "Use one process per rank on CPU."
             )
         try:
-            with _without_overflow_checks(), cached_types():
+            with _without_overflow_checks(), cached_types(), fast_operators():
                 _InPlaceExecutor(self.python, self.arg_names, _indexable(grid))(*args, **kwargs)
         finally:
             _interpreting.release()

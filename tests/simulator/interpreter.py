@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from ep_a2a.kernels import primitives
+from ep_a2a.kernels.interpreter_operators import fast_operators
 from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.portable import PortableFunction, _without_overflow_checks
 from tests.simulator.memory import Author, Pool, View
@@ -26,6 +27,7 @@ from tests.simulator.trace import FUNCTIONS, Operation
 
 builder = interpreter.interpreter_builder
 KERNELS = Path(primitives.__file__).parent
+NO_KERNELS = ("portable.py", "target.py", "interpreter_operators.py")
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 SEM = interpreter._ir.MEM_SEMANTIC
@@ -39,7 +41,7 @@ SYSTEM = interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
 def source_name(path: str) -> str:
     """The name of a file that may have kernels; "" for any other. Files of tests have theirs from tests/ on."""
     name = Path(path)
-    if name.parent == KERNELS and name.name not in ("portable.py", "target.py"):
+    if name.parent == KERNELS and name.name not in NO_KERNELS:
         return name.name
     if TESTS in name.parents and (name.parent != HERE or name.name.startswith("test_")):
         return str(name.relative_to(TESTS.parent))
@@ -392,7 +394,7 @@ class Machine:
                 setattr(builder, name, operation)
             for function, twin in twins.items():
                 function.__dict__["python"] = twin
-            with _without_overflow_checks(), cached_types():
+            with _without_overflow_checks(), cached_types(), fast_operators():
                 yield
         finally:
             for function, plain in kept.items():
