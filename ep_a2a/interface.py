@@ -46,7 +46,7 @@ class DispatchResult(NamedTuple):
     Attributes:
         tokens: [..., H] of data_type, or fp8 after a cast. Rows without a token hold arbitrary values.
         weights: [..., K] float32, in expert_major [E, R]. None if dispatch was given none.
-        scales: [..., S], float32, uint8 (ue8m0) or the dtype that was given. None without scales.
+        scales: [..., S], float32, uint8 (ue8m0) or the dtype that was given. None without scales and with fp8_static.
         indices: [..., K] int32: all K global expert ids of the row's token; pad_id in rows without a token.
         total_recv: [1] int32: the rows received from all sources.
     """
@@ -106,7 +106,11 @@ class DispatchCombineOp(Protocol):
             input: [T, H] of data_type; with a cast inside dispatch also fp8 tokens that are cast already.
             weights: [T, K] float32, given by all ranks or by none. They travel with the tokens; only combine in layout
                 expert_major, which requires them, multiplies by them.
-            scales: [T, S], given by all ranks or by none: the scales of tokens that are quantised already.
+            scales: [T, S], given by all ranks or by none: the scales of tokens that are quantised already. With
+                quant_type fp8_static the cast's scale, float32 of one element, from 2**-126 to 2**126 (else rows are
+                undefined; no call looks at it on the host): a rank's rows are tokens / scale. A rank without tokens
+                gives it, too. The launch reads it, so a graph's replay takes the value of then. It does not travel:
+                a receiver must know each source's, so ranks should give the same. Nothing compares them.
             indices: [T, K] int32 global expert ids. An id outside [0, num_experts) is a dropped slot.
             block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
             rdma_block_num: without effect.

@@ -2,7 +2,8 @@
 
 Rounding is done on integers, so that every device, the Triton interpreter included, gives the same bytes.
 Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 in saturating mode, OCP Microscaling (MX) 1.0 for
-UE8M0, and vLLM's `per_token_group_quant_fp8` for `scale = max(amax, 1e-10) / 448`.
+UE8M0 and MXFP8, vLLM's `per_token_group_quant_fp8` for `scale = max(amax, 1e-10) / 448`, and its `scaled_fp8_quant`
+for given scales.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ import math
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, QuantType, ScaleFormat, parse_enum
+from ep_a2a.config import (
+    DISPATCH_QUANT_TYPES,
+    FP8_DTYPE,
+    FP8_GROUP_SIZE,
+    MX_GROUP_SIZE,
+    QuantType,
+    ScaleFormat,
+    parse_enum,
+)
 from ep_a2a.errors import DtypeError, ShapeError, UnknownNameError
 
 E4M3_MAX = 448.0
@@ -143,10 +152,7 @@ def quantize_groups(
         raise ShapeError("groups of at least one element along the last dimension", str(tuple(groups.shape)))
     kind: ScaleFormat = parse_enum(ScaleFormat, scale_format, "scale_format")
     x = groups.to(torch.float32)
-    magnitude = x.view(torch.int32) & _MAGNITUDE_MASK
-    # Magnitudes of finite floats are ordered as their bits are.
-    amax_bits = torch.where(magnitude < _INFINITY_BITS, magnitude, 0).amax(dim=-1)
-    amax = amax_bits.view(torch.float32).clamp(min=AMAX_FLOOR)
+    amax = _finite_amax_bits(x).view(torch.float32).clamp(min=AMAX_FLOOR)
     # Divisors and dividends are tensors: torch on CUDA turns a division by a Python number into a multiplication by
     # its reciprocal, which may differ in the last bit from the one IEEE division that is meant.
     scale = amax / torch.full_like(amax, E4M3_MAX)
@@ -155,6 +161,12 @@ def quantize_groups(
     stored = factor if kind == ScaleFormat.FLOAT32_POWER_OF_TWO else stored
     inverse = torch.ones_like(factor) / factor
     return fp32_to_e4m3_bits(x * inverse.unsqueeze(-1)).view(FP8_DTYPE), stored
+
+
+def _finite_amax_bits(x: torch.Tensor) -> torch.Tensor:
+    # Magnitudes of finite floats are ordered as their bits are.
+    magnitude = x.view(torch.int32) & _MAGNITUDE_MASK
+    return torch.where(magnitude < _INFINITY_BITS, magnitude, 0).amax(dim=-1)
 
 
 def quantize_per_token(
@@ -189,13 +201,65 @@ def quantize_per_1x128(
     Raises:
         ShapeError: also where H is not a positive multiple of 128.
     """
+    q, scales = quantize_groups(_groups(x, FP8_GROUP_SIZE), scale_format)
+    return q.reshape(x.shape), scales
+
+
+def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each run of 32 elements of a row with one UE8M0 scale: OCP MX 1.0's format, vLLM's scale.
+
+    The scale is the least power of two with which the largest finite |x| of the run is at most 448, at least 2^-127.
+    Elements are multiplied by its inverse, which is exact. NaN elements become 0x7F and infinities +-448; neither
+    moves the scale.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, H]`, H a multiple of 32; T may be 0.
+
+    Returns:
+        q float8_e4m3fn `[T, H]` and scales uint8 `[T, H / 32]`; byte e stands for 2^(e - 127).
+
+    Raises:
+        DtypeError: x has another dtype.
+        ShapeError: x is no matrix, or H is not a positive multiple of 32.
+    """
+    _require_dtype("x", x, INPUT_DTYPES)
+    groups = _groups(x, MX_GROUP_SIZE).to(torch.float32)
+    # 448 is 0.875 * 2^9, and fractions lie in [0.5, 1).
+    fraction, exponent = torch.frexp(_finite_amax_bits(groups).view(torch.float32))
+    power = torch.where(fraction == 0, -127, exponent - 9 + (fraction > 0.875).to(torch.int32)).clamp(min=-127)
+    scales = (power + 127).to(torch.uint8)
+    inverse = torch.ones_like(scales, dtype=torch.float32) / scales_to_float32(scales)
+    q = fp32_to_e4m3_bits(groups * inverse.unsqueeze(-1))
+    return q.view(FP8_DTYPE).reshape(x.shape), scales
+
+
+def quantize_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Quantise by a given scale: q = e4m3(x * (1 / scale)), two IEEE float32 operations.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, H]`; T may be 0.
+        scale: float32, one element, from 2^-126 to 2^126. Kernels on GPUs round others another way.
+
+    Returns:
+        q float8_e4m3fn `[T, H]`. NaN elements become 0x7F, and values beyond 448 * scale +-448.
+
+    Raises:
+        DtypeError, ShapeError: x or scale is another tensor.
+    """
+    _require_matrix("x", x)
+    _require_dtype("x", x, INPUT_DTYPES)
+    _require_dtype("scale", scale, (torch.float32,))
+    if scale.numel() != 1:
+        raise ShapeError("scale of one element", str(tuple(scale.shape)))
+    return fp32_to_e4m3_bits(x.to(torch.float32) * (torch.ones_like(scale) / scale).flatten()).view(FP8_DTYPE)
+
+
+def _groups(x: torch.Tensor, size: int) -> torch.Tensor:
     _require_matrix("x", x)
     num_tokens, hidden_dim = x.shape
-    if hidden_dim == 0 or hidden_dim % FP8_GROUP_SIZE:
-        raise ShapeError(f"x [T, H] with H a positive multiple of {FP8_GROUP_SIZE}", str(tuple(x.shape)))
-    groups = x.reshape(num_tokens, hidden_dim // FP8_GROUP_SIZE, FP8_GROUP_SIZE)
-    q, scales = quantize_groups(groups, scale_format)
-    return q.reshape(num_tokens, hidden_dim), scales
+    if hidden_dim == 0 or hidden_dim % size:
+        raise ShapeError(f"x [T, H] with H a positive multiple of {size}", str(tuple(x.shape)))
+    return x.reshape(num_tokens, hidden_dim // size, size)
 
 
 def quantize_per_128x128(
@@ -228,18 +292,34 @@ def quantize_per_128x128(
 
 
 def quantize(
-    x: torch.Tensor, quant_type: QuantType | str, scale_format: ScaleFormat | str = ScaleFormat.FLOAT32
+    x: torch.Tensor,
+    quant_type: QuantType | str,
+    scale_format: ScaleFormat | str = ScaleFormat.FLOAT32,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise tokens `[T, H]` as a fused cast inside dispatch does: fp8_per_token or fp8_per_1x128.
+    """Quantise tokens `[T, H]` as a fused cast inside dispatch does.
+
+    Args:
+        x: bf16, fp16 or fp32 `[T, H]`.
+        quant_type: fp8_per_token, fp8_per_1x128, mxfp8 or fp8_static.
+        scale_format: of the scales, with the first two.
+        scale: with fp8_static, float32 of one element.
 
     Returns:
-        q float8_e4m3fn `[T, H]` and scales `[T, 1]` or `[T, H / 128]`, float32 or uint8 (UE8M0).
+        q float8_e4m3fn `[T, H]` and scales: `[T, 1]` or `[T, H / 128]`, float32 or uint8 (UE8M0); of mxfp8
+        `[T, H / 32]` uint8; of fp8_static the given one.
 
     Raises:
-        UnknownNameError: quant_type is not one of the two.
-        DtypeError, ShapeError: as `quantize_per_token` and `quantize_per_1x128` raise them.
+        UnknownNameError: quant_type is none of them.
+        DtypeError, ShapeError: as the function of the cast raises them.
     """
     kind = _dispatch_quant_type(quant_type)
+    if kind == QuantType.FP8_STATIC:
+        if scale is None:
+            raise DtypeError("scale with fp8_static", "none")
+        return quantize_static(x, scale), scale
+    if kind == QuantType.MXFP8:
+        return quantize_mxfp8(x)
     quantizer = quantize_per_token if kind == QuantType.FP8_PER_TOKEN else quantize_per_1x128
     return quantizer(x, scale_format)
 
@@ -251,8 +331,9 @@ def dequantize(
 
     Args:
         q: float8_e4m3fn `[T, H]`.
-        scales: float32 or uint8 (UE8M0), `[T, 1]` for fp8_per_token, `[T, H / 128]` for fp8_per_1x128.
-        quant_type: fp8_per_token or fp8_per_1x128.
+        scales: float32 or uint8 (UE8M0), `[T, 1]` for fp8_per_token, `[T, H / 128]` for fp8_per_1x128, `[T, H / 32]`
+            for mxfp8; one element for fp8_static.
+        quant_type: of these.
         dtype: dtype of the result.
 
     Returns:
@@ -261,15 +342,18 @@ def dequantize(
     Raises:
         DtypeError: q is not float8_e4m3fn, or scales is neither float32 nor uint8.
         ShapeError: the shapes do not fit each other.
-        UnknownNameError: quant_type is not one of the two.
+        UnknownNameError: quant_type is none of them.
     """
     kind = _dispatch_quant_type(quant_type)
     _require_matrix("q", q)
     _require_dtype("q", q, (FP8_DTYPE,))
     num_tokens, hidden_dim = q.shape
-    group_size = hidden_dim if kind == QuantType.FP8_PER_TOKEN else FP8_GROUP_SIZE
+    group_size = {QuantType.FP8_PER_1X128: FP8_GROUP_SIZE, QuantType.MXFP8: MX_GROUP_SIZE}.get(kind, hidden_dim)
     if hidden_dim == 0 or hidden_dim % group_size:
-        raise ShapeError(f"q [T, H] with H a positive multiple of {FP8_GROUP_SIZE}", str(tuple(q.shape)))
+        raise ShapeError(f"q [T, H] with H a positive multiple of {group_size}", str(tuple(q.shape)))
+    if kind == QuantType.FP8_STATIC:
+        _require_shape("scales", scales.flatten(), (1,))
+        scales = scales.flatten().expand(num_tokens, 1)
     num_groups = hidden_dim // group_size
     _require_shape("scales", scales, (num_tokens, num_groups))
     values = q.to(torch.float32).reshape(num_tokens, num_groups, group_size)
@@ -302,8 +386,9 @@ def dequantize_per_128x128(q: torch.Tensor, scales: torch.Tensor, dtype: torch.d
 
 def _dispatch_quant_type(quant_type: QuantType | str) -> QuantType:
     kind: QuantType = parse_enum(QuantType, quant_type, "quant_type")
-    if kind not in (QuantType.FP8_PER_TOKEN, QuantType.FP8_PER_1X128):
-        raise UnknownNameError("to be 'fp8_per_token' or 'fp8_per_1x128'", repr(kind.value), field="quant_type")
+    casts = [cast.value for cast in DISPATCH_QUANT_TYPES if cast != QuantType.NONE]
+    if kind.value not in casts:
+        raise UnknownNameError(f"to be one of {', '.join(casts)}", repr(kind.value), field="quant_type")
     return kind
 
 

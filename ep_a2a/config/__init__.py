@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.config.enums import COMBINE_QUANT_TYPES as COMBINE_QUANT_TYPES
 from ep_a2a.config.enums import DISPATCH_QUANT_TYPES as DISPATCH_QUANT_TYPES
+from ep_a2a.config.enums import MX_GROUP_SIZE as MX_GROUP_SIZE
 from ep_a2a.config.enums import RING_KERNEL_TYPES as RING_KERNEL_TYPES
 from ep_a2a.config.enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYPES
 from ep_a2a.config.enums import CompiledCalls as CompiledCalls
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ep_a2a.config.op_config import COMBINE_DTYPES as COMBINE_DTYPES
     from ep_a2a.config.op_config import FP8_DTYPE as FP8_DTYPE
     from ep_a2a.config.op_config import FP8_GROUP_SIZE as FP8_GROUP_SIZE
+    from ep_a2a.config.op_config import GROUP_SIZES as GROUP_SIZES
     from ep_a2a.config.op_config import MAX_TOPK as MAX_TOPK
     from ep_a2a.config.op_config import EpDispatchCombineConfig as EpDispatchCombineConfig
     from ep_a2a.config.op_config import num_owned_experts as num_owned_experts

@@ -40,6 +40,9 @@ class QuantType(enum.StrEnum):
     NONE: tokens travel as they are.
     FP8_PER_TOKEN: dispatch casts to fp8, one scale per token.
     FP8_PER_1X128: dispatch casts to fp8, one scale per 128 elements.
+    MXFP8: dispatch casts to fp8, one UE8M0 scale per 32 elements (OCP MX's format).
+    FP8_STATIC: dispatch casts to fp8 with a scale that its caller passes; no scales travel. hidden_dim is a multiple of
+        128.
     FP8_DIRECT_CAST: combine casts to fp8 without scales; values beyond 448 become 448.
     FP8_BLOCKWISE: combine casts to fp8, one float32 scale per 128 elements.
     """
@@ -47,11 +50,21 @@ class QuantType(enum.StrEnum):
     NONE = "none"
     FP8_PER_TOKEN = "fp8_per_token"
     FP8_PER_1X128 = "fp8_per_1x128"
+    MXFP8 = "mxfp8"
+    FP8_STATIC = "fp8_static"
     FP8_DIRECT_CAST = "fp8_direct_cast"
     FP8_BLOCKWISE = "fp8_blockwise"
 
 
-DISPATCH_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_PER_TOKEN, QuantType.FP8_PER_1X128)
+MX_GROUP_SIZE = 32
+"""Elements that share one scale in MXFP8."""
+DISPATCH_QUANT_TYPES = (
+    QuantType.NONE,
+    QuantType.FP8_PER_TOKEN,
+    QuantType.FP8_PER_1X128,
+    QuantType.MXFP8,
+    QuantType.FP8_STATIC,
+)
 COMBINE_QUANT_TYPES = (QuantType.NONE, QuantType.FP8_DIRECT_CAST, QuantType.FP8_BLOCKWISE)
 
 

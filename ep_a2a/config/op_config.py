@@ -17,6 +17,7 @@ from ep_a2a import env
 from ep_a2a.config.enums import (
     COMBINE_QUANT_TYPES,
     DISPATCH_QUANT_TYPES,
+    MX_GROUP_SIZE,
     RING_KERNEL_TYPES,
     CompiledCalls,
     EpDispatchCombineKernelType,
@@ -34,6 +35,16 @@ WIRE_FORMAT_VERSION = 5
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_GROUP_SIZE = 128
 """Elements that share one scale in 1x128 and 128x128 quantisation."""
+
+GROUP_SIZES = {
+    QuantType.FP8_PER_1X128: FP8_GROUP_SIZE,
+    QuantType.MXFP8: MX_GROUP_SIZE,
+    QuantType.FP8_STATIC: FP8_GROUP_SIZE,
+    QuantType.FP8_BLOCKWISE: FP8_GROUP_SIZE,
+}
+"""Elements that a cast takes together, of which a row must have a multiple."""
+SCALE_FORMATS = {QuantType.MXFP8: (ScaleFormat.UE8M0,), QuantType.FP8_STATIC: (ScaleFormat.FLOAT32,)}
+"""Formats of scales that a cast inside dispatch can have, where not all."""
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE)
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,8 +112,8 @@ class EpDispatchCombineConfig:
         kernel_type: kernels to use.
         gpu_per_node: ranks that share a node.
         num_qp_per_pe: MORI's queue pairs per peer; checked, without effect: NCCL and NVSHMEM have their own settings.
-        quant_type: one of QuantType's values. fp8_per_token and fp8_per_1x128 cast inside dispatch; fp8_direct_cast
-            and fp8_blockwise cast the rows that combine sends.
+        quant_type: one of QuantType's values. fp8_per_token, fp8_per_1x128, mxfp8 and fp8_static cast inside dispatch;
+            fp8_direct_cast and fp8_blockwise cast the rows that combine sends.
         layout: one of Layout's values.
         timeout_secs: seconds that a wait inside a kernel may take, or on CPU an exchange between nodes; None reads
             EP_A2A_TIMEOUT_SECS (default 30). docs/reliability.md has the bounds of other waits.
@@ -113,6 +124,7 @@ class EpDispatchCombineConfig:
         max_sms: most multiprocessors that a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
         dispatch_quant_type: the cast inside dispatch where quant_type names a combine cast; None = by quant_type.
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes; "float32" where there is none.
+            With mxfp8 it becomes "ue8m0".
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
         flagged_max_tokens: steps of at most this max_num_tokens use low-latency dispatch, whose words are their own
             flags: one hop less, one local copy more. 0 to LOW_LATENCY_MAX_TOKENS, and LOW_LATENCY_MAX_ROWS / W at most.
@@ -193,6 +205,9 @@ class EpDispatchCombineConfig:
         for kind, name in ((Layout, "layout"), (ScaleFormat, "scale_format"), (CompiledCalls, "compiled_calls")):
             parse_enum(kind, getattr(self, name), name)
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
+        dispatch_quant = parse_enum(QuantType, self.dispatch_quant_type or quant_type, "dispatch_quant_type")
+        if dispatch_quant == QuantType.MXFP8 and self.scale_format == ScaleFormat.FLOAT32:
+            object.__setattr__(self, "scale_format", ScaleFormat.UE8M0.value)
         check_internode_transport(self.internode_transport, "internode_transport")
         if self.launch not in ("auto", "manual"):
             raise UnknownNameError("to be 'auto' or 'manual'", repr(self.launch), field="launch")
@@ -220,12 +235,14 @@ class EpDispatchCombineConfig:
             expected = f"* {dtype.itemsize} bytes ({dtype}) to be a multiple of {ALIGNMENT_BYTES}"
             require(row_bytes % ALIGNMENT_BYTES == 0, "hidden_dim", expected, str(row_bytes))
         for quant in (self.dispatch_quant, self.combine_quant):
-            has_groups = quant in (QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE)
-            is_whole = not has_groups or self.hidden_dim % FP8_GROUP_SIZE == 0
-            expected = f"to be a multiple of {FP8_GROUP_SIZE} with {quant.value}"
-            require(is_whole, "hidden_dim", expected, str(self.hidden_dim))
+            group = GROUP_SIZES.get(quant, 1)
+            expected = f"to be a multiple of {group} with {quant.value}"
+            require(self.hidden_dim % group == 0, "hidden_dim", expected, str(self.hidden_dim))
         if self.casts_in_dispatch:
             require(self.data_type != FP8_DTYPE, "data_type", "before the fused cast (bf16, fp16 or fp32)", "fp8")
+            possible = SCALE_FORMATS.get(self.dispatch_quant, tuple(ScaleFormat))
+            expected = f"in {tuple(map(str, possible))} with {self.dispatch_quant.value}"
+            require(self.scale_format in possible, "scale_format", expected, repr(str(self.scale_format)))
             given, made = (self.scale_dim, self.scale_type_size), (self.num_scales, self.scale_bytes)
             cast = self.dispatch_quant.value
             expected = f"0, or (scale_dim, scale_type_size) = {made} as {cast} makes them"
@@ -291,6 +308,16 @@ class EpDispatchCombineConfig:
         return self.dispatch_quant != QuantType.NONE
 
     @functools.cached_property
+    def takes_scale(self) -> bool:
+        """Whether a dispatch that casts is given the cast's scale."""
+        return self.dispatch_quant == QuantType.FP8_STATIC
+
+    @functools.cached_property
+    def cast_group(self) -> int:
+        """Elements that the cast inside dispatch takes together; those that share a scale, where it computes scales."""
+        return GROUP_SIZES.get(self.dispatch_quant, self.hidden_dim)
+
+    @functools.cached_property
     def wire_dtype(self) -> torch.dtype:
         """Dtype of the rows that dispatch returns."""
         return FP8_DTYPE if self.casts_in_dispatch else self.data_type
@@ -305,11 +332,9 @@ class EpDispatchCombineConfig:
     @functools.cached_property
     def num_scales(self) -> int:
         """Scales per row that dispatch returns; 0 = none."""
-        if self.dispatch_quant == QuantType.FP8_PER_TOKEN:
-            return 1
-        if self.dispatch_quant == QuantType.FP8_PER_1X128:
-            return self.hidden_dim // FP8_GROUP_SIZE
-        return self.scale_dim
+        if self.takes_scale:
+            return 0
+        return self.hidden_dim // self.cast_group if self.casts_in_dispatch else self.scale_dim
 
     @functools.cached_property
     def scale_bytes(self) -> int:

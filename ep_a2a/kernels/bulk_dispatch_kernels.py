@@ -139,7 +139,7 @@ def send_token(
     positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, S.WORLD_SIZE, tl.int32)
     scale_targets = targets_of(table, SCALES, rows, rank, scale_width, S.WORLD_SIZE, scale_dtype)
     if ROW.GROUP > 0:
-        send_quantized(tile, scale_targets, table, rows, rank, S.WORLD_SIZE, ROW)
+        send_quantized(tile, given.scales, scale_targets, table, rows, rank, S.WORLD_SIZE, ROW)
         # while this row leaves
         tile = load_tile(given.x, token + 1, last, ROW)
     else:

@@ -9,6 +9,7 @@ AMD GPUs functions "by integers" are compiled that the interpreter runs, too, bu
 
 import triton.language as tl
 
+from ep_a2a.kernels.constants import FULL_SCALES, GIVEN_SCALE, MX_SCALES, POWER_OF_TWO_SCALES
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_max
 from ep_a2a.kernels.target import (
@@ -150,24 +151,61 @@ def reciprocals_of(values):
 
 
 @portable
-def scales_of(maxima, POWERS_OF_TWO: tl.constexpr):
-    """Scales of groups with these largest finite magnitudes: over_fp8_max, rounded up if asked to a power of two.
-
-    Returns (scale bits as int32, reciprocals as float32), both of the same shape.
-    """
-    scales = over_fp8_max(tl.maximum(maxima, MIN_AMAX))
-    bits = scales.to(tl.int32, bitcast=True)
-    if POWERS_OF_TWO:
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
-        bits = tl.minimum(tl.maximum(exponent, 1), 254) << 23
-        scales = bits.to(tl.float32, bitcast=True)
-    return bits, reciprocals_of(scales)
+def mx_scales_of(maxima):
+    """scales_of as vLLM's MXFP8 has it: the least power of two with which the largest is at most 448, or 2^-127."""
+    bits = tl.maximum(maxima, 0.0).to(tl.int32, bitcast=True)
+    # the largest number of the format is 1.75 * 2^8 (fnuz: 2^7): a mantissa above .75 carries into the exponent
+    exponents = tl.maximum(((bits + 0x1FFFFF) >> 23) - (15 - fp8_bias()), 0)
+    return exponents << 23, ((254 - exponents) << 23).to(tl.float32, bitcast=True)
 
 
 @portable
-def quantize_tile(values, POWERS_OF_TWO: tl.constexpr):
-    """Quantises a float32 tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups])."""
-    scale_bits, reciprocals = scales_of(reduce_max(magnitudes_of(values), 1), POWERS_OF_TWO)
+def scales_of(maxima, given, SCALING: tl.constexpr):
+    """Scales of groups with these largest finite magnitudes.
+
+    Args:
+        given: int32 pointer to the bits of the one scale, with SCALING GIVEN_SCALE. SCALING: see constants.py.
+
+    Returns:
+        (scale bits as int32, reciprocals as float32), both of the shape of maxima. 0 stands for 2^-127.
+    """
+    if SCALING == MX_SCALES:
+        bits, reciprocals = mx_scales_of(maxima)
+    elif SCALING == GIVEN_SCALE:
+        bits = tl.full(maxima.shape, 0, tl.int32) + tl.load(given)
+        reciprocals = reciprocals_of(bits.to(tl.float32, bitcast=True))
+    else:
+        scales = over_fp8_max(tl.maximum(maxima, MIN_AMAX))
+        bits = scales.to(tl.int32, bitcast=True)
+        if SCALING == POWER_OF_TWO_SCALES:
+            exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+            bits = tl.minimum(tl.maximum(exponent, 1), 254) << 23
+            scales = bits.to(tl.float32, bitcast=True)
+        reciprocals = reciprocals_of(scales)
+    return bits, reciprocals
+
+
+def _interpreted_to_float32(values):
+    # the interpreter takes subnormal bf16 for 0
+    if values.dtype != tl.bfloat16:
+        return values.to(tl.float32)
+    return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@portable(interpreted=_interpreted_to_float32)
+def to_float32(values):
+    """Numbers of any dtype as float32."""
+    return values.to(tl.float32)
+
+
+@portable
+def quantize_tile(tile, given, SCALING: tl.constexpr):
+    """Quantises a tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups]).
+
+    given, SCALING: as of scales_of.
+    """
+    values = to_float32(tile)
+    scale_bits, reciprocals = scales_of(reduce_max(magnitudes_of(values), 1), given, SCALING)
     return e4m3_bits(values * reciprocals[:, None]), scale_bits
 
 
@@ -392,7 +430,7 @@ def line_scales(parts, LINES: tl.constexpr, DTYPE: tl.constexpr):
     largest = largest_of(parts, DTYPE)
     num_lines: tl.constexpr = largest.shape[0]
     groups: tl.constexpr = num_lines // LINES
-    bits, reciprocals = scales_of(reduce_max(tl.reshape(largest, (groups, LINES)), 1), False)
+    bits, reciprocals = scales_of(reduce_max(tl.reshape(largest, (groups, LINES)), 1), None, FULL_SCALES)
     bits = tl.broadcast_to(bits[:, None], (groups, LINES))
     reciprocals = tl.broadcast_to(reciprocals[:, None], (groups, LINES))
     return tl.reshape(bits, (num_lines,)), tl.reshape(reciprocals, (num_lines,))

@@ -13,6 +13,14 @@ import triton.language as tl
 Tuple = TypeVar("Tuple", bound=tuple[Any, ...])
 
 
+# How the fp8 cast of a row scales its groups: by the largest magnitude; by that, rounded up to a power of two; the
+# same without a least scale, as vLLM's MXFP8 has it; by the scale that the caller of dispatch has given.
+FULL_SCALES = tl.constexpr(0)
+POWER_OF_TWO_SCALES = tl.constexpr(1)
+MX_SCALES = tl.constexpr(2)
+GIVEN_SCALE = tl.constexpr(3)
+
+
 class Shape(NamedTuple):
     """Of an op; the same on all ranks.
 
@@ -51,8 +59,8 @@ class LaunchForm(NamedTuple):
 class Row(NamedTuple):
     """A token's row on the wire.
 
-    ROW_WORDS: its 4-byte words, of which a program moves BLOCK_WORDS at once. GROUP: elements that share a scale of the
-    fp8 cast, 0 for no cast. POWERS_OF_TWO: scales are rounded up to powers of two. BYTE_SCALES: scales are exponents.
+    ROW_WORDS: its 4-byte words, of which a program moves BLOCK_WORDS at once. GROUP: elements that the fp8 cast
+    takes together, 0 for no cast. SCALING: how it scales them (FULL_SCALES, ...). BYTE_SCALES: scales are exponents.
     """
 
     ROW_WORDS: tl.constexpr
@@ -60,7 +68,7 @@ class Row(NamedTuple):
     GROUP: tl.constexpr
     GROUP_LANES: tl.constexpr
     GROUPS_LANES: tl.constexpr
-    POWERS_OF_TWO: tl.constexpr
+    SCALING: tl.constexpr
     BYTE_SCALES: tl.constexpr
 
 

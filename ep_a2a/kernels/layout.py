@@ -173,7 +173,7 @@ class Span(enum.IntEnum):
 
 
 class FlagProgram(enum.IntEnum):
-    """Programs of a low-latency dispatch that exchange counts and flags; those behind them send and receive rows."""
+    """Programs of a low-latency dispatch that exchange counts and post flags; those behind them move rows."""
 
     COUNT_PUBLISHER = 0
     FLAG_POSTER = 1

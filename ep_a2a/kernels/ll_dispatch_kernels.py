@@ -34,7 +34,6 @@ from ep_a2a.kernels.primitives import (
     post_all,
     reduce_min,
     reduce_sum,
-    wait_all,
 )
 from ep_a2a.kernels.receive_kernels import DispatchInputs, DispatchStep, accept_counts, post_counts, receive_nothing
 from ep_a2a.kernels.routing_kernels import (
@@ -93,8 +92,8 @@ class SendPlaces(NamedTuple):
 class Roles(NamedTuple):
     """A program's roles in a low-latency dispatch.
 
-    is_publisher: it posts and awaits counts. is_poster: flags. num_senders: the programs after those two, which send.
-    num_receivers: the last programs of the grid, which receive.
+    is_publisher: it posts and awaits counts. is_poster: it posts flags.
+    num_senders: the programs after those two, which send. num_receivers: the last programs of the grid, which receive.
     """
 
     is_publisher: tl.tensor
@@ -255,13 +254,16 @@ def push_beside(own_lines, values, lanes, to, epoch, FIRST_WORD: tl.constexpr, C
 
 
 @portable
-def push_cast_row(values, to, ROW: tl.constexpr):
-    """Cast a row's tile to fp8 and push it to Targets. Returns the bits of its scales, [GROUPS_LANES]."""
+def push_cast_row(values, scales, to, ROW: tl.constexpr):
+    """Cast a row's tile to fp8 and push it to Targets. Returns the bits of its scales, [GROUPS_LANES].
+
+    scales: those that dispatch is given.
+    """
     groups = tl.arange(0, ROW.GROUPS_LANES)
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
     elements = tl.arange(0, ROW.GROUP_LANES)
     mask = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
-    bits, scale_bits = quantize_tile(values.to(tl.float32), ROW.POWERS_OF_TWO)
+    bits, scale_bits = quantize_tile(values, scales, ROW.SCALING)
     push(to, groups[:, None] * ROW.GROUP + elements[None, :], bits, mask, 0)
     if ROW.BYTE_SCALES:
         scale_bits = scale_bits >> 23
@@ -324,7 +326,7 @@ def send_token(
     scale_lanes = tl.arange(0, LL.SIDE_LANES)
     if ROW.GROUP > 0:
         scale_lanes = tl.arange(0, ROW.GROUPS_LANES)
-        scales = push_cast_row(token.tile, to, ROW)
+        scales = push_cast_row(token.tile, given.scales, to, ROW)
     else:
         written_in_full = push_row(given.x, to, token.number, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
         if LL.HAS_SCALES:
@@ -397,20 +399,18 @@ def send_rows(
 
 @portable
 def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
-    """Do the receiving part of a program: await counts or flags, or receive its share of the rows."""
+    """Do the receiving part of a program: await counts, or receive its share of the rows."""
     table, rank, epoch = step.table, step.rank, step.epoch
     receiver = step.program - (step.num_programs - roles.num_receivers)
-    waits = roles.is_publisher | roles.is_poster | (receiver >= 0)
+    waits = roles.is_publisher | (receiver >= 0)
     if waits:
         begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
     if roles.is_publisher:
         if poison == 0:
+            # a peer's counts tell also that its earlier combine has read what this rank overwrites next
             poison = accept_counts(step, S, LL.COUNT_LANES)
         if poison != 0:
             receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    elif roles.is_poster & (poison == 0):
-        # then every peer's earlier combine has read what this rank overwrites next
-        poison = wait_all(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False, 1)
     elif (receiver >= 0) & (poison == 0):
         poison = receive_low_latency_rows(step, places, receiver, roles.num_receivers, S, ROW, LL, FORM)
     if poison != 0:
@@ -434,7 +434,7 @@ def ll_dispatch_kernel(
 ):  # fmt: skip
     """Dispatch of one step of few tokens per rank; run-time arguments as in bulk_dispatch_kernel, and:
 
-    Program 0, the count publisher, posts and awaits the counts; program 1, the flag poster, posts and awaits the flags.
+    Program 0, the count publisher, posts and awaits the counts; program 1, the flag poster, posts the flags.
     The interpreter, which runs programs in turn, needs one launch that sends and one that receives.
 
     Args:

@@ -43,11 +43,12 @@ def write_row(source, line, token, end, ROW: tl.constexpr, LINE: tl.constexpr):
         groups, elements = tl.arange(0, ROW.GROUPS_LANES), tl.arange(0, ROW.GROUP_LANES)
         num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
         tile = load_tile(source.x, token, end, ROW)
-        bits, scale_bits = quantize_tile(tile.to(tl.float32), ROW.POWERS_OF_TWO)
+        bits, scale_bits = quantize_tile(tile, source.scales, ROW.SCALING)
         inside = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
         tl.store(words_at(line, 0, tl.uint8) + groups[:, None] * ROW.GROUP + elements[None, :], bits, mask=inside)
         made = (scale_bits >> 23).to(tl.uint8) if ROW.BYTE_SCALES else scale_bits
-        tl.store(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + groups, made, mask=groups < num_groups)
+        if LINE.SCALE_WIDTH > 0:
+            tl.store(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + groups, made, mask=groups < num_groups)
     else:
         copy_row(source.x, token, words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
         if LINE.SCALE_WIDTH > 0:

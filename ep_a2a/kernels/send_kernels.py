@@ -3,6 +3,7 @@
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import quantize_tile
+from ep_a2a.kernels.constants import GIVEN_SCALE
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_sum
@@ -131,20 +132,20 @@ def load_tile(x, token, end, ROW: tl.constexpr):
 
 @portable
 def send_quantized(
-    values, scale_targets, table, rows, rank, WORLD_SIZE: tl.constexpr, ROW: tl.constexpr
+    values, scales, scale_targets, table, rows, rank, WORLD_SIZE: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Casts a row's tile to fp8 and sends bytes and scales."""
+    """Casts a row's tile to fp8 and sends bytes and scales. scales: those that dispatch is given."""
     groups = tl.arange(0, ROW.GROUPS_LANES)
     elements = tl.arange(0, ROW.GROUP_LANES)
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
     offsets = groups[:, None] * ROW.GROUP + elements[None, :]
     mask = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
     targets = targets_of(table, TOKENS, rows, rank, ROW.ROW_WORDS * 4, WORLD_SIZE, tl.uint8)
-    bits, scale_bits = quantize_tile(values.to(tl.float32), ROW.POWERS_OF_TWO)
+    bits, scale_bits = quantize_tile(values, scales, ROW.SCALING)
     for step in tl.static_range(WORLD_SIZE):
         if rows[step] >= 0:
             tl.store(targets[step] + offsets, bits, mask=mask)
     if ROW.BYTE_SCALES:
         store_at_all(scale_targets, rows, groups, (scale_bits >> 23).to(tl.uint8), groups < num_groups, WORLD_SIZE)
-    else:
+    elif ROW.SCALING != GIVEN_SCALE:
         store_at_all(scale_targets, rows, groups, scale_bits, groups < num_groups, WORLD_SIZE)

@@ -8,6 +8,7 @@ first of the others, and warps over the rest.
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import e4m3_bits, magnitudes_of, scales_of
+from ep_a2a.kernels.constants import GIVEN_SCALE
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, epoch_of, payload_of, reduce_max
@@ -190,12 +191,15 @@ def scaled_runs(elements, reciprocals, RUNS: tl.constexpr):
 
 
 @portable
-def cast_groups(even, odd, DTYPE: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
-    """Cast groups of two tiles of load_groups: (fp8 bits [GROUPS, TOKENS, GROUP], scale bits [GROUPS, TOKENS])."""
+def cast_groups(even, odd, scales, DTYPE: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Cast groups of two tiles of load_groups: (fp8 bits [GROUPS, TOKENS, GROUP], scale bits [GROUPS, TOKENS]).
+
+    scales: those that dispatch is given.
+    """
     run: tl.constexpr = RUN * 32 // DTYPE.primitive_bitwidth
     runs: tl.constexpr = (TILE.GROUPS, TILE.TOKENS, ROW.GROUP // (2 * run), run)
     left, right = elements_of(even, DTYPE), elements_of(odd, DTYPE)
-    scale_bits, reciprocals = scales_of(reduce_max(maximum_of(left, right), 2), ROW.POWERS_OF_TWO)
+    scale_bits, reciprocals = scales_of(reduce_max(maximum_of(left, right), 2), scales, ROW.SCALING)
     reciprocals = reciprocals[:, :, None]
     pairs = tl.join(scaled_runs(left, reciprocals, runs), scaled_runs(right, reciprocals, runs))
     scaled = tl.reshape(tl.permute(pairs, (0, 1, 2, 4, 3)), (TILE.GROUPS, TILE.TOKENS, ROW.GROUP))
@@ -242,9 +246,10 @@ def send_cast_tiles(given, step, first, last, parts, S: tl.constexpr, ROW: tl.co
     block: tl.constexpr = TILE.GROUPS * TILE.PARTS
     num_blocks: tl.constexpr = (num_groups + block - 1) // block
     scale_dtype: tl.constexpr = tl.uint8 if ROW.BYTE_SCALES else tl.int32
+    num_scales: tl.constexpr = 0 if ROW.SCALING == GIVEN_SCALE else num_groups
     for start in range(first, last, TILE.TOKENS):
         row_aims, scale_aims, all_go = aims_of(
-            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, num_groups, scale_dtype, S, TILE
+            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, num_scales, scale_dtype, S, TILE
         )
         for number in range(num_blocks):
             # the next block is under way while this one is cast and leaves
@@ -253,12 +258,13 @@ def send_cast_tiles(given, step, first, last, parts, S: tl.constexpr, ROW: tl.co
             next_parts, scales = (), ()
             for part in tl.static_range(TILE.PARTS):
                 bits, scale_bits = cast_groups(
-                    parts[2 * part], parts[2 * part + 1], given.x.dtype.element_ty, ROW, TILE
+                    parts[2 * part], parts[2 * part + 1], given.scales, given.x.dtype.element_ty, ROW, TILE
                 )
                 next_parts = next_parts + load_groups(
                     given.x, next_start, last, next_first + part * TILE.GROUPS, ROW, TILE
                 )
                 send_groups(bits, number * block + part * TILE.GROUPS, row_aims, all_go, S, ROW, TILE)
                 scales = scales + (scale_bits,)
-            send_scales(scales, number * block, scale_aims, all_go, S, ROW, TILE)
+            if num_scales > 0:
+                send_scales(scales, number * block, scale_aims, all_go, S, ROW, TILE)
             parts = next_parts

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 TOKEN_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn")
-DISPATCH_CASTS = ("none", "fp8_per_token", "fp8_per_1x128")
+DISPATCH_CASTS = ("none", "fp8_per_token", "fp8_per_1x128", "mxfp8", "fp8_static")
 SCALE_FORMATS = ("float32", "ue8m0", "float32_power_of_two")
 
 USE, ROWS, DTYPES, SIZES, NEEDS, RUN = "use", "rows", "dtypes", "sizes", "needs", "run"

@@ -51,7 +51,8 @@ def make_op(
         topk: experts that each token names.
         max_tokens: the most tokens that a rank dispatches in one step. Memory grows with it.
         dtype: of the tokens and of combine's result: bfloat16, float16 or float32.
-        quant: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128" (one scale per 128 elements).
+        quant: cast inside dispatch: "none", "fp8_per_token", "fp8_per_1x128" (one scale per 128 elements), "mxfp8" (per
+            32) or "fp8_static" (the scale is passed to dispatch).
         layout: order of the received rows: "compact", "rank_major" or "expert_major".
         device: where the tensors live; None is the current CUDA device, or the CPU without one.
 

@@ -112,7 +112,8 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         """The tokens and scales to send; torch casts them where the config asks for a cast."""
         config = self.config
         if config.casts_in_dispatch and tokens.dtype != FP8_DTYPE:
-            return quantize(tokens, config.dispatch_quant, config.scale_format)
+            q, made = quantize(tokens, config.dispatch_quant, config.scale_format, scales)
+            return q, None if config.takes_scale else made
         return tokens, travelling_scales(config, tokens, scales)
 
     def _prepare_combine(self, step: OpenStep[AdapterStep], given: CombineInputs) -> RowsBack:

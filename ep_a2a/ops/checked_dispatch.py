@@ -28,7 +28,7 @@ class CheckedDispatch(NamedTuple):
         step_tokens: the step's bound.
         wire_word: the choices that ranks compare, without a tag.
         row_limit: R.
-        scales_travel: whether the given scales are sent.
+        scales_travel: whether the kernels get the given scales.
         stand_in: an empty tensor to send in place of scales that this rank does not have; None to send none.
         lead: leading dimensions of the rows that the experts work on.
         received: dispatch's result, views of the op's memory.
@@ -60,7 +60,7 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
     config, limit = memory.config, step.step_tokens
     inputs.check_dispatch(config, device, step)
     scales = inputs.travelling_scales(config, step.tokens, step.scales)
-    has_weights, has_scales = step.weights is not None, config.casts_in_dispatch or scales is not None
+    has_weights, has_scales = step.weights is not None, inputs.scales_travel(config, scales)
     word = wire_word(limit, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE)
     scale_dtype = None
     if has_scales:

@@ -206,5 +206,5 @@ def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:
     return UnsupportedError(
         "a quant_type that acts on dispatch",
         f"{config.quant_type!r}: collectives combine unquantised",
-        "Use the backend 'ep_a2a', or quant_type='none', 'fp8_per_token' or 'fp8_per_1x128'.",
+        "Use the backend 'ep_a2a', or a quant_type that casts in dispatch.",
     )

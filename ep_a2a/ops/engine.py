@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.expert_major import ExpertMajorKernels
+from ep_a2a.ops.inputs import scales_travel
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from ep_a2a.tuning.tables import arch_name, load_tables
 
@@ -64,8 +65,7 @@ class Engine(Protocol):
     def _expand(self, args: DispatchArguments) -> None:
         """In layout expert_major, launch the copy of the received rows to a block for each expert."""
         if self.kernels.by_expert is not None:
-            has_scales = args.scales is not None or self.kernels.config.casts_in_dispatch
-            self.kernels.by_expert.expand(args.step_tokens, has_scales)
+            self.kernels.by_expert.expand(args.step_tokens, scales_travel(self.kernels.config, args.scales))
 
     def _prepare_rows(self, args: CombineArguments) -> None:
         """Launch the copies before a combine, and in layout expert_major the weighted sums of the experts' rows."""

@@ -218,16 +218,21 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
 def travelling_scales(
     config: EpDispatchCombineConfig, tokens: torch.Tensor, scales: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The scales that travel with the tokens, after check_dispatch; None if the caller's empty tensor stands for none.
+    """The scales for the kernels, after check_dispatch; None if the caller's empty tensor stands for none.
 
     A rank without tokens that come cast has an empty tensor, because its kernels move other ranks' scales.
     """
     is_cast = config.casts_in_dispatch and tokens.dtype == FP8_DTYPE
-    if scales is None and is_cast:
+    if scales is None and is_cast and config.num_scales:
         return tokens.new_empty(0, config.num_scales, dtype=SCALE_DTYPES[config.scale_bytes][0])
     if scales is None or scales.numel() or (config.num_scales and (is_cast or not config.casts_in_dispatch)):
         return scales
     return None
+
+
+def scales_travel(config: EpDispatchCombineConfig, scales: torch.Tensor | None) -> bool:
+    """Whether scales travel with a step's tokens; scales: from travelling_scales, also the one of a given cast."""
+    return config.num_scales > 0 and (config.casts_in_dispatch or scales is not None)
 
 
 def _check_scales(
@@ -236,13 +241,21 @@ def _check_scales(
     will_cast = config.casts_in_dispatch and tokens.dtype != FP8_DTYPE
     if scales is not None and not isinstance(scales, torch.Tensor):
         raise DtypeError("scales to be a tensor or None", type(scales).__name__)
+    if will_cast and config.takes_scale:
+        if scales is None:
+            raise InputError("the scale of the cast fp8_static as scales, float32 of one element", "none")
+        check_tensor("scales", scales, (torch.float32,), device)
+        if scales.numel() != 1:
+            raise ShapeError("scales of one element, the scale of the cast fp8_static", str(tuple(scales.shape)))
+        return
     # MORI's callers pass an empty tensor for no scales
     if scales is None or (scales.numel() == 0 and (will_cast or not config.num_scales)):
-        if config.casts_in_dispatch and not will_cast and tokens.shape[0]:
+        if config.casts_in_dispatch and config.num_scales and not will_cast and tokens.shape[0]:
             raise InputError("scales with tokens that are quantised already", "none", "Pass scales [T, S].")
         return
     if will_cast or not config.num_scales:
-        why = "dispatch computes them" if will_cast else "the config has scale_dim 0"
+        unknown = "fp8_static sends none" if config.takes_scale else "the config has scale_dim 0"
+        why = "dispatch computes them" if will_cast else unknown
         raise InputError(f"no scales, because {why}", f"scales of shape {tuple(scales.shape)}", "Pass None.")
     check_tensor("scales", scales, SCALE_DTYPES[config.scale_bytes], device)
     if tuple(scales.shape) != (tokens.shape[0], config.num_scales):

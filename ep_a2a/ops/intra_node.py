@@ -295,7 +295,7 @@ def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: 
         "TOKEN_LANES": padded(config.low_latency_tokens),
         "COUNT_BITS": count_bits(config.low_latency_tokens),
         "SCALE_WORDS": config.num_scales,
-        "HAS_SCALES": casts or args.scales is not None,
+        "HAS_SCALES": config.num_scales > 0 and (casts or args.scales is not None),
         "COUNT_LANES": kernels.count_lanes(threads),
         "POISON_LANES": threads,
         "SIDE_LANES": max(padded(side_words(config) + 1), threads),
@@ -332,7 +332,7 @@ def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch)
 
 def _tile_tokens(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> int:
     """Tokens of a tile; 0, no tiles, also where a scale is a row's, which takes the registers of all warps."""
-    by_rows = kernels.casts(args.tokens) and kernels.config.dispatch_quant != QuantType.FP8_PER_1X128
+    by_rows = kernels.casts(args.tokens) and kernels.config.dispatch_quant == QuantType.FP8_PER_TOKEN
     return 0 if by_rows else launch.send_rows
 
 

@@ -11,6 +11,11 @@ RANK_BITS = 16
 """Low bits of a poison word, code << 16 | accused rank, that hold the rank (kernels/primitives.py)."""
 
 
+def failure_of(word: int) -> Failure | None:
+    """Returns the failure that a poison word reports; None for 0."""
+    return Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1)) if word else None
+
+
 class PoisonWord:
     """This rank's poison word: kernels that wait leave when it is not 0, and later ones send nothing.
 
@@ -19,10 +24,13 @@ class PoisonWord:
 
     Args:
         word: int32 [1], in the op's memory.
+
+    Attributes:
+        word: as given. Work that is enqueued behind a kernel reads there what this kernel has met.
     """
 
     def __init__(self, word: torch.Tensor) -> None:
-        self._word, self._device = word, word.device
+        self.word, self._device = word, word.device
         on_gpu = word.is_cuda
         self._stream = torch.cuda.Stream(word.device) if on_gpu else None  # type: ignore[no-untyped-call]
         with torch.inference_mode(False):  # a reader may be in this mode or not
@@ -32,14 +40,13 @@ class PoisonWord:
 
     def read(self) -> Failure | None:
         """Returns the failure that any rank had reported here when the kernels that this rank has waited for ended."""
-        word = self._read()
-        return Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1)) if word else None
+        return failure_of(self._read())
 
     def _read(self) -> int:
         if self._stream is None:
-            return int(self._word)
+            return int(self.word)
         with torch.cuda.stream(self._stream):
-            self._seen.copy_(self._word, non_blocking=True)
+            self._seen.copy_(self.word, non_blocking=True)
         self._stream.synchronize()
         return int(self._seen)
 
@@ -49,9 +56,9 @@ class PoisonWord:
         with torch.inference_mode():
             if self._stream is None:
                 # an earlier failure takes precedence
-                if not int(self._word):
-                    self._word.fill_(value)
+                if not int(self.word):
+                    self.word.fill_(value)
                 return
             self._posted.numpy()[0] = value
             with torch.cuda.stream(self._stream):
-                self._word.copy_(self._posted, non_blocking=True)
+                self.word.copy_(self._posted, non_blocking=True)

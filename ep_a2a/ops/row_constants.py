@@ -7,14 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
 
-from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType, ScaleFormat
+from ep_a2a.config import Layout, QuantType, ScaleFormat
 from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES
-from ep_a2a.kernels.constants import Block, ExpertPlacement, Row, Shape, constants
+from ep_a2a.kernels.constants import (
+    FULL_SCALES,
+    GIVEN_SCALE,
+    MX_SCALES,
+    POWER_OF_TWO_SCALES,
+    Block,
+    ExpertPlacement,
+    Row,
+    Shape,
+    constants,
+)
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
+SCALING_OF_CAST = {QuantType.MXFP8: MX_SCALES, QuantType.FP8_STATIC: GIVEN_SCALE}
+"""How casts scale a row, where the format of scales does not say it."""
 MAX_BLOCK_WORDS = 4096
 """The most words of a row that a program copies at once."""
 LINE_WORDS = 4
@@ -36,9 +48,8 @@ def shape_of(config: EpDispatchCombineConfig) -> Shape:
 
 def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: int = 1) -> Row:
     """The constants of a row on the wire, of which a program moves at least `least_words` words at once."""
-    group = 0
-    if casts:
-        group = FP8_GROUP_SIZE if config.dispatch_quant == QuantType.FP8_PER_1X128 else config.hidden_dim
+    group = config.cast_group if casts else 0
+    by_format = FULL_SCALES if config.scale_format == ScaleFormat.FLOAT32 else POWER_OF_TWO_SCALES
     row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
     values = {
         "ROW_WORDS": row_words,
@@ -46,7 +57,7 @@ def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: 
         "GROUP": group,
         "GROUP_LANES": padded(max(1, group)),
         "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
-        "POWERS_OF_TWO": config.scale_format != ScaleFormat.FLOAT32,
+        "SCALING": SCALING_OF_CAST.get(config.dispatch_quant, by_format).value,
         "BYTE_SCALES": config.scale_bytes == 1,
     }
     return constants(Row, values)

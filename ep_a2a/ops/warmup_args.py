@@ -32,7 +32,7 @@ def warmup_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> 
         scale_options = scale_options[-1:]
     for x in inputs:
         casts = config.casts_in_dispatch and x.dtype != FP8_DTYPE
-        for scales in [None] if casts else scale_options:
+        for scales in [word if config.takes_scale else None] if casts else scale_options:
             for weights in sent_weights:
                 yield DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
 

@@ -34,7 +34,8 @@ entry was 4 % slower than the analytic numbers (bench/results)."""
 ABOUT = (
     "us is a whole round trip, dispatch + combine in a CUDA graph, median, slowest rank; gb_per_s is what the round "
     "trip must move over the wire, remote_rows of a rank times the bytes of a row on both ways, over us. "
-    "A number of programs, senders or receivers of 0 means one for each unit of work."
+    "A number of programs, senders or receivers of 0 means one for each unit of work, "
+    "with max_sms what follows from it."
 )
 _log = logging.getLogger(__name__)
 _reported: set[tuple[str, ShapeKey, str]] = set()

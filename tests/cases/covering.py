@@ -23,6 +23,8 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 STORES, PUTS, STAGED = "rings-by-stores", "rings-by-puts", "staged"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8_DTYPE}
 HIDDEN_DIMS = {"fp8_per_1x128": 256, "fp8_blockwise": 256}
+BY_GROUPS = ("fp8_per_1x128", "mxfp8", "fp8_static")
+"""Casts that differ in how they find a group's scale only, so that they stand for each other in turn."""
 NUM_NODES = {2: 2, 3: 3, 4: 2, 5: 5, 6: 2, 7: 7, 8: 2}
 RING_KERNELS = ("InterNodeV1", "InterNodeV1LL", "AsyncLL")
 
@@ -124,7 +126,7 @@ def case_of(choice: Choice, number: int) -> Case:
         dtype=DTYPES[choice.dtype],
         layout=choice.layout,
         routing=choice.routing,
-        quant_type=choice.cast,
+        quant_type=BY_GROUPS[number % 3] if choice.cast == BY_GROUPS[0] else choice.cast,
         seed=number,
         split="mixed" if number % 3 == 0 else "",
     )

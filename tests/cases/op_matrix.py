@@ -124,7 +124,10 @@ SHAPES, DTYPES, CASTS, CONTRACTS = map(listed, ("shapes", "dtypes", "casts", "co
 UNUSUAL, HALVES = map(listed, ("unusual", "halves"))
 DIRECT = _direct(_some_routings() | CONTRACTS | DTYPES | CASTS | _worlds() | HALVES | UNUSUAL)
 # What differs from the flagged way in payload only, which both ways share: enough on GPUs, where it takes no time.
-DIRECT_PAYLOADS = _direct(DTYPES | CASTS | _worlds()).keys()
+DIRECT_PAYLOADS = _direct(DTYPES | CASTS | _worlds() | UNUSUAL).keys()
+
+PAIRED = {*_expert_major(), *_routings(), *(f"W{size}-{layout}" for size in (1, 2, 3) for layout in LAYOUTS)}
+"""Cases whose layout, routing and number of ranks test_covering.py pairs, with all else, too."""
 
 CASES: dict[str, Case] = (
     _expert_major()

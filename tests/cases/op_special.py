@@ -210,7 +210,6 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
             assert not received.total_recv.any()
             assert not op.recv_counts.any()
         error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {ABSENT_TIMEOUT_SECS:g}")
-        assert isinstance(error, errors.RankTimeoutError)
         assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
         assert error.wanted == 2
         assert [epochs[absent] for epochs in error.seen.values()] == [1] * (2 if phase == "dispatch" else 1), error
@@ -361,7 +360,8 @@ def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
         op.set_max_sms(0, shares_sm=True)
         op.dispatch(x, None, None, ids)
         result = op.combine(rows, None, None)[0][:num_tokens]
-        same_bits(result, torch.full_like(result, case.world_size), "sums by programs beside products")
+        expected = torch.full(result.shape, float(case.world_size), dtype=result.dtype)
+        same_bits(result, expected, "sums by programs beside products")
         op.check()
 
 
@@ -537,7 +537,6 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
         arena.rendezvous.timeout_secs = 2.0
         if context.rank != 1:
             error = raised(errors.RankTimeoutError, lambda: make_op(context, case, arena), "rank 1")
-            assert isinstance(error, errors.RankTimeoutError)
             # its process runs
             assert (error.missing_ranks, error.late_ranks) == ((), (1,))
         come_last(context, 1, "the end")

@@ -39,7 +39,7 @@ def count_other_scales(differences, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexp
         patterns = tl.cast(program, tl.int64) * (BLOCK * NUM_BLOCKS) + block * BLOCK + tl.arange(0, BLOCK)
         maxima = patterns.to(tl.int32).to(tl.float32, bitcast=True)
         maxima = tl.where((maxima >= MIN_AMAX) & (maxima < float("inf")), maxima, 1.0)
-        bits, reciprocals = scales_of(maxima, False)
+        bits, reciprocals = scales_of(maxima, None, 0)
         scales = tl.div_rn(maxima, tl.full((BLOCK,), FP8_MAX, tl.float32))
         exact = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scales)
         found += ((bits != scales.to(tl.int32, bitcast=True)) | (reciprocals != exact)).to(tl.int32)

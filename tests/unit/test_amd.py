@@ -69,10 +69,10 @@ def widen_kernel(words, out):
 
 
 @portable
-def quantize_kernel(values, out, scales, POWERS_OF_TWO: tl.constexpr):
+def quantize_kernel(values, out, scales, SCALING: tl.constexpr):
     groups, elements = tl.arange(0, 64), tl.arange(0, 128)
     at = groups[:, None] * 128 + elements[None, :]
-    bits, scale_bits = quantize_tile(tl.load(values + at), POWERS_OF_TWO)
+    bits, scale_bits = quantize_tile(tl.load(values + at), None, SCALING)
     tl.store(out + at, bits)
     tl.store(scales + groups, scale_bits)
 
@@ -115,7 +115,7 @@ def test_scales_of_gfx942() -> None:
     for powers_of_two in (False, True):
         out, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(64, dtype=torch.int32)
         with interpreted_arch("gfx942"):
-            quantize_kernel.interpret((1,), values, out, scales, POWERS_OF_TWO=powers_of_two)
+            quantize_kernel.interpret((1,), values, out, scales, SCALING=powers_of_two)
         expected = torch.exp2(exact.double().log2().ceil()).float() if powers_of_two else exact
         assert torch.equal(scales.view(torch.float32), expected)
         assert torch.equal(out, fnuz_of(values * (1 / expected)[:, None]))

@@ -13,12 +13,12 @@ from triton.runtime.jit import JITFunction
 
 from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
-from ep_a2a.kernels.constants import ExpertPlacement
+from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, ExpertPlacement
 from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import MANY_POLLS, POLLS_PER_CLOCK, begin_stage, finish_stage, late_lanes, next_poll
 from ep_a2a.kernels.routing_kernels import count_rows, field_of, owner_of, packed, plus
-from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups
+from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups, quantize_mxfp8, quantize_static
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
 from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.unit.device import as_int32, shape_of, untouched
@@ -74,10 +74,10 @@ def test_e4m3_is_the_oracles():
 
 
 @portable
-def quantize_rows(values, bits_out, scales_out, ELEMENTS: tl.constexpr, POWERS_OF_TWO: tl.constexpr):
+def quantize_rows(values, given, bits_out, scales_out, ELEMENTS: tl.constexpr, SCALING: tl.constexpr):
     groups = tl.arange(0, 32)
     where = groups[:, None] * ELEMENTS + tl.arange(0, ELEMENTS)[None, :]
-    bits, scale_bits = quantize_tile(tl.load(values + where), POWERS_OF_TWO)
+    bits, scale_bits = quantize_tile(tl.load(values + where), given, SCALING)
     tl.store(bits_out + where, bits)
     tl.store(scales_out + groups, scale_bits)
 
@@ -111,7 +111,7 @@ def test_quantised_tiles_equal_the_reference(num_elements, scale_format):
     rows = unusual_rows(num_elements) if num_elements > 1 else torch.randn(32, 1)
     bits = torch.zeros(rows.shape, dtype=torch.uint8)
     scales = torch.zeros(32, dtype=torch.int32)
-    quantize_rows.interpret((1,), rows, bits, scales, ELEMENTS=num_elements, POWERS_OF_TWO=scale_format == "ue8m0")
+    quantize_rows.interpret((1,), rows, None, bits, scales, ELEMENTS=num_elements, SCALING=scale_format == "ue8m0")
     expected, expected_scales = quantize_groups(rows, scale_format)
     assert torch.equal(bits, expected.view(torch.uint8))
     if scale_format == "ue8m0":
@@ -119,6 +119,18 @@ def test_quantised_tiles_equal_the_reference(num_elements, scale_format):
         assert (scales & 0x7FFFFF == 0).all()
     else:
         assert torch.equal(scales, expected_scales.view(torch.int32))
+
+
+def test_mx_and_given_scales_equal_the_reference():
+    rows, given = unusual_rows(32), torch.tensor([3.71])
+    bits, scales = torch.zeros(rows.shape, dtype=torch.uint8), torch.zeros(32, dtype=torch.int32)
+    quantize_rows.interpret((1,), rows, None, bits, scales, ELEMENTS=32, SCALING=MX_SCALES.value)
+    expected, expected_scales = quantize_mxfp8(rows)
+    assert torch.equal(bits, expected.view(torch.uint8))
+    assert torch.equal((scales >> 23).to(torch.uint8), expected_scales.flatten())
+    word = given.view(torch.int32)
+    quantize_rows.interpret((1,), rows, word, bits, scales, ELEMENTS=32, SCALING=GIVEN_SCALE.value)
+    assert torch.equal(bits, quantize_static(rows, given).view(torch.uint8))
 
 
 # --- bf16 ---
@@ -262,14 +274,6 @@ def test_counts_are_sums_of_the_mask(world_size, num_experts, bits):
     nothing = [0] * (form["SHAPE"].WORLD_LANES - world_size)
     for first, last, tokens in ((5, num_tokens, 8), (0, num_tokens, 64), (12, 18, 8), (3, 35, 16), (9, 9, 8)):
         assert counted(ids, first, last, tokens, **form) == mask[first:last].sum(0).tolist() + nothing
-
-
-def test_counts_do_not_read_beyond_the_range():
-    """Behind the last token lie others, or nothing that may be read; before the first lie those of other programs."""
-    ids = torch.tensor([[0], [1], [0], [1], [1]], dtype=torch.int32)
-    for tokens in (1, 2, 8):
-        assert counted(ids, 2, 4, tokens, **form_of(1, 2, 2, 8)) == [1, 1]
-        assert counted(ids, 4, 2, tokens, **form_of(1, 2, 2, 8)) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -187,12 +187,3 @@ def test_rows_do_not_depend_on_how_they_are_counted(num_tokens, topk, num_expert
         expected = torch.where((mask > 0) & (rows < row_limit), rows, -1)[:, order]
         for found in found_rows(ids, first_rows, row_limit, rank, num_tokens, num_experts, bits):
             assert found.tolist() == expected.tolist()
-
-
-def test_the_row_limit_is_the_first_row_that_does_not_exist():
-    """All tokens to one rank: the limit's place among them, whichever program has it."""
-    ids, first_rows = torch.ones(10, 1, dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32)
-    for row_limit in range(6, 19):
-        expected = [[7 + token if 7 + token < row_limit else -1, -1] for token in range(10)]
-        for found in found_rows(ids, first_rows, row_limit, 1, 10, 2, 8):
-            assert found.tolist() == expected

@@ -1,7 +1,6 @@
 """Environment variables: default, parsing, and errors that name the variable and its value."""
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +15,13 @@ from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.memory.transport_choice import choose_transport
 from ep_a2a.tuning.tables import load_tables
 from tests.cases.tables import read_table
-from tests.unit.test_config import config_of
 
 DEFAULTS = read_table("variables")["defaults"]
 NAMES = tuple(DEFAULTS)
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
+def _names_are_not_checked_yet(monkeypatch):
     monkeypatch.setattr(env, "_names_are_checked", False)
 
 
@@ -56,14 +52,6 @@ def test_values(name, text, value, monkeypatch):
     assert type(variable.get()) is type(value)
 
 
-def test_variables_are_read_when_asked_for(monkeypatch):
-    assert env.TIMEOUT_SECS.get() == 30.0
-    monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "7")
-    assert env.TIMEOUT_SECS.get() == 7.0
-    monkeypatch.delenv("EP_A2A_TIMEOUT_SECS")
-    assert env.TIMEOUT_SECS.get() == 30.0
-
-
 BAD_DEVICES = ("^", ",", "mlx5_0,", "mlx5_0,,mlx5_1", "^^mlx5_0", "^mlx5_0,^mlx5_1", "mlx5_0;mlx5_1", "=mlx5_0", "a b")
 BAD = [
     *((env.TIMEOUT_SECS, text) for text in ("soon", "0", "-1", "nan", "inf", "30s", "1,5", " ")),
@@ -91,16 +79,6 @@ def test_variables_of_other_libraries_are_set_unless_they_are_set(monkeypatch):
     assert env.launcher_variable("OTHER_LIBRARY") == "first"
 
 
-def test_a_bad_timeout_reaches_whoever_needs_it(monkeypatch):
-    monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "soon")
-    config = config_of()
-    with pytest.raises(EnvironmentVariableError, match=re.escape("EP_A2A_TIMEOUT_SECS to be a positive number")):
-        _ = config.timeout
-    with pytest.raises(EnvironmentVariableError, match="'soon'"):
-        config.digest()
-    assert config_of(timeout_secs=1.0).timeout == 1.0
-
-
 @pytest.mark.parametrize("text", ["LOUD", "10x", "warn ing"])
 def test_a_bad_log_level_names_variable_and_value(text, monkeypatch):
     """Where it is used: the levels are those that logging knows by then."""
@@ -110,12 +88,6 @@ def test_a_bad_log_level_names_variable_and_value(text, monkeypatch):
         set_up_logging()
     assert caught.value.got == repr(text.upper())
     assert logging.getLogger("ep_a2a").level == before
-
-
-@pytest.mark.parametrize("text", ["debug", "INFO", "Warning", "error", "CRITICAL"])
-def test_log_levels_are_those_of_logging(text, monkeypatch):
-    monkeypatch.setenv("EP_A2A_LOG_LEVEL", text)
-    assert env.LOG_LEVEL.get() in logging.getLevelNamesMapping()
 
 
 def test_launchers_variables(monkeypatch):
@@ -171,19 +143,15 @@ USES: dict[str, Callable[[], Any]] = {
     "EP_A2A_INTERNODE_TRANSPORT": lambda: choose_transport("auto", {}),
     "EP_A2A_LOG_LEVEL": set_up_logging,
     "EP_A2A_DEEPEP_EDITION": deep_ep_sizes.known_ranks,
-    "EP_A2A_ANY_VLLM": env.ANY_VLLM.get,
-    **{
-        variable.name: variable.get
-        for variable in (env.TIMEOUT_SECS, env.FIRST_TIMEOUT_SECS, env.COUNTERS, env.SHARED_EXPERTS, env.RDMA_DEVICES)
-    },
 }
+"""Those that are not refused when they are read."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_garbage_is_an_error_that_shows_it(name, monkeypatch):
+@pytest.mark.parametrize("variable", env.VARIABLES, ids=NAMES)
+def test_garbage_is_an_error_that_shows_it(variable, monkeypatch):
     garbage = "no/such ; thing"
-    monkeypatch.setenv(name, garbage)
+    monkeypatch.setenv(variable.name, garbage)
     with pytest.raises(EpA2AError) as caught:
-        USES[name]()
+        USES.get(variable.name, variable.get)()
     assert garbage in str(caught.value).replace("NO/SUCH ; THING", garbage)
     assert caught.value.remedy

@@ -49,6 +49,9 @@ CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
     ("fp8_per_token", "compact", {}, "bulk_dispatch-cast7168-has_weights"),
     ("fp8_per_token", "compact", {}, "low_latency_dispatch-cast7168-has_weights-dependent"),
     ("fp8_per_token", "rank_major", {}, "bulk_dispatch-scales1"),
+    ("mxfp8", "rank_major", {}, "bulk_dispatch-cast32-has_weights low_latency_dispatch-cast32-has_weights-dependent"),
+    ("fp8_static", "rank_major", {}, "bulk_dispatch-cast128-has_weights"),
+    ("fp8_static", "rank_major", {}, "low_latency_dispatch-cast128-has_weights-dependent"),
     # of few ranks also steps of more tokens are flagged
     ("none", "compact", SPARSE, "low_latency_dispatch-has_weights-sparse"),
     ("none", "rank_major", SPARSE, "low_latency_dispatch-sparse"),
@@ -284,12 +287,22 @@ def test_casts_change_dispatch_only():
             if not is_dispatch(variant)
         ]
 
-    assert others("none") == others("fp8_per_1x128") == others("fp8_per_token")
+    for quant in ("fp8_per_1x128", "fp8_per_token", "mxfp8", "fp8_static"):
+        assert others(quant) == others("none")
 
 
 @pytest.mark.parametrize(
     ("quant", "num_dispatch"),
-    [("none", 2), ("fp8_per_1x128", 6), ("fp8_per_token", 6), ("fp8_blockwise", 2), ("fp8_direct_cast", 2)],
+    [
+        ("none", 2),
+        ("fp8_per_1x128", 6),
+        ("fp8_per_token", 6),
+        ("mxfp8", 6),
+        # tokens that come cast have no scales
+        ("fp8_static", 4),
+        ("fp8_blockwise", 2),
+        ("fp8_direct_cast", 2),
+    ],
 )
 @pytest.mark.parametrize(
     ("tokens", "flagged", "world_size", "kinds", "num_combines"),

@@ -146,35 +146,9 @@ def test_a_rank_may_round_its_number_of_experts_up():
     assert exact == rounded
 
 
-def test_a_missing_region_is_no_other_one():
-    with pytest.raises(StopIteration):
-        OpLayout.of(config_of(2)).control[Region.TOKENS]
-
-
-@pytest.mark.parametrize(
-    ("count", "lanes"),
-    [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (32, 32), (33, 64), (72, 128), (7168, 8192)],
-)
-def test_padded(count, lanes):
-    assert padded(count) == lanes
-
-
 def test_padded_is_the_smallest_power_of_two():
     for count in range(1, 2000):
         lanes = padded(count)
         assert lanes >= count
         assert lanes & (lanes - 1) == 0
         assert lanes == 1 or lanes // 2 < count
-
-
-def test_a_rack_with_real_sizes():
-    """72 ranks, M = 4096, H = 7168: row offsets go beyond int32, which kernels must and do allow for."""
-    config = config_of(
-        72, hidden_dim=7168, max_num_inp_token_per_rank=4096, num_experts_per_rank=4, num_experts_per_token=8
-    )
-    layout = OpLayout.of(config)
-    assert layout.dispatch[Region.TOKENS].num_bytes == 72 * 4096 * 7168 * 2 > 2**31
-    assert layout.control[Region.COUNTS].shape == (72, 73)
-    # 264 rows of all ranks together, so 3 tokens of each, are ever flagged
-    assert layout.control[Region.LOW_LATENCY_ROWS].shape == (72 * 3, 7168)
-    assert layout.combine[Region.COMBINE_ROWS].num_bytes == 72 * 4096 * 7168 * 2

@@ -5,17 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_a2a.config import Layout, num_owned_experts
+from ep_a2a.config import num_owned_experts
 from ep_a2a.errors import ConfigError, DtypeError, ShapeError, TooManyTokensError, TopKError, UnknownNameError
 from ep_a2a.reference import (
     DispatchReference,
     combine_reference,
-    combine_weights_reference,
     dense_moe,
     dispatch_reference,
     expert_mlp_rows,
 )
-from ep_a2a.routing import ROUTINGS, num_distinct_ranks
+from ep_a2a.routing import ROUTINGS
 
 HIDDEN = 8
 LAYOUTS = ("compact", "rank_major")
@@ -73,9 +72,6 @@ class Case:
             if any(expert in own for expert in row)
         ]
 
-    def distinct_ranks(self, source: int) -> torch.Tensor:
-        return num_distinct_ranks(self.ids[source], self.num_experts, self.world_size)[:, None]
-
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
@@ -94,6 +90,10 @@ def check_dispatch(case: Case, layout: str) -> None:
     for rank, got in enumerate(case.dispatch(layout, pad_id=-7)):
         expected = case.received_by(rank)
         assert got.total_recv == len(expected)
+        lead = (len(expected),) if layout == "compact" else (case.world_size, 16)
+        assert got.tokens.shape == (*lead, HIDDEN)
+        assert (got.padding_rows(got.ids) == -7).all()
+        assert not got.padding_rows(got.tokens).any()
         assert got.counts_per_source.tolist() == [
             sum(source == s for source, _ in expected) for s in range(case.world_size)
         ]
@@ -105,7 +105,6 @@ def check_dispatch(case: Case, layout: str) -> None:
             (got.scales, case.scales),
             (got.ids, case.ids),
         ):
-            assert tensor is not None
             rows = got.valid_rows(tensor)
             assert rows.shape == (len(expected), inputs[0].shape[1])
             assert all(torch.equal(row, inputs[s][t]) for row, (s, t) in zip(rows, expected))
@@ -118,77 +117,11 @@ def test_dispatch_by_definition(layout: str, case: Case) -> None:
     check_dispatch(case, layout)
 
 
-def test_compact_has_exactly_the_received_rows() -> None:
-    for got in Case([3, 0, 5], 4, 9).dispatch("compact"):
-        assert got.layout is Layout.COMPACT
-        assert got.tokens.shape == (got.total_recv, HIDDEN)
-        assert got.ids.shape == (got.total_recv, 4)
-        assert got.padding_rows(got.ids).numel() == 0
-        longer = torch.cat([got.ids, torch.full((2, 4), -1, dtype=torch.int32)])
-        assert torch.equal(got.valid_rows(longer), got.ids)
-        assert (got.padding_rows(longer) == -1).all()
-        assert got.padding_rows(longer).shape == (2, 4)
-
-
-def test_rank_major_blocks_are_dense_from_the_front_and_padded() -> None:
-    case = Case([3, 0, 5], 2, 9, "some_dropped")
-    compact = case.dispatch("compact")
-    for got, flat in zip(case.dispatch("rank_major", max_num_tokens=5, pad_id=-9), compact):
-        assert got.tokens.shape == (3, 5, HIDDEN)
-        assert got.ids.shape == (3, 5, 2)
-        assert got.source_positions.shape == (3, 5)
-        assert torch.equal(got.valid_rows(got.tokens), flat.tokens)
-        for source, count in enumerate(got.counts_per_source.tolist()):
-            assert torch.equal(got.ids[source, :count], flat.rows_of_source(flat.ids, source))
-            assert (got.ids[source, count:] == -9).all()
-            assert (got.source_positions[source, count:] == -1).all()
-            assert (got.tokens[source, count:] == 0).all()
-        assert got.padding_rows(got.ids).shape == (15 - got.total_recv, 2)
-        assert (got.padding_rows(got.ids) == -9).all()
-
-
 def test_stride_defaults_to_max_num_tokens() -> None:
     (got,) = Case([4], 1, 2).dispatch(max_num_tokens=6, stride_tokens=None)
     assert got.tokens_per_source == 6
     second = Case([2, 2], 2, 2, "one_expert_per_rank").dispatch(max_num_tokens=6, stride_tokens=None)[1]
     assert second.source_positions.tolist() == [0, 1, 12, 13]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=lambda d: str(d).split(".")[-1]
-)
-def test_dispatch_moves_every_dtype_bit_for_bit(dtype: torch.dtype, layout: str) -> None:
-    case = Case([3, 2], 2, 6)
-    raw = [torch.randint(0, 256, (n, HIDDEN * dtype.itemsize), dtype=torch.uint8) for n in case.num_tokens]
-    case.tokens = [rows.view(dtype) for rows in raw]
-    for rank, got in enumerate(case.dispatch(layout)):
-        assert got.tokens.dtype == dtype
-        rows = got.valid_rows(got.tokens).view(torch.uint8)
-        assert all(torch.equal(row, raw[s][t]) for row, (s, t) in zip(rows, case.received_by(rank)))
-
-
-def test_weights_and_scales_may_be_absent() -> None:
-    case = Case([2, 1], 2, 4)
-    none = [None, None]
-    for got in dispatch_reference(case.tokens, none, none, case.ids, num_experts=4, max_num_tokens=2):
-        assert got.weights is None
-        assert got.scales is None
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@given(case=cases())
-@settings(max_examples=40)
-def test_identity_experts_give_tokens_times_distinct_ranks(layout: str, case: Case) -> None:
-    received = case.dispatch(layout)
-    # Small integers: sums are exact, so equality is exact too.
-    rows = [(got.valid_rows(got.tokens) * 8).round() for got in received]
-    for source, out in enumerate(combine_reference(rows, received, case.num_tokens, torch.float32)):
-        assert torch.equal(out, (case.tokens[source] * 8).round() * case.distinct_ranks(source))
-    weights = [got.valid_rows(got.weights) for got in received if got.weights is not None]
-    for source, total in enumerate(combine_weights_reference(weights, received, case.num_tokens)):
-        assert total.dtype == torch.float32
-        torch.testing.assert_close(total, case.weights[source] * case.distinct_ranks(source), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -264,7 +197,6 @@ def run_moe(case: Case, layout: str, w1: torch.Tensor, w2: torch.Tensor) -> list
     received = case.dispatch(layout)
     rows = []
     for rank, got in enumerate(received):
-        assert got.weights is not None
         own = case.owned(rank)
         valid = (got.valid_rows(got.tokens), got.valid_rows(got.ids), got.valid_rows(got.weights))
         rows.append(expert_mlp_rows(*valid, w1, w2, own.start, len(own)))
