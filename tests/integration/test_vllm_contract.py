@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ep_a2a.integrations.vllm import contract
+from ep_a2a.commands.plan.families import table
+from ep_a2a.commands.plan.model import model_of
+from ep_a2a.commands.plan.model_files import ModelFiles
+from ep_a2a.integrations import contract
+from ep_a2a.integrations.vllm.support import CONTRACT
+from tests.cases.tables import read_json
 from tests.engines.vllm.contract.patch_registry import PATCHES
 from tests.engines.vllm.contract.program import CHECKS
 from tests.engines.vllm.contract.reports import TIMEOUT, require_passed
@@ -42,13 +47,26 @@ def wheel(version: str) -> Path:
 
 
 def test_it_has_the_names_that_are_used(wheel):
-    assert contract.differences(wheel / "vllm") == []
+    assert contract.differences(wheel / "vllm", CONTRACT) == []
 
 
 def test_its_torch_is_one_of_ours(wheel, version):
     metadata = metadata_path(wheel, version).read_text()
     (pinned,) = re.findall(r"^Requires-Dist: torch==(\d+\.\d+)", metadata, re.MULTILINE)
     assert pinned in TORCH_VERSIONS
+
+
+def test_its_model_files_size_published_models(wheel, version):
+    files, known = ModelFiles(wheel / "vllm"), table()
+    for name, (_, values, sizes, shares_tokens) in read_json("models")["families"].items():
+        model = model_of(values, files)
+        assert [model.hidden_dim, model.num_experts, model.topk] == sizes[:3], name
+        if version == known.release:
+            assert model.read_by == ("" if shares_tokens is None else "the installed vLLM"), name
+            assert model.shares_tokens == bool(shares_tokens), name
+    if version == known.release:
+        # else write it again by tools/moe_families.py
+        assert {name: files.family(name) for name in known.architectures} == known.architectures
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)

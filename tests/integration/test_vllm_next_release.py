@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ep_a2a.integrations.vllm import contract
+from ep_a2a.integrations import contract
+from ep_a2a.integrations.vllm.support import CONTRACT
 from tests.engines.vllm.contract.reports import PROGRAM_TIMEOUT_SECS, TIMEOUT, run_checks
 from tests.engines.vllm.contract.wheels import NEWEST, ROOT, Unavailable, python_with_dependencies, wheel_folder
 
@@ -109,13 +110,13 @@ def python() -> Path:
 
 @pytest.mark.parametrize("change", HARMLESS)
 def test_a_harmless_change_is_taken(edited, change):
-    assert contract.differences(edited([HARMLESS[change]]) / "vllm") == []
+    assert contract.differences(edited([HARMLESS[change]]) / "vllm", CONTRACT) == []
 
 
 @pytest.mark.parametrize("change", HARMFUL)
 def test_a_harmful_change_is_refused(edited, change):
     edit, expected = HARMFUL[change]
-    (found,) = contract.differences(edited([edit]) / "vllm")
+    (found,) = contract.differences(edited([edit]) / "vllm", CONTRACT)
     assert expected in found
 
 

@@ -32,7 +32,7 @@ def describe(tree: ast.Module, symbol: str) -> str:
     """
     name, _, detail = symbol.partition(":")
     if detail:
-        function = _definitions(tree).get(name)
+        function = definitions(tree).get(name)
         return MISSING if function is None else _in_body(function, detail)
     if symbol.endswith(" choices"):
         return _choices(tree, symbol.removesuffix(" choices"))
@@ -42,18 +42,18 @@ def describe(tree: ast.Module, symbol: str) -> str:
 
 
 def _describe(tree: ast.Module, name: str) -> str:
-    node = _definitions(tree).get(name)
+    node = definitions(tree).get(name)
     if isinstance(node, ast.FunctionDef):
         kinds = [ast.unparse(each) for each in node.decorator_list]
         if "property" in kinds:
-            return "property with setter" if f"{name}.setter" in _definitions(tree) else "property"
+            return "property with setter" if f"{name}.setter" in definitions(tree) else "property"
         return parameters(node.args)
     if isinstance(node, ast.AnnAssign | ast.Assign):
         return f"field = {ast.unparse(node.value)}" if node.value is not None else "field"
     if isinstance(node, ast.ClassDef):
         return "class"
     owner, _, attribute = name.rpartition(".")
-    owner_node = _definitions(tree).get(owner)
+    owner_node = definitions(tree).get(owner)
     if owner_node is not None and any(_sets(each, attribute) for each in ast.walk(owner_node)):
         return "attribute"
     return MISSING
@@ -76,7 +76,7 @@ def _sets(node: ast.AST, attribute: str) -> bool:
     )
 
 
-def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
         found |= _named(node)
@@ -152,7 +152,7 @@ def read_mori(folder: Path) -> dict[str, Any]:
 
 def _public(tree: ast.Module) -> dict[str, str]:
     found = {}
-    for name, node in _definitions(tree).items():
+    for name, node in definitions(tree).items():
         is_public = not any(part.startswith("_") and part != "__init__" for part in name.split("."))
         if is_public and not (isinstance(node, ast.Assign) and "." not in name and name == "logger"):
             found[name] = describe(tree, name)

@@ -10,14 +10,16 @@ import torch
 
 import ep_a2a
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations import contract
 from ep_a2a.integrations import vllm as integration
-from ep_a2a.integrations.vllm import contract, support
+from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.worker import CHECKED_CALLS, WARM_UP
 from tests.engines.vllm.contract.patch_registry import PATCHES
 from tests.engines.vllm.contract.wheels import symbol_of
 
 PACKAGE = Path(integration.__file__).parent
-WATCHED = {symbol for role in contract.TABLE for symbol in contract.symbols(role)}
+TABLE = support.CONTRACT
+WATCHED = {symbol for role in TABLE for symbol in contract.symbols(TABLE, role)}
 
 SOURCE = """
 from typing import TYPE_CHECKING, Literal
@@ -91,14 +93,15 @@ OTHERS = [
 
 
 @pytest.fixture
-def judged(tmp_path, monkeypatch):
+def judged(tmp_path):
     """`judged(role, name, wanted)`: the differences of a table with one name to a package with one file."""
-    (tmp_path / "things.py").write_text(SOURCE)
+    package = tmp_path / "engine"
+    package.mkdir()
+    (package / "things.py").write_text(SOURCE)
 
     def judge(role: str, name: str, wanted: str) -> list[str]:
         entry = {"things.py": [name]} if role in contract.BY_FILE else {f"things.py:{name}": wanted}
-        monkeypatch.setattr(contract, "TABLE", {each: {} for each in contract.TABLE} | {role: entry})
-        return contract.differences(tmp_path)
+        return contract.differences(package, {role: entry})
 
     return judge
 
@@ -112,7 +115,7 @@ def test_names_that_fit(judged, role, name, wanted):
 def test_names_that_do_not_fit(judged, role, name, wanted, expected):
     (found,) = judged(role, name, wanted)
     assert expected in found
-    assert "vllm/things.py" in found
+    assert "engine/things.py" in found
 
 
 def test_optional_names_may_be_missing(judged):
@@ -120,7 +123,7 @@ def test_optional_names_may_be_missing(judged):
 
 
 def test_a_file_that_is_gone(tmp_path):
-    assert len(contract.differences(tmp_path)) == len(WATCHED) - len(contract.symbols("optional"))
+    assert len(contract.differences(tmp_path, TABLE)) == len(WATCHED) - len(contract.symbols(TABLE, "optional"))
 
 
 # --- every name that the code uses is in the table ---
@@ -167,12 +170,10 @@ OVERRIDING = {
         f"{FUSED_MOE}/modular_kernel.py:FusedMoEPrepareAndFinalize{kind}." for kind in ("", "Modular")
     ],
     "EpA2AParallelConfig": ["config/parallel.py:ParallelConfig."],
-    "CarriesManager": ["distributed/device_communicators/base_device_communicator.py:DeviceCommunicatorBase."],
 }
 """Classes of ours, and the classes of vLLM whose methods their public ones override."""
 
-OF_OTHERS = {"_get_backend", "annotation", "args", "cache_clear", "co_names", "pad", "setter", "total_seconds"}
-OF_OTHERS |= {"submodule_search_locations", "version", "PackageNotFoundError"}
+OF_OTHERS = {"_get_backend", "annotation", "args", "bind", "cache_clear", "co_names", "pad", "setter", "total_seconds"}
 OF_OTHERS |= {"__annotations__", "__class__", "__code__", "__dict__", "__name__", "__subclasses__"}
 OF_OTHERS |= {"__dataclass_fields__", "__init__", "__pydantic_fields__"}
 """Attributes of torch's, pydantic's and Python's objects."""
@@ -184,7 +185,7 @@ def test_every_name_of_vllm_is_in_the_table():
     members = {symbol.rpartition(":")[2].rpartition(".")[2] for symbol in WATCHED}
     missing = []
     for path in PACKAGE.glob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text()))) if path.name != "contract.py" else []
+        nodes = list(ast.walk(ast.parse(path.read_text())))
         modules = {each.asname or each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
         symbols = {symbol.rpartition(":")[2]: symbol for node in nodes for symbol in imported(node)}
         holders = {name: (f"{symbol}.",) for name, symbol in symbols.items()} | HOLDERS
@@ -202,9 +203,7 @@ def test_every_name_of_vllm_is_in_the_table():
 
 
 def test_every_method_of_vllm_that_is_overridden_is_in_the_table():
-    overridden = (
-        contract.symbols("overridden").keys() | contract.symbols("used").keys() | contract.symbols("optional").keys()
-    )
+    overridden = set().union(*(contract.symbols(TABLE, role) for role in ("overridden", "used", "optional")))
     nodes = [node for path in PACKAGE.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef) and node.name in OVERRIDING}
     assert classes.keys() == OVERRIDING.keys()
@@ -284,10 +283,10 @@ def test_too_old_versions_are_refused(monkeypatch, version):
     "version", ["0.24.0", "0.33.0", "0.24.1+cpu", "0.33.1.dev7+g12ab", "0.34.0", "1.0.0", "unknown", "dev", "main-abc"]
 )
 def test_other_versions_are_judged_by_their_names(monkeypatch, tmp_path, version):
-    monkeypatch.setattr(support, "_package", lambda: tmp_path)
+    monkeypatch.setattr(support, "folder_of", lambda package: tmp_path)
     monkeypatch.setattr(support, "vllm_version", lambda: version)
     for found in ([], ["vllm/a.py has no f"]):
-        monkeypatch.setattr(support, "differences", lambda package, found=found: found)
+        monkeypatch.setattr(support, "differences", lambda package, table, found=found: found)
         assert support.problems() == found
 
 
@@ -323,10 +322,10 @@ def test_the_version_is_that_of_any_distribution_of_vllm(monkeypatch):
 
     def version_of(name: str) -> str:
         if name not in installed:
-            raise support.metadata.PackageNotFoundError(name)
+            raise contract.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(support.metadata, "version", version_of)
+    monkeypatch.setattr(contract.metadata, "version", version_of)
     assert support.vllm_version() == "0.32.0"
     installed["vllm"] = "0.33.0"
     assert support.vllm_version() == "0.33.0"
@@ -335,9 +334,9 @@ def test_the_version_is_that_of_any_distribution_of_vllm(monkeypatch):
 
 
 def test_no_vllm_is_a_clear_error(monkeypatch):
-    monkeypatch.setattr(support.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(contract.util, "find_spec", lambda _: None)
     with pytest.raises(UnsupportedError, match="got none"):
-        support._package()
+        support.problems()
 
 
 # --- the registry of patches ---

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, micro_batch_tokens, token_format_of, tokens_per_rank
+from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, tokens_per_rank
+from ep_a2a.integrations.vllm.token_format import token_format_of
 
 HIDDEN = 7168
 SCALE = torch.ones(1)
@@ -29,6 +30,14 @@ class TransposableConfig(QuantConfig):
     """From vLLM 0.33."""
 
     is_scale_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class MxConfig(QuantConfig):
+    """From vLLM 0.27."""
+
+    is_scale_swizzled: bool = False
+    mx_alignment: int = 0
 
 
 PER_TOKEN = QuantConfig(FP8_DTYPE, per_act_token_quant=True)
@@ -63,6 +72,10 @@ FORMATS: list[tuple[Any, TokenFormat]] = [
     (QuantConfig(torch.int8, block_shape=[128, 128]), AFTER),
     (QuantConfig(torch.int8, a1_scale=SCALE), AFTER),
     (QuantConfig("nvfp4", a1_gscale=SCALE), AFTER),
+    (MxConfig("mxfp8", block_shape=[1, 32]), TokenFormat("mxfp8")),
+    (MxConfig("mxfp8", mx_alignment=256), TokenFormat("mxfp8")),
+    (MxConfig("mxfp8", mx_alignment=1 << 20), AFTER),
+    (MxConfig("mxfp8", is_scale_swizzled=True), AFTER),
     (QuantConfig("mxfp8"), AFTER),
     (QuantConfig("mxfp4"), AFTER),
     (QuantConfig("fp8", a1_scale=SCALE), AFTER),
@@ -75,7 +88,7 @@ FORMATS: list[tuple[Any, TokenFormat]] = [
 @pytest.mark.parametrize(("config", "expected"), FORMATS)
 def test_how_tokens_travel(config, expected):
     assert format_of(config) == expected
-    assert expected.dtype == (FP8_DTYPE if expected.cast.startswith("fp8") else None)
+    assert expected.dtype == (None if expected.cast == "none" else FP8_DTYPE)
     # experts that quantise themselves get tokens as they are
     assert format_of(config, deferred=True) == RAW
 
@@ -95,6 +108,7 @@ def test_a_micro_batch_has_room_for_what_the_others_leave(number):
     """vLLM rounds down for all but the last one; ranks then share a micro-batch, and round up."""
     for most in range(1, 40):
         for sharing in (1, 2, 3, 8):
-            room = micro_batch_tokens(tokens_per_rank(most, sharing), number)
+            shape = LayerShape(torch.bfloat16, HIDDEN, 8, 256, 32, tokens_per_rank(most, sharing))
+            room = shape.of_micro_batch(number).max_num_tokens
             last = most // number + most % number
             assert tokens_per_rank(last, sharing) <= room <= tokens_per_rank(most, sharing) + number - 1

@@ -1,7 +1,7 @@
 """Patches of ATOM, in processes whose user chose a backend: two methods of its MoE layers, and the module mori.
 
 FusedMoEMethodBase._maybe_make_prepare_finalize: returns our prepare/finalize instead of MORI's.
-FusedMoEMethodBase.maybe_make_prepare_finalize: also warns, once, why a layer exchanges no tokens.
+FusedMoEMethodBase.maybe_make_prepare_finalize: also warns, once, if a layer exchanges no tokens.
 mori: without an installed MORI, `import mori` imports ep_a2a.compat.mori; ATOM looks for the module.
 """
 
@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a.compat import mori
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.atom.manager import install_manager
-from ep_a2a.integrations.atom.options import check_options, why_inactive
+from ep_a2a.integrations.atom.options import check_options
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
+from ep_a2a.integrations.dispatcher import Dispatcher
+from ep_a2a.log_once import log_once
 
 if TYPE_CHECKING:
     from ep_a2a.compat.aiter.managers import AiterAll2AllManager
 
 logger = logging.getLogger(__name__)
 
-NUM_UBATCHES = 2
+NO_EFFECT = (
+    "EP_A2A_BACKEND has no effect on ATOM's MoE layers: they exchange tokens with --enable-expert-parallel and a data "
+    "parallel size above 1, and not in simulated deployments"
+)
 EXPECTED_PARAMETERS = {
     "_maybe_make_prepare_finalize": ["moe", "quant_config"],
     "maybe_make_prepare_finalize": ["self"],
@@ -62,7 +67,7 @@ def patch_layers(module: Any) -> None:
     def maybe_make_prepare_finalize(self: Any) -> Any:
         made = original(self)
         if made is None:
-            _warn_inactive()
+            log_once(logger, logging.WARNING, NO_EFFECT)
         return made
 
     base._maybe_make_prepare_finalize = staticmethod(make_prepare_finalize)
@@ -83,10 +88,10 @@ def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize
     parallel_state = importlib.import_module("aiter.dist.parallel_state")
     manager = install_manager(parallel_state.get_ep_group().device_communicator)
     kwargs = handle_kwargs(moe, manager, envs.ATOM_MORI_COMBINE_QUANT)
-    num_ubatches = NUM_UBATCHES if ubatching.tbo_enabled() else 0
-    ubatch_ops = [manager.get_handle(kwargs, 1 + number) for number in range(num_ubatches)]
+    indices = (1, 2, 0) if ubatching.tbo_enabled() else (0,)
+    *halves, whole = (Dispatcher(op, op) for op in (manager.get_handle(kwargs, index) for index in indices))
     kernels = _atom("model_ops.fused_moe.modular_kernel")
-    return AtomPrepareAndFinalize(manager.get_handle(kwargs), ubatch_ops, kernels, ubatching)
+    return AtomPrepareAndFinalize(whole, halves, kernels, ubatching)
 
 
 def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) -> dict[str, Any]:
@@ -109,13 +114,6 @@ def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) ->
         "gpu_per_node": moe.moe_parallel_config.local_ep_size,
         "quant_type": combine_quant,
     }
-
-
-@functools.cache
-def _warn_inactive() -> None:
-    config = _atom("config").get_current_atom_config()
-    why = None if config is None else why_inactive(config)
-    logger.warning("EP_A2A_BACKEND has no effect on ATOM's MoE layers: %s", why or "they exchange no tokens")
 
 
 def _atom(name: str) -> Any:

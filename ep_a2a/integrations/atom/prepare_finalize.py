@@ -11,8 +11,7 @@ from ep_a2a.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.compat.mori.ops import EpDispatchCombineOp
-    from ep_a2a.interface import DispatchResult
+    from ep_a2a.integrations.dispatcher import Dispatcher, Inputs, Received
 
 
 class AtomPrepareAndFinalize:
@@ -22,16 +21,14 @@ class AtomPrepareAndFinalize:
     unquantised: ATOM's expert kernel quantises them.
 
     Args:
-        op: for whole steps.
-        ubatch_ops: one for each half of an overlapped batch (TBO); empty without overlap.
+        whole: for whole steps.
+        halves: one for each half of an overlapped batch (TBO); empty without overlap.
         kernels: ATOM's module atom.model_ops.fused_moe.modular_kernel.
         ubatching: ATOM's module atom.utils.tbo.ubatching, which knows the half that the calling thread runs.
     """
 
-    def __init__(
-        self, op: EpDispatchCombineOp, ubatch_ops: Sequence[EpDispatchCombineOp], kernels: Any, ubatching: Any
-    ) -> None:
-        self._op, self._ubatch_ops, self._kernels, self._ubatching = op, list(ubatch_ops), kernels, ubatching
+    def __init__(self, whole: Dispatcher, halves: Sequence[Dispatcher], kernels: Any, ubatching: Any) -> None:
+        self._whole, self._halves, self._kernels, self._ubatching = whole, halves, kernels, ubatching
 
     @property
     def activation_format(self) -> Any:
@@ -44,11 +41,11 @@ class AtomPrepareAndFinalize:
 
     def max_num_tokens_per_rank(self) -> int:
         """The most tokens that a rank brings to a step."""
-        return self._op.config.max_num_inp_token_per_rank
+        return int(self._whole.op.config.max_num_inp_token_per_rank)
 
     def num_dispatchers(self) -> int:
         """The number of ranks that send tokens here."""
-        return self._op.config.world_size
+        return int(self._whole.op.config.world_size)
 
     def output_is_reduced(self) -> bool:
         """True: `finalize` returns sums over all ranks."""
@@ -56,7 +53,7 @@ class AtomPrepareAndFinalize:
 
     def supports_async(self) -> bool:
         """Whether the calling thread runs a half of an overlapped batch."""
-        return bool(self._ubatch_ops) and self._ubatching.tbo_active()
+        return bool(self._halves) and self._ubatching.tbo_active()
 
     def prepare(
         self,
@@ -80,8 +77,8 @@ class AtomPrepareAndFinalize:
             (rows [W * M, H], None, ExpertTokensMetadata, ids [W * M, K] int32 global, weights [W * M, K]). Of the
             metadata, expert_num_tokens is int32 [1], the rows received.
         """
-        self._check(apply_router_weight_on_input)
-        return self._received(self._op.dispatch(*_tensors(a1, topk_weights, topk_ids)))
+        inputs = self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input)
+        return self._for_experts(self._whole.dispatch(inputs))
 
     def finalize(
         self,
@@ -97,10 +94,9 @@ class AtomPrepareAndFinalize:
             output: without effect; ATOM uses the returned tensor.
             fused_expert_output: the experts' weighted rows, in the order of the received ones; rows past the received
                 ones may be missing.
-            topk_ids: this rank's own, as given to `prepare`. topk_weights: without effect.
+            topk_weights, topk_ids: without effect; those given to `prepare` count.
         """
-        result, _ = self._op.combine(fused_expert_output, None, _ids(topk_ids))
-        return result[: topk_ids.shape[0]]
+        return self._whole.combine(fused_expert_output)
 
     def prepare_async(
         self,
@@ -112,10 +108,9 @@ class AtomPrepareAndFinalize:
         apply_router_weight_on_input: bool,
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
         """Sends the tokens of this half. Returns two functions: one receives rows, one returns `prepare`'s result."""
-        self._check(apply_router_weight_on_input)
-        op = self._ubatch_op()
-        result = op.dispatch_send(*_tensors(a1, topk_weights, topk_ids))
-        return op.dispatch_recv, lambda: self._received(result)
+        half = self._half()
+        received = half.dispatch_send(self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input))
+        return half.exchange.dispatch_recv, lambda: self._for_experts(received)
 
     def finalize_async(
         self,
@@ -126,35 +121,25 @@ class AtomPrepareAndFinalize:
         apply_router_weight_on_input: bool,
     ) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
         """Sends the rows of this half back. Returns two functions: one receives the sums, one returns them."""
-        op = self._ubatch_op()
-        result, _ = op.combine_send(fused_expert_output, None, _ids(topk_ids))
-        return op.combine_recv, lambda: result[: topk_ids.shape[0]]
+        receive, sums = self._half().combine_send(fused_expert_output), list[torch.Tensor]()
+        return lambda: sums.append(receive()), sums.pop
 
-    def _ubatch_op(self) -> EpDispatchCombineOp:
-        number: int = self._ubatching.tbo_current_ubatch_id()
-        return self._ubatch_ops[number]
+    def _half(self) -> Dispatcher:
+        return self._halves[int(self._ubatching.tbo_current_ubatch_id())]
 
-    def _received(self, result: DispatchResult) -> Any:
-        rows, weights, scales, ids, total_recv = result
-        metadata = self._kernels.ExpertTokensMetadata(expert_num_tokens=total_recv, expert_num_tokens_cpu=None)
-        return rows, scales, metadata, ids, weights
+    def _for_experts(self, received: Received) -> Any:
+        metadata = self._kernels.ExpertTokensMetadata(
+            expert_num_tokens=received.result.total_recv, expert_num_tokens_cpu=None
+        )
+        return received.rows, received.scales, metadata, received.ids, received.weights
 
-    @staticmethod
-    def _check(apply_router_weight_on_input: bool) -> None:
-        if apply_router_weight_on_input:
+    def _inputs(
+        self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, weights_on_input: bool
+    ) -> Inputs:
+        if weights_on_input:
             raise UnsupportedError(
                 "router weights that are applied by the experts",
                 "apply_router_weight_on_input=True",
                 "ATOM's own MORI path refuses it too; use a model without it.",
             )
-
-
-def _tensors(
-    a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]:
-    """Returns the first four arguments of dispatch."""
-    return a1.contiguous(), topk_weights.float().contiguous(), None, _ids(topk_ids)
-
-
-def _ids(topk_ids: torch.Tensor) -> torch.Tensor:
-    return topk_ids.int().contiguous()
+        return self._whole.inputs(a1, topk_weights, topk_ids)

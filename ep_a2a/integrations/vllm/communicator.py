@@ -6,28 +6,27 @@ to layers and workers there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement
+from ep_a2a.integrations.manager import live_managers
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, VLLM_BACKEND, is_replacement, logger, replacement
 from ep_a2a.integrations.vllm.cpu import patch_runner
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.micro_batches import patch_micro_batches
+from ep_a2a.integrations.vllm.stages import link_stages
 from ep_a2a.integrations.vllm.worker import patch_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-VLLM_BACKEND = "allgather_reducescatter"
-"""vLLM's default, whose manager every platform can make."""
+    from collections.abc import Callable
 
 
 def make_communicator(*args: Any, **kwargs: Any) -> Any:
     """Returns the platform's communicator for one of vLLM's groups; arguments are those of the platform's class."""
     from vllm.config.vllm import get_current_vllm_config_or_none
+    from vllm.distributed.parallel_state import get_pp_group
 
     original = original_communicator_class()
     config = get_current_vllm_config_or_none()
@@ -35,21 +34,27 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     if config is None or not is_ep or config.parallel_config.all2all_backend != BACKEND_NAME:
         return original(*args, **kwargs)
     parallel = config.parallel_config
-    with _named(parallel, VLLM_BACKEND):
+    # the platform's class knows only vLLM's names
+    parallel.all2all_backend = VLLM_BACKEND
+    try:
         communicator = original(*args, **kwargs)
+    finally:
+        parallel.all2all_backend = BACKEND_NAME
     communicator.all2all_backend = BACKEND_NAME
     if not (communicator.use_all2all and parallel.enable_expert_parallel):
         return communicator
     patch_prepare_finalize()
     patch_worker()
+    if parallel.pipeline_parallel_size > 1:
+        link_stages(get_pp_group(), lambda: [word for manager in live_managers for word in manager.poison_words()])
     if communicator.device.type == "cpu":
         patch_runner()
-    manager = communicator.__dict__.pop("all2all_manager", None)
-    communicator.__class__ = type(f"EpA2A{original.__name__}", (CarriesManager, original), {})
-    communicator._vllm_manager = manager  # noqa: SLF001 - set by this module
+    num_micro_batches = 1
     if parallel.use_ubatching:
         patch_micro_batches()
-        communicator._num_micro_batches = parallel.num_ubatches  # noqa: SLF001
+        num_micro_batches = parallel.num_ubatches
+    # vLLM's destroys it with the communicator
+    communicator.all2all_manager = VllmAll2AllManager(communicator, communicator.all2all_manager, num_micro_batches)
     logger.debug("the communicator of %s carries the ep_a2a manager", communicator.unique_name)
     return communicator
 
@@ -60,45 +65,6 @@ def original_communicator_class() -> Any:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return resolve_obj_by_qualname(type(current_platform).get_device_communicator_cls())
-
-
-@contextlib.contextmanager
-def _named(parallel: Any, name: str) -> Iterator[None]:
-    """Renames the backend while the platform's class is built: that class knows only vLLM's names."""
-    chosen, parallel.all2all_backend = parallel.all2all_backend, name
-    try:
-        yield
-    finally:
-        parallel.all2all_backend = chosen
-
-
-class CarriesManager:
-    """Mixin for the platform's communicator class, of the expert-parallel group."""
-
-    _vllm_manager: Any = None
-    """vLLM's own, for hidden states."""
-    _num_micro_batches = 1
-    _manager: VllmAll2AllManager | None = None
-    _destroyed = False
-
-    @property
-    def all2all_manager(self) -> VllmAll2AllManager | None:
-        """Our manager, made on first access; making it allocates no device memory. None after `destroy`."""
-        if self._manager is None and not self._destroyed:
-            self._manager = VllmAll2AllManager(self, self._vllm_manager, self._num_micro_batches)
-        return self._manager
-
-    @all2all_manager.setter
-    def all2all_manager(self, manager: VllmAll2AllManager | None) -> None:
-        self._manager = manager
-
-    def destroy(self) -> None:
-        """Destroys both managers, then the platform's communicator. Idempotent."""
-        manager, self._manager, self._destroyed = self._manager, None, True
-        for one in (manager, self._vllm_manager):
-            if one is not None:
-                one.destroy()
-        super().destroy()  # type: ignore[misc]
 
 
 def patch_prepare_finalize() -> None:
@@ -124,7 +90,7 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(moe, quant_config, *args, **kwargs)
         from ep_a2a.integrations.vllm.prepare_finalize import make_prepare_finalize
 
-        bound = support.bind(original, moe, quant_config, *args, **kwargs)
+        bound = inspect.signature(original).bind(moe, quant_config, *args, **kwargs).arguments
         if bound.get("allow_new_interface", False):
             return make_prepare_finalize(moe, use_monolithic=bound.get("use_monolithic", False))
         # up to vLLM 0.27, methods without a modular kernel ask too, and would refuse one

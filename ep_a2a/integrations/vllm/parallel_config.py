@@ -13,8 +13,9 @@ from vllm.config.parallel import ParallelConfig
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.variables import unreadable_variable
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, replacement, unreadable_variable, warn_once
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, VLLM_BACKEND, replacement, warn_once
 from ep_a2a.integrations.vllm.engine_error import patch_engine
 from ep_a2a.memory.transport_choice import name_network_devices
 
@@ -88,7 +89,7 @@ def activate() -> None:
         parallel = vllm_config.parallel_config
         if parallel.all2all_backend == BACKEND_NAME:
             patch_engine()
-            if parallel.use_ubatching and not _why_inactive(parallel):
+            if parallel.use_ubatching:
                 # what follows is vLLM's check of the name
                 parallel.all2all_backend = ACCEPTED_BACKEND
         return result
@@ -116,7 +117,9 @@ def _giving_the_name_back(post_init: Callable[..., None]) -> Callable[..., None]
 
 
 def check_options(vllm_config: Any) -> None:
-    """Refuses options that the backend cannot work with, and warns where it has no effect, before processes start.
+    """Refuses options that the backend cannot work with, before processes start.
+
+    Where the backend has no effect it warns, and chooses vLLM's, whose name other options are checked with.
 
     Raises:
         UnsupportedError: naming the option.
@@ -127,58 +130,50 @@ def check_options(vllm_config: Any) -> None:
         return
     if unreadable := unreadable_variable():
         raise unreadable
-    if parallel.data_parallel_rank == 0 and (why := _why_inactive(parallel)):
-        warn_once(why)
-    if parallel.enable_expert_parallel:
+    if why := _why_inactive(parallel):
+        if parallel.data_parallel_rank == 0:
+            warn_once(why)
+        parallel.all2all_backend = VLLM_BACKEND
+    else:
         _check_parallel(vllm_config)
 
 
 def _why_inactive(parallel: Any) -> str:
-    if parallel.data_parallel_size == 1:
+    """Why no layer's tokens will travel by this backend; "" where they may."""
+    uses_ep = parallel.enable_expert_parallel
+    # these options give the expert-parallel group further ranks, elastic EP while the engine runs
+    grows = parallel.enable_elastic_ep or parallel.prefill_context_parallel_size > 1
+    if parallel.data_parallel_size == 1 and not (uses_ep and grows):
         return ONE_REPLICA
-    return "" if parallel.enable_expert_parallel else WITHOUT_EP
+    return "" if uses_ep else WITHOUT_EP
 
 
 def _uses_old_ray_executor(parallel: Any) -> bool:
     """Whether Ray's workers are called by vLLM's first executor for them, which 0.24 to 0.32 have beside the second."""
     from vllm import envs
 
-    is_ray = getattr(parallel, "distributed_executor_backend", None) == "ray"
+    is_ray = parallel.distributed_executor_backend == "ray"
     return is_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
 
 
 def _check_parallel(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
-    if parallel.use_ubatching and env.COUNTERS.get():
-        raise UnsupportedError(
-            f"no {env.COUNTERS.name} with --enable-dbo: a layer's counters cannot tell micro-batches apart",
-            env.COUNTERS.name,
-            f"Unset {env.COUNTERS.name}, or leave --enable-dbo out.",
-        )
+    splits, counts, has_lora = parallel.use_ubatching, env.COUNTERS.get(), vllm_config.lora_config
+    brings_ranks = parallel.prefill_context_parallel_size > 1
     refused = {
-        "--enable-lora": (vllm_config.lora_config, "vLLM's LoRA layers work with its own backend only"),
-        "--enable-elastic-ep": (
-            getattr(parallel, "enable_elastic_ep", False),
-            "groups that change their size need vLLM's own communicator",
-        ),
-        "--prefill-context-parallel-size": (
-            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-            "its ranks bring different numbers of tokens",
-        ),
-        "--distributed-executor-backend ray": (
+        f"--enable-dbo with {env.COUNTERS.name}": (splits and counts, "counters cannot tell micro-batches apart"),
+        "--enable-dbo with --enable-lora": (splits and has_lora, "LoRA layers cannot tell micro-batches apart"),
+        "--enable-elastic-ep": (parallel.enable_elastic_ep, "groups that grow need vLLM's own communicator"),
+        "--prefill-context-parallel-size": (brings_ranks, "its ranks bring different numbers of tokens"),
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 with --distributed-executor-backend ray": (
             _uses_old_ray_executor(parallel),
-            "with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 vLLM calls workers past the check of their steps, and would hand "
-            "out tokens of a failed one",
-        ),
-        "--pipeline-parallel-size": (
-            parallel.pipeline_parallel_size > 1,
-            "vLLM does not ask stages before the last one whether their step has failed, and would hand out its tokens",
+            "that executor hands out tokens of steps that have failed",
         ),
     }
     for option, (is_used, why) in refused.items():
         if is_used:
             raise UnsupportedError(
-                f"no {option} with --all2all-backend {BACKEND_NAME}: {why}",
+                f"no {option}, with --all2all-backend {BACKEND_NAME}: {why}",
                 option,
-                f"Leave {option} out, or use --all2all-backend allgather_reducescatter.",
+                f"Leave {option.split()[0]} out, or use --all2all-backend {VLLM_BACKEND}.",
             )

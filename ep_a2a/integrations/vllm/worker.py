@@ -7,16 +7,16 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.errors import StateError
+from ep_a2a.integrations.manager import live_managers, read_counters
 from ep_a2a.integrations.vllm.common import is_replacement, logger, replacement
-from ep_a2a.integrations.vllm.manager import live_managers
+from ep_a2a.integrations.vllm.stages import live_stages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
 
-    from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
-
-CHECKED_CALLS = ("execute_model", "sample_tokens", "execute_dummy_batch")
+SENDING_CALL = "execute_model"
+"""That in which a pipeline stage sends its hidden states."""
+CHECKED_CALLS = (SENDING_CALL, "sample_tokens", "execute_dummy_batch")
 WARM_UP = "compile_or_warm_up_model"
 RPC_METHOD = "ep_a2a_counters"
 
@@ -31,7 +31,7 @@ def patch_worker() -> None:
     for worker in (Worker, *Worker.__subclasses__()):
         for name in CHECKED_CALLS:
             if name in vars(worker):
-                setattr(worker, name, _checked(vars(worker)[name]))
+                setattr(worker, name, _checked(vars(worker)[name], sends=name == SENDING_CALL))
         if WARM_UP in vars(worker):
             setattr(worker, WARM_UP, _then_shorten_waits(vars(worker)[WARM_UP]))
     setattr(Worker, RPC_METHOD, _read_counters)
@@ -39,41 +39,28 @@ def patch_worker() -> None:
 
 
 def check_ops() -> None:
-    """Raises the first error that kernels of finished steps have recorded."""
+    """Raises the first error that kernels of finished steps have recorded, here or in earlier pipeline stages."""
     for manager in live_managers:
         manager.check()
-
-
-def read_counters(managers: Iterable[VllmAll2AllManager], modules: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's counters as JSON types: rank and num_ranks of the expert-parallel group, and layers.
-
-    Args:
-        managers: those of this process. modules: see LayerCounters.read.
-
-    Raises:
-        StateError: nothing is counted.
-    """
-    for manager in managers:
-        if manager.counters is not None:
-            layers = manager.counters.read(modules)
-            return {"rank": manager.rank, "num_ranks": manager.world_size, "layers": layers}
-    raise StateError(
-        f"{env.COUNTERS.name} in the workers' environment",
-        "none, so that nothing is counted",
-        f"Set {env.COUNTERS.name} to a number of steps when the engine is started.",
-    )
+    for stage in live_stages:
+        stage.check()
 
 
 def _read_counters(self: Any) -> dict[str, Any]:
     """Returns `read_counters` of the worker `self`; collective_rpc calls it by the name RPC_METHOD."""
-    return read_counters(live_managers, self.vllm_config.compilation_config.static_forward_context)
+    modules = self.vllm_config.compilation_config.static_forward_context
+    names = {id(module.moe_config): name for name, module in modules.items() if hasattr(module, "moe_config")}
+    return read_counters(live_managers, names)
 
 
-def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(call: Callable[..., Any], *, sends: bool = False) -> Callable[..., Any]:
     """Wraps a worker's call so that it raises instead of handing out tokens of a failed step.
 
     A replayed graph runs no Python of ours. So failures are looked for here, once the tokens are on the host: the
     step's kernels have ended by then.
+
+    Args:
+        call: the worker's. sends: the next pipeline stage waits for what it sends; after an error it is told.
     """
 
     @replacement
@@ -81,10 +68,13 @@ def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             output = call(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             # whatever failed, a layer may have dispatched and not combined
             for manager in live_managers:
                 manager.close_open_steps()
+            if sends and isinstance(error, Exception):
+                for stage in live_stages:
+                    stage.tell(error)
             raise
         get_output = getattr(type(output), "get_output", None)
         if get_output is None:

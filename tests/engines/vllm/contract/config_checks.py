@@ -161,7 +161,7 @@ def check_a_fresh_process_is_activated_by_the_configuration() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.pickle"
-        path.write_bytes(pickle.dumps(VllmConfig(parallel_config=chosen())))
+        path.write_bytes(pickle.dumps(VllmConfig(parallel_config=chosen(data_parallel_size=2))))
         subprocess.run(
             [sys.executable, "-m", "tests.engines.vllm.contract.program", UNPICKLE, path], env=os.environ, check=True
         )
@@ -203,17 +203,17 @@ def check_the_platform_is_patched_once() -> None:
 
 
 OPTIONS = {
-    "--enable-lora": ("lora_config", object()),
     "--enable-elastic-ep": ("enable_elastic_ep", True),
     "--prefill-context-parallel-size": ("prefill_context_parallel_size", 2),
-    "--pipeline-parallel-size": ("pipeline_parallel_size", 2),
 }
 
 
 def config_of(**parallel: Any) -> SimpleNamespace:
     """As much of a configuration as our check of options looks at."""
-    values = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "data_parallel_rank": 0, "use_ubatching": False}
-    given = SimpleNamespace(all2all_backend=NAME, enable_expert_parallel=True, **values | parallel)
+    values = {"all2all_backend": NAME, "enable_expert_parallel": True, "data_parallel_size": 2, "data_parallel_rank": 0}
+    values |= {"prefill_context_parallel_size": 1, "enable_elastic_ep": False}
+    values |= {"use_ubatching": False, "distributed_executor_backend": "mp"}
+    given = SimpleNamespace(**values | parallel)
     return SimpleNamespace(parallel_config=given, lora_config=None)
 
 
@@ -227,14 +227,33 @@ def check_options_that_cannot_work_are_refused() -> None:
     for option, (field, value) in OPTIONS.items():
         config = config_of()
         check_options(config)
-        setattr(config if field == "lora_config" else config.parallel_config, field, value)
+        setattr(config.parallel_config, field, value)
         with refused(UnsupportedError, f"no {option}", f"Leave {option} out", "allgather_reducescatter"):
             current_platform.check_and_update_config(config)
+        # also of one replica, to which these options add ranks
+        config.parallel_config.data_parallel_size = 1
+        with refused(UnsupportedError, f"no {option}"):
+            check_options(config)
+        config.parallel_config.data_parallel_size = 2
         config.parallel_config.enable_expert_parallel = False
         check_options(config)
+        assert config.parallel_config.all2all_backend == "allgather_reducescatter"
         config.parallel_config.enable_expert_parallel = True
-        config.parallel_config.all2all_backend = "allgather_reducescatter"
         check_options(config)
+
+
+def check_adapters_of_micro_batches_are_refused() -> None:
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.vllm.parallel_config import check_options
+
+    chosen()
+    config = config_of(use_ubatching=True)
+    check_options(config)
+    config.lora_config = object()
+    with refused(UnsupportedError, "no --enable-dbo with --enable-lora", "Leave --enable-dbo out"):
+        check_options(config)
+    config.parallel_config.data_parallel_size = 1
+    check_options(config)
 
 
 def check_rays_old_executor_is_refused() -> None:
@@ -247,9 +266,9 @@ def check_rays_old_executor_is_refused() -> None:
     with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
         check_options(rays)
     with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
-        with refused(UnsupportedError, "no --distributed-executor-backend ray", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+        with refused(UnsupportedError, "Leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 out"):
             check_options(rays)
-        check_options(config_of(distributed_executor_backend="mp"))
+        check_options(config_of())
 
 
 def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
@@ -283,15 +302,15 @@ def check_a_variable_that_cannot_be_read_is_refused() -> None:
 
 
 def check_options_are_refused_by_the_real_configuration() -> None:
-    """LoRA is not among them: without a model vLLM's own checks fail first."""
     from vllm.config import VllmConfig
 
     from ep_a2a.errors import UnsupportedError
 
-    VllmConfig(parallel_config=chosen())
-    for option in ("--prefill-context-parallel-size", "--pipeline-parallel-size"):
-        with refused(UnsupportedError, option):
-            VllmConfig(parallel_config=chosen(**dict([OPTIONS[option]])))
+    VllmConfig(parallel_config=chosen(data_parallel_size=2, pipeline_parallel_size=2))
+    option = "--prefill-context-parallel-size"
+    # vLLM 0.28 itself refuses it with data parallelism
+    with refused(UnsupportedError, option):
+        VllmConfig(parallel_config=chosen(**dict([OPTIONS[option]])))
 
 
 def check_vllm_splits_steps_with_our_name() -> None:
@@ -313,10 +332,10 @@ def check_vllm_splits_steps_with_our_name() -> None:
     parallel = config_of_two()
     assert parallel.all2all_backend == NAME
     assert (parallel.use_ubatching, parallel.num_ubatches) == (True, 2)
-    with refused(ValueError, f"{NAME} is not supported"):
+    with refused(ValueError, "allgather_reducescatter is not supported"):
         config_of_two(enable_expert_parallel=False)
     with (
         mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"),
-        refused(UnsupportedError, "EP_A2A_COUNTERS", "leave --enable-dbo out"),
+        refused(UnsupportedError, "EP_A2A_COUNTERS", "Leave --enable-dbo out"),
     ):
         config_of_two()

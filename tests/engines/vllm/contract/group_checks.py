@@ -51,7 +51,7 @@ def communicator_of(
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     config = VllmConfig(parallel_config=chosen(all2all_backend=backend, enable_expert_parallel=ep))
-    config.parallel_config.data_parallel_size = dp
+    config.parallel_config.all2all_backend, config.parallel_config.data_parallel_size = backend, dp
     config.parallel_config.ubatch_size = num_micro_batches
     options: dict[str, Any] = {"cpu_group": group(), "device": torch.device("cpu"), "device_group": group()}
     if "use_all2all" in inspect.signature(DeviceCommunicatorBase.__init__).parameters:
@@ -75,15 +75,11 @@ def check_the_communicator_of_experts_carries_our_manager() -> None:
 
     for kind in (CPU, CUDA):
         with communicator_of(kind=kind) as communicator:
-            plain = kind.partition(".")[2]
-            assert class_name(communicator) == f"EpA2A{plain}"
-            assert plain in {each.__name__ for each in type(communicator).__mro__}
+            assert class_name(communicator) == kind.partition(".")[2]
             assert communicator.use_all2all
             assert communicator.all2all_backend == NAME
-            assert communicator._manager is None, "made before anybody asked"
             manager = communicator.all2all_manager
             assert type(manager) is VllmAll2AllManager
-            assert communicator.all2all_manager is manager
             assert manager._arena is None, "memory before the first op"
             assert type(manager._vllm_manager).__name__ == "AgRsAll2AllManager"
 
@@ -117,27 +113,17 @@ def check_other_communicators_are_the_platforms_own() -> None:
 def check_without_replicas_or_experts_it_is_the_platforms_own() -> None:
     for ep, dp in itertools.product((False, True), (1, 2)):
         with communicator_of(ep=ep, dp=dp) as communicator:
-            active = ep and dp > 1
-            assert class_name(communicator).startswith("EpA2A") == active
             theirs = type(communicator.all2all_manager).__name__
-            assert theirs == ("VllmAll2AllManager" if active else "AgRsAll2AllManager" if dp > 1 else "NoneType")
+            ours = "VllmAll2AllManager" if ep else "AgRsAll2AllManager"
+            assert theirs == (ours if dp > 1 else "NoneType")
 
 
-def check_destroying_a_communicator_makes_no_manager() -> None:
-    from ep_a2a.integrations.vllm import manager as module
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("made")
-
-    for kind in (CPU, CUDA):
-        with replaced(module.VllmAll2AllManager, "__init__", fail), communicator_of(kind=kind) as communicator:
-            communicator.destroy()
-            assert communicator.all2all_manager is None
-        with communicator_of(kind=kind) as communicator:
-            manager = communicator.all2all_manager
-            communicator.destroy()
-            assert manager._closed
-            assert communicator.all2all_manager is None
+def check_a_communicator_destroys_its_manager() -> None:
+    with communicator_of(kind=CUDA) as communicator:
+        manager = communicator.all2all_manager
+        communicator.destroy()
+        assert manager._closed
+        assert communicator.all2all_manager is None
 
 
 class VllmManager:
@@ -149,8 +135,10 @@ class VllmManager:
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: self.calls.append((name, args, options)) or args[0]
 
-    def destroy(self) -> None:
-        pass
+
+OF_REFUSED_OPTIONS = {"query_active_mask", "query_fault", "clean_buffers"}
+OF_REFUSED_OPTIONS |= {"stage_ep_size", "commit_ep_size", "mask_remote_ranks"}
+"""vLLM calls these with fault tolerance, which it offers for backends on a list, and with --enable-elastic-ep."""
 
 
 def check_the_manager_has_all_that_vllm_asks_of_one() -> None:
@@ -159,6 +147,7 @@ def check_the_manager_has_all_that_vllm_asks_of_one() -> None:
     with communicator_of() as communicator:
         manager = communicator.all2all_manager
         theirs = [name for name, value in vars(All2AllManagerBase).items() if callable(value) and name[0] != "_"]
+        theirs = [name for name in theirs if name not in OF_REFUSED_OPTIONS]
         assert [name for name in theirs if not hasattr(manager, name)] == []
         assert (manager.rank, manager.world_size, manager.dp_rank, manager.dp_world_size) == (0, 1, 0, 1)
         assert manager.dp_group is manager.tp_group is OneRank
@@ -175,7 +164,7 @@ def check_hidden_states_travel_by_vllms_own_manager() -> None:
     hidden, weights, ids = torch.ones(2, 4), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64)
     messages = Messages("vllm.ep_a2a")
     with communicator_of(kind=CUDA) as communicator:
-        communicator._vllm_manager = theirs = VllmManager()
+        communicator.all2all_manager._vllm_manager = theirs = VllmManager()
         communicator.dispatch_router_logits(hidden, weights, True)
         communicator.dispatch(hidden, weights, ids, True)
         communicator.combine(hidden, True)

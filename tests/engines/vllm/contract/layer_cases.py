@@ -22,7 +22,12 @@ from tests.engines.vllm.contract.checks import use_cpu
 INTERMEDIATE = 32
 BF16_TOLERANCE = 2e-2
 FP8_TOLERANCE = 7e-2
-CASTS = {"per_token": "fp8_per_token", "per_block": "fp8_per_1x128", "per_block_rounded": "fp8_per_1x128"}
+CASTS = {
+    "per_token": "fp8_per_token",
+    "per_block": "fp8_per_1x128",
+    "per_block_rounded": "fp8_per_1x128",
+    "mxfp8": "mxfp8",
+}
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,8 @@ def quant_config_of(case: Layer) -> Any:
 
     if case.quant == "none":
         return FusedMoEQuantConfig.make(None)
+    if case.quant == "mxfp8":
+        return FusedMoEQuantConfig.make("mxfp8", block_shape=[1, 32], is_scale_swizzled=False)
     blocks = [128, 128] if case.quant.startswith("per_block") else None
     return FusedMoEQuantConfig.make(FP8_DTYPE, per_act_token_quant=case.quant == "per_token", block_shape=blocks)
 

@@ -1,5 +1,6 @@
 """Checks of vLLM's layers on two ranks; each runs on every rank. See layer_cases."""
 
+import contextlib
 import inspect
 import os
 from dataclasses import replace
@@ -14,9 +15,10 @@ from ep_a2a.errors import (
     ConfigMismatchError,
     EnvironmentVariableError,
     RankTimeoutError,
+    StateError,
     TooManyTokensError,
 )
-from ep_a2a.quantization import E4M3_MAX
+from ep_a2a.quantization import E4M3_MAX, quantize_mxfp8, quantize_static
 from ep_a2a.routing import destination_mask, expert_ranges
 from ep_a2a.testing import RankContext
 from tests.engines.vllm.contract.checks import refused, replaced
@@ -44,6 +46,7 @@ FORMS = {
     "bf16": Layer(),
     "fp8_per_token": Layer(quant="per_token"),
     "fp8_per_block": Layer(quant="per_block", hidden=256),
+    "mxfp8": Layer(quant="mxfp8", hidden=256),
     # from vLLM 0.27 routers write -1 for rows that are padding
     "ids_of_padding_rows": Layer(ids="padding", tokens=(6, 5)),
     "ids_beside_valid_ones": Layer(ids="holes", tokens=(6, 5)),
@@ -71,6 +74,26 @@ def check_fp8_by_whole_tensor_ignores_rows_without_a_token(context: RankContext)
         received.append(tokens[destination_mask(ids, small.num_experts, 2)[:, context.rank]])
     amax = torch.cat(received).float().abs().max()
     torch.testing.assert_close(seen[1].a1q_scale, (amax / E4M3_MAX).reshape(1))
+
+
+def check_casts_are_vllms(_: RankContext) -> None:
+    """Of all finite bf16. vLLM's static cast is CUDA code, so that it is compared with vLLM's own torch form of it."""
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    values = values[values.isfinite()]
+    mixed = values[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))]
+    static = SimpleNamespace(
+        is_group_quant=False, static=True, group_shape=GroupShape.PER_TENSOR, num_token_padding=None
+    )
+    for rows in (values.view(-1, 32), mixed.view(-1, 64)):
+        for ours, theirs in zip(quantize_mxfp8(rows), mxfp8_e4m3_quantize(rows)):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        for scale in (torch.tensor([0.0371]), torch.tensor(17.0)):
+            theirs, _ = QuantFP8.forward_native(static, rows, scale)
+            assert torch.equal(quantize_static(rows, scale).view(torch.uint8), theirs.view(torch.uint8))
 
 
 def check_router_weights_on_the_input(context: RankContext) -> None:
@@ -132,7 +155,7 @@ def check_the_experts_rows_are_sent_from_where_they_lie(context: RankContext) ->
     case = Layer()
     with manager_of(context) as manager:
         kernel = kernel_of(case, manager)
-        kernels, sent = kernel.prepare_finalize._op.engine, []
+        kernels, sent = kernel.prepare_finalize._dispatcher.op.engine, []
         combine = kernels.combine
 
         def remembered(args: Any, *more: Any) -> None:
@@ -163,7 +186,7 @@ def check_layers_share_one_op(context: RankContext) -> None:
         first = kernel_of(case, manager)
         num_bytes = manager.arena.num_bytes
         second = kernel_of(replace(case, seed=1), manager)
-        assert first.prepare_finalize._op is second.prepare_finalize._op
+        assert first.prepare_finalize._dispatcher.op is second.prepare_finalize._dispatcher.op
         assert manager.arena.num_bytes == num_bytes
         third = kernel_of(wide, manager)
         for kernel in (first, second, third, first):
@@ -176,25 +199,25 @@ def check_layers_built_again_keep_their_op(context: RankContext) -> None:
     case = Layer()
     with manager_of(context) as manager:
         kernel = kernel_of(case, manager)
-        op, num_bytes = kernel.prepare_finalize._op, manager.arena.num_bytes
+        op, num_bytes = kernel.prepare_finalize._dispatcher.op, manager.arena.num_bytes
         run_kernel(case, kernel, context.rank)
         manager.end_warm_up(45.0)
         assert op.timeouts.step_secs == 45.0
         del kernel
         again = kernel_of(case, manager)
-        assert again.prepare_finalize._op is op
+        assert again.prepare_finalize._dispatcher.op is op
         assert manager.arena.num_bytes == num_bytes
         assert op.timeouts.step_secs == 45.0
         wide = Layer(hidden=256)
         another = kernel_of(wide, manager)
-        assert another.prepare_finalize._op.timeouts.step_secs == 45.0
+        assert another.prepare_finalize._dispatcher.op.timeouts.step_secs == 45.0
         for built, own in ((again, case), (another, wide)):
             run_and_check(own, built, context.rank)
 
 
 def check_waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext) -> None:
     with manager_of(context) as manager:
-        op = kernel_of(Layer(), manager).prepare_finalize._op
+        op = kernel_of(Layer(), manager).prepare_finalize._dispatcher.op
         timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         assert op.timeouts.step_secs == timeout > 60
         assert manager.arena.rendezvous.timeout_secs == timeout
@@ -220,37 +243,21 @@ def check_layers_are_built_whatever_the_default_device_is(context: RankContext) 
         run_and_check(case, kernel, context.rank)
 
 
-def fail(*_: Any, **__: Any) -> None:
-    raise ZeroDivisionError("on the way")
-
-
-def check_an_error_closes_the_op(context: RankContext) -> None:
-    """In the experts, when rows are quantised, and when they are added."""
-    import vllm._custom_ops as ops
-
-    from ep_a2a.integrations.vllm import prepare_finalize
-
+def check_an_error_between_dispatch_and_combine_closes_the_op(context: RankContext) -> None:
+    """By what the worker calls after any error; later steps raise instead of waiting."""
     with manager_of(context) as manager:
         kernel = kernel_of(Layer(), manager)
+        run_kernel(Layer(), kernel, context.rank)
+        manager.close_open_steps()
         run_kernel(Layer(), kernel, context.rank)
         kernel.fused_experts.error = ZeroDivisionError("of the experts")
         with refused(ZeroDivisionError, "of the experts"):
             run_kernel(Layer(), kernel, context.rank)
+        manager.close_open_steps()
         kernel.fused_experts.error = None
-        with refused(ClosedError, "an open op"):
-            run_kernel(Layer(), kernel, context.rank)
-        with refused(ClosedError, "an open op"):
-            manager.check()
-    for case, owner, name in (
-        (Layer(quant="per_tensor"), prepare_finalize, "moe_kernel_quantize_input"),
-        (Layer(reduce="Contiguous"), ops, "moe_sum"),
-    ):
-        with manager_of(context) as manager:
-            kernel = kernel_of(case, manager)
-            with replaced(owner, name, fail), refused(ZeroDivisionError, "on the way"):
-                run_kernel(case, kernel, context.rank)
+        for call in (lambda: run_kernel(Layer(), kernel, context.rank), manager.check):
             with refused(ClosedError, "an open op"):
-                run_kernel(case, kernel, context.rank)
+                call()
 
 
 def check_what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: RankContext) -> None:
@@ -265,7 +272,7 @@ def check_what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: Ran
             run_and_check(case, kernel, context.rank)
             manager.check()
             # as a kernel of the other rank does that gives up when this rank's last one has ended
-            kernel.prepare_finalize._op.memory.view(Region.POISON).fill_((1 << 16) + 1)
+            kernel.prepare_finalize._dispatcher.op.memory.view(Region.POISON).fill_((1 << 16) + 1)
             if tp_size == 1:
                 manager.check()
             else:
@@ -293,10 +300,11 @@ def check_nothing_is_counted_by_default(context: RankContext) -> None:
     from ep_a2a.telemetry import counters
 
     case = Layer()
-    with replaced(counters.StepCounters, "__init__", fail), manager_of(context) as manager:
+    with replaced(counters, "StepCounters", None), manager_of(context) as manager:
         kernel = kernel_of(case, manager)
         assert manager.counters is None
-        assert kernel.prepare_finalize._exchanges == [kernel.prepare_finalize._op]
+        (dispatcher,) = kernel.prepare_finalize._dispatchers
+        assert dispatcher.exchange is dispatcher.op
         names = launched(kernel, case, context.rank)
         manager.end_warm_up(45.0)
     # the interpreter sends and receives in two launches
@@ -316,7 +324,7 @@ def check_shared_experts_between_the_halves_of_combine(context: RankContext) -> 
 
             def observed(*args: Any, finalize: Any = finalize, ours: Any = ours, next_calls: Any = next_calls) -> Any:
                 receive = finalize(*args)
-                next_calls.append(ours._op._step.next_call)
+                next_calls.append(ours._dispatcher.op._step.next_call)
                 return receive
 
             ours.finalize_async = observed
@@ -367,7 +375,7 @@ def rows_of(case: Layer, source: int, destination: int) -> int:
 
 def check_steps_are_counted_layer_by_layer(context: RankContext) -> None:
     """Two layers of one op and one of another; the second is built again on the way, as when weights are reloaded."""
-    from ep_a2a.integrations.vllm.manager import live_managers
+    from ep_a2a.integrations.manager import live_managers
 
     rank, peer = context.rank, 1 - context.rank
     cases = [Layer(), Layer(seed=1), Layer(hidden=256, quant="per_block", seed=2, tokens=(7, 0))]
@@ -385,11 +393,11 @@ def check_steps_are_counted_layer_by_layer(context: RankContext) -> None:
             if number == 1:
                 kernels[1] = kernel_of(cases[1], manager, moe=kernels[1].prepare_finalize._moe)
         assert manager.arena.num_bytes == num_bytes
-        modules = {f"layers.{i}.experts": moe_holder(kernel) for i, kernel in enumerate(kernels)}
-        found = manager.counters.read(modules)
+        names = {id(kernel.prepare_finalize._moe): f"layers.{i}.experts" for i, kernel in enumerate(kernels)}
+        found = manager.counters.read(names)
     assert manager not in live_managers
     assert manager.counters is None, "of an engine that has ended"
-    assert [each["layer"] for each in found] == list(modules)
+    assert [each["layer"] for each in found] == list(names.values())
     assert [each["num_steps"] for each in found] == [2, 4, 2]
     for case, each in zip(cases, found):
         assert len(each["latest_steps"]) == 2
@@ -401,6 +409,53 @@ def check_steps_are_counted_layer_by_layer(context: RankContext) -> None:
             assert step["sent_bytes"] == rows[1] * dispatched + rows[2] * combined
 
 
-def moe_holder(kernel: Any) -> Any:
-    """Stands for vLLM's module of a layer."""
-    return SimpleNamespace(moe_config=kernel.prepare_finalize._moe)
+def check_a_failure_in_a_stage_reaches_the_next_one(context: RankContext) -> None:
+    """Two pipeline stages of a rank each; vLLM's own methods send and receive."""
+    with manager_of(context):
+        from vllm.distributed.parallel_state import GroupCoordinator
+
+        from ep_a2a.integrations.vllm.stages import link_stages, live_stages
+        from ep_a2a.integrations.vllm.worker import _checked
+        from ep_a2a.kernels.layout import FailureCode
+        from ep_a2a.kernels.primitives import NOBODY
+
+        group = object.__new__(GroupCoordinator)
+        vars(group).update(cpu_group=context.group, device_group=context.group, device=context.device, ranks=[0, 1])
+        vars(group).update(rank=context.rank, rank_in_group=context.rank, world_size=2, use_cpu_custom_send_recv=False)
+        # of the tensor-parallel group, over which vLLM gathers what it can cut
+        alone = SimpleNamespace(world_size=1, rank_in_group=0, all_gather=lambda tensor, **_: tensor)
+        word, hidden = torch.zeros(1, dtype=torch.int32), torch.arange(24.0).view(3, 8)
+        link_stages(group, lambda: [word])
+        (stage,) = live_stages
+        for failure, error, text in (
+            (0, None, ""),
+            (FailureCode.TIMEOUT << 16 | 1, RankTimeoutError, "got TIMEOUT, for which rank 1 "),
+            (FailureCode.WEIGHTS_MISSING << 16 | NOBODY.value, StateError, "got WEIGHTS_MISSING. "),
+        ):
+            word.fill_(failure if context.rank == 0 else 0)
+            if context.rank == 0:
+                for handle in group.isend_tensor_dict({"hidden_states": hidden}, all_gather_group=alone):
+                    handle.wait()
+                continue
+            received, handles, callbacks = group.irecv_tensor_dict(all_gather_group=alone)
+            for call in (*(handle.wait for handle in handles), *callbacks):
+                call()
+            assert list(received) == ["hidden_states"]
+            assert torch.equal(received["hidden_states"], hidden)
+            with refused(error, text) if error else contextlib.nullcontext():
+                stage.check()
+
+        def step(_: Any) -> None:
+            if context.rank == 0:
+                raise ZeroDivisionError("the model's own")
+            group.irecv_tensor_dict(all_gather_group=alone)
+
+        error = (ZeroDivisionError, StateError)[context.rank]
+        with refused(error, "the model's own"):
+            _checked(step, sends=True)(object())
+        if context.rank == 0:
+            for handle in stage._handles:
+                handle.wait()
+            # which nobody waits for
+            with refused(error):
+                _checked(step, sends=True)(object())

@@ -170,7 +170,7 @@ class Model:
             def call(*args: Any, **kwargs: Any) -> Any:
                 place = (dbo_current_ubatch_id(), number)
                 if kind == "dispatch":
-                    self.bounds.append(kernel.prepare_finalize._op.engine.kernels.max_sms)
+                    self.bounds.append(kernel.prepare_finalize._dispatcher.op.engine.kernels.max_sms)
                 self.device.launch((kind, *place), (needed, *place))
                 if kind in EXCHANGES:
                     self.device.compute.read[(kind, *place)] = weakref.ref(args[0])
@@ -179,10 +179,10 @@ class Model:
             setattr(owner, name, call)
 
         ours = kernel.prepare_finalize
-        ours._exchanges = [Calls(exchange) for exchange in ours._exchanges]
-        for exchange in ours._exchanges:
-            watched(exchange, "dispatch", "dispatch", "gate")
-            watched(exchange, "combine", "combine", "experts")
+        for dispatcher in ours._dispatchers:
+            dispatcher.exchange = Calls(dispatcher.exchange)
+            watched(dispatcher.exchange, "dispatch", "dispatch", "gate")
+            watched(dispatcher.exchange, "combine", "combine", "experts")
         watched(kernel.fused_experts, "apply", "experts", "dispatch")
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,7 +56,7 @@ def in_micro_batches(context: RankContext, number: int, sp_size: int = 1, **chan
     """Split steps, whole ones, and steps that a graph captures, by each of vLLM's model runners."""
     with manager_of(context, number) as manager, on_stub_streams(manager) as device:
         model = Model([replace(case, **changes) for case in CASES], manager, device, sp_size)
-        ops = model.kernels[0].prepare_finalize._ops
+        ops = [each.op for each in model.kernels[0].prepare_finalize._dispatchers]
         most = [op.config.max_num_inp_token_per_rank for op in ops]
         assert most == [16, *[16 // number + number - 1] * (number - 1)]
         assert [op.index for op in ops] == list(range(number))
@@ -127,7 +127,7 @@ def check_a_failure_of_our_call_ends_the_step(context: RankContext) -> None:
             def fail(*_: Any, error: Exception = error, **__: Any) -> None:
                 raise error
 
-            setattr(model.kernels[1].prepare_finalize._exchanges[0], call, fail)
+            setattr(model.kernels[1].prepare_finalize._dispatchers[0].exchange, call, fail)
             require_failure(runners(model)[0], error)
             # the step of the other micro-batch, which has been left open
             manager.close_open_steps()

@@ -36,8 +36,10 @@ def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] |
     return run_checks(python, wheel, checks)
 
 
-def run_checks(python: Path, folder: Path, checks: tuple[str, ...]) -> dict[str, str | None]:
-    """The same for the vLLM that lies in a folder."""
+def run_checks(
+    python: Path, folder: Path, checks: tuple[str, ...], program: str = "tests.engines.vllm.contract.program"
+) -> dict[str, str | None]:
+    """The same for the engine that lies in a folder; program: the module that runs its checks."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
     variables |= {
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
@@ -45,7 +47,7 @@ def run_checks(python: Path, folder: Path, checks: tuple[str, ...]) -> dict[str,
         "CUDA_VISIBLE_DEVICES": "",
     }
     done = subprocess.run(
-        [str(python), "-m", "tests.engines.vllm.contract.program", *checks],
+        [str(python), "-m", program, *checks],
         cwd=ROOT,
         env=variables,
         capture_output=True,

@@ -44,7 +44,7 @@ def with_manager(check: Callable[[Manager], None]) -> Callable[[], None]:
     def checked() -> None:
         from vllm.v1.worker import cpu_worker  # noqa: F401 - loaded before the patch, as in an engine on CPU
 
-        from ep_a2a.integrations.vllm.manager import live_managers
+        from ep_a2a.integrations.manager import live_managers
         from ep_a2a.integrations.vllm.worker import patch_worker
 
         manager = Manager()
@@ -185,7 +185,7 @@ def check_counters_are_read_by_the_name_of_a_workers_method(manager: Manager) ->
     from ep_a2a.errors import StateError
 
     layer = SimpleNamespace(moe_config=object())
-    manager.counters = SimpleNamespace(read=lambda modules: [{"layer": name} for name in modules])
+    manager.counters = SimpleNamespace(read=lambda names: [{"layer": name} for name in names.values()])
     wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
     wrapper.worker = CPUWorker.__new__(CPUWorker)
     config = CompilationConfig()

@@ -142,6 +142,7 @@ def cut_nodes(ranks_per_node: int) -> None:
     get_handle = VllmAll2AllManager.get_handle
 
     def cut(self: Any, kwargs: Any, index: int = 0) -> Any:
-        return get_handle(self, {"gpu_per_node": ranks_per_node, **kwargs}, index)
+        # with few channels between nodes, whose programs are interpreted one after another
+        return get_handle(self, {"gpu_per_node": ranks_per_node, "launch": "manual", **kwargs}, index)
 
     VllmAll2AllManager.get_handle = cut  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
     python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--stop] [--counters]
-        [--tensor-parallel WORKERS] [--ranks-per-node RANKS] [--tokens NUMBER] [--dtype DTYPE]
+        [--tensor-parallel WORKERS] [--pipeline-parallel STAGES] [--ranks-per-node RANKS] [--tokens NUMBER]
+        [--dtype DTYPE] [--chunk TOKENS]
 
 VLLM_DP_* say which rank this is. MODEL is a folder of trained.trained_model. With --counters the result has those
 of the engine under "counters", and beside it lies what the layers were given (`Changes.routed`). With --stop the
@@ -30,12 +31,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of this rank, processes of their own")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many workers")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="that a prompt goes on with, at most")
     parser.add_argument("--dtype", default="float32", help="of the engine")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
     parser.add_argument("--stop", action="store_true", help="the last rank stops when all have generated once")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
     parser.add_argument("--counters", action="store_true", help="read the layers' counters by collective_rpc")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=MAX_BATCHED_TOKENS,
+        help="the most tokens of a step; below the default prefixes are cached",
+    )
     options = parser.parse_args(arguments)
     rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
     stop_file = options.result.with_name("stop")
@@ -46,10 +54,15 @@ def main(arguments: list[str] | None = None) -> None:
         routed=str(options.result.parent) if options.counters else "",
     ).send()
     llm = make_engine(options)
+    if options.pipeline_parallel > 1:
+        # on CPU, vLLM's warm-up of an eager engine leaves out what later stages receive hidden states into
+        llm.collective_rpc("execute_dummy_batch")
 
     def results() -> dict[str, Any]:
         return dict(zip(map(str, range(rank, len(PROMPTS), size)), generate(llm, PROMPTS[rank::size], rank, options)))
 
+    if options.chunk < MAX_BATCHED_TOKENS:
+        results()  # whose prefixes are cached for the next one
     found = results()
     if options.counters:
         found["counters"] = llm.collective_rpc("ep_a2a_counters")
@@ -64,7 +77,7 @@ def make_engine(options: argparse.Namespace) -> Any:
     from vllm.config import SchedulerConfig
 
     # on CPU vLLM raises the limit of some models to this, and warms up with that many tokens
-    SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = MAX_BATCHED_TOKENS
+    SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = options.chunk
     parallel = {"enable_expert_parallel": True, "all2all_backend": "ep_a2a"} if options.expert_parallel else {}
     return LLM(
         str(options.model),
@@ -72,14 +85,15 @@ def make_engine(options: argparse.Namespace) -> Any:
         dtype=options.dtype,
         max_model_len=128,
         max_num_seqs=8,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        max_num_batched_tokens=options.chunk,
         enforce_eager=not options.compiled,
         seed=0,
-        enable_prefix_caching=False,
+        enable_prefix_caching=options.chunk < MAX_BATCHED_TOKENS,
         kv_cache_memory_bytes=64 << 20,
         disable_log_stats=True,
         tensor_parallel_size=options.tensor_parallel,
-        distributed_executor_backend="uni" if options.tensor_parallel == 1 else "mp",
+        pipeline_parallel_size=options.pipeline_parallel,
+        distributed_executor_backend="uni" if options.tensor_parallel == options.pipeline_parallel == 1 else "mp",
         worker_extension_cls=EXTENSION,
         **parallel,
     )

@@ -29,6 +29,8 @@ FIXED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+SENDS_FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""For engines with dummy weights: the function that fills them travels to the workers."""
 
 
 @dataclass

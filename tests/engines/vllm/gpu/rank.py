@@ -208,6 +208,7 @@ class Rank:
 
         What lies between is decode of the full batch.
         """
+        self.llm.apply_model(fill_dummy_weights)
         chosen = random.Random(self.rank)
 
         def best(num_tokens: int) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class LayerCounters:
     """The counters of all layers of one manager.
 
-    A layer is known by its number (VllmAll2AllManager.layer_number). A layer that is built again, with other weights,
+    A layer is known by its number (EngineManager.layer_number). A layer that is built again, with other weights,
     keeps its counters: graphs hold their addresses.
 
     Args:
@@ -34,11 +34,11 @@ class LayerCounters:
         num_kept_steps = env.COUNTERS.get()
         return cls(num_kept_steps) if num_kept_steps else None
 
-    def exchange_of(self, op: EpDispatchCombineOp, moe: Any, number: int) -> InstrumentedOp:
+    def exchange_of(self, op: EpDispatchCombineOp, layer: Any, number: int) -> InstrumentedOp:
         """Returns a wrapper of the op that counts the dispatches and combines of a layer.
 
         Args:
-            op: the layer's. moe: its FusedMoEConfig. number: the layer's.
+            op: the layer's. layer: what the engine has one of for each layer. number: the layer's.
 
         Raises:
             UnsupportedError: the op spans several nodes.
@@ -52,7 +52,7 @@ class LayerCounters:
                 f"{env.COUNTERS.name} on one node", "a group of several nodes", f"Unset {env.COUNTERS.name}."
             )
         if number not in self._layers:
-            self._layers[number] = moe, op, StepCounters(op.device, self.num_kept_steps)
+            self._layers[number] = layer, op, StepCounters(op.device, self.num_kept_steps)
         return InstrumentedOp(op, self._layers[number][2])
 
     def clear(self) -> None:
@@ -60,14 +60,13 @@ class LayerCounters:
         for *_, counters in self._layers.values():
             counters.clear()
 
-    def read(self, modules: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def read(self, names: Mapping[int, str]) -> list[dict[str, Any]]:
         """Returns each layer's counters as StepCounters.read gives them, in the order in which layers were built.
 
         Args:
-            modules: vLLM's layers by name, MoE layers among them. A layer that is missing is named by its position.
+            names: of layers, by the `id` of `exchange_of`'s layer. A layer without one is named by its position.
         """
-        names = {id(module.moe_config): name for name, module in modules.items() if hasattr(module, "moe_config")}
         return [
-            {"layer": names.get(id(moe), f"layer {place}"), **counters.read(op.config)}
-            for place, (moe, op, counters) in enumerate(self._layers.values())
+            {"layer": names.get(id(layer), f"layer {place}"), **counters.read(op.config)}
+            for place, (layer, op, counters) in enumerate(self._layers.values())
         ]

@@ -1,11 +1,11 @@
-"""Whether an installed vLLM has the names that this integration uses, read from its sources without importing vLLM.
+"""Whether an installed engine has the names that its integration uses, read from its sources without importing it.
 
-contract.toml lists the names by what this integration does with them:
+An integration's contract.toml lists the names by what the integration does with them:
 
 used: must be there. A field may also be set in a method (`self.name = ...`).
 called: must take the arguments of our call. Further parameters need a default.
 wrapped: must have the parameters that our wrapper reads. The wrapper passes all arguments on.
-overridden: must have exactly the known parameters, because vLLM calls ours. Classes: no further abstract methods.
+overridden: must have exactly the known parameters, because the engine calls ours. Classes: no further abstract methods.
 optional: may be missing.
 """
 
@@ -15,44 +15,67 @@ import ast
 import functools
 import inspect
 import tomllib
-from importlib import resources
+from importlib import metadata, resources, util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-FILE_NAME = "contract.toml"
 BY_FILE = ("used", "optional")
 """Roles whose entries are lists of names by file. Those of other roles are "file:name", with parameters."""
-TABLE: dict[str, dict[str, Any]] = tomllib.loads(resources.files(__package__).joinpath(FILE_NAME).read_text())
+
+Table = dict[str, dict[str, Any]]
 
 
-def symbols(role: str) -> dict[str, str]:
-    """Returns the names of a role as "file:name", the file in the package vllm, each with its parameters or ""."""
+def read_table(integration: str) -> Table:
+    """Returns the contract.toml of one of this package's integrations, "ep_a2a.integrations.vllm" for example."""
+    return tomllib.loads(resources.files(integration).joinpath("contract.toml").read_text("utf-8"))
+
+
+def symbols(table: Table, role: str) -> dict[str, str]:
+    """Returns the names of a role as "file:name", the file in the engine's package, each with its parameters or ""."""
+    names = table.get(role, {})
     if role not in BY_FILE:
-        return TABLE[role]
-    return {f"{path}:{name}": "" for path, names in TABLE[role].items() for name in names}
+        return names
+    return {f"{path}:{name}": "" for path, each in names.items() for name in each}
 
 
-def differences(package: Path) -> list[str]:
-    """Returns a sentence for each name that an installed or unpacked vLLM lacks or that has changed too much.
+def differences(package: Path, table: Table) -> list[str]:
+    """Returns a sentence for each name that an installed or unpacked engine lacks or that has changed too much.
 
     Args:
-        package: the folder `vllm`.
+        package: the engine's folder, named as its package.
+        table: of the integration.
     """
     found = []
     for role, judge in JUDGES.items():
-        for symbol, wanted in symbols(role).items():
+        for symbol, wanted in symbols(table, role).items():
             path, _, name = symbol.partition(":")
             node = find(package / path, name)
             if node is None:
-                found.append(f"vllm/{path} has no {name}")
+                found.append(f"{package.name}/{path} has no {name}")
             elif problem := judge(node, wanted):
-                found.append(f"{name} of vllm/{path} {problem}")
+                found.append(f"{name} of {package.name}/{path} {problem}")
     return found
+
+
+def folder_of(package: str) -> Path | None:
+    """Returns the folder of an installed package, which is not imported; None where there is none."""
+    spec = util.find_spec(package)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def version_of(*distributions: str) -> str:
+    """Returns the version of the first of these that is installed, or "unknown" (a source tree has none)."""
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
 
 
 def find(path: Path, name: str) -> ast.AST | None:
@@ -67,7 +90,7 @@ def find(path: Path, name: str) -> ast.AST | None:
 @functools.lru_cache(maxsize=64)
 def _definitions(path: Path) -> dict[str, ast.AST]:
     found: dict[str, ast.AST] = {}
-    for node in _statements(ast.parse(path.read_text()).body) if path.exists() else ():
+    for node in _statements(ast.parse(path.read_text("utf-8")).body) if path.exists() else ():
         found |= _named(node)
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{name}": each for child in node.body for name, each in _named(child).items()}

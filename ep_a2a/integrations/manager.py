@@ -1,0 +1,219 @@
+"""The manager of an engine's expert-parallel group: ops that layers share, and what surrounds the engine's steps."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a import env
+from ep_a2a.errors import StateError
+from ep_a2a.integrations.dispatcher import Dispatcher
+from ep_a2a.integrations.token_format import handle_kwargs
+from ep_a2a.integrations.variables import unreadable_variable
+from ep_a2a.managers.native import NativeAll2AllManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.integrations.counters import LayerCounters
+    from ep_a2a.integrations.token_format import LayerShape, TokenFormat
+    from ep_a2a.memory.rendezvous import Rendezvous
+    from ep_a2a.ops.op import EpDispatchCombineOp
+
+MIB = 1 << 20
+
+live_managers: weakref.WeakSet[EngineManager] = weakref.WeakSet()
+"""Those of this process that have not been destroyed; an engine's worker has one."""
+
+
+def read_counters(managers: Iterable[EngineManager], names: Mapping[int, str]) -> dict[str, Any]:
+    """Returns this rank's counters as JSON types: rank and num_ranks of the expert-parallel group, and layers.
+
+    Args:
+        managers: those of this process. names: see LayerCounters.read.
+
+    Raises:
+        StateError: nothing is counted.
+    """
+    for manager in managers:
+        if manager.counters is not None:
+            return {"rank": manager.rank, "num_ranks": manager.world_size, "layers": manager.counters.read(names)}
+    raise StateError(
+        f"{env.COUNTERS.name} in the workers' environment",
+        "none, so that nothing is counted",
+        f"Set {env.COUNTERS.name} to a number of steps when the engine is started.",
+    )
+
+
+class EngineManager(NativeAll2AllManager):
+    """Makes the dispatchers of an engine's MoE layers. Layers of one shape share ops, which live until `destroy`.
+
+    Args:
+        cpu_group: the expert-parallel group, of gloo. Ranks load, compile and capture at their own pace: until
+            `end_warm_up` its time-out bounds all waits.
+        num_micro_batches: into so many parts the engine may split a step; 1 = it splits none.
+        split_max_sms: the engine bounds the multiprocessors of calls to this number where it splits a step.
+
+    Attributes:
+        logger: gets one line per shape on rank 0: backend, kernels, topology, bytes of buffers.
+        counters: of the layers; None by default.
+        combines_in_halves: whether shared experts run between the halves of combine; False by default.
+    """
+
+    logger = logging.getLogger(__name__)
+
+    def __init__(self, cpu_group: ProcessGroup, num_micro_batches: int = 1, split_max_sms: int = 0) -> None:
+        super().__init__(cpu_group)
+        self._num_micro_batches, self._split_max_sms = num_micro_batches, split_max_sms
+        self._ops: list[EpDispatchCombineOp] = []
+        self._layers: list[Any] = []
+        self._step_timeout_secs: float | None = None
+        # raised on all ranks together, when the first op is made
+        self._unreadable = unreadable_variable()
+        self.counters: LayerCounters | None = None
+        self.combines_in_halves = False
+        live_managers.add(self)
+
+    def dispatchers(self, layer: Any, token_format: TokenFormat, shape: LayerShape) -> list[Dispatcher]:
+        """Returns a layer's dispatcher for each micro-batch; the first one also serves whole steps. Collective.
+
+        A layer that is built again, with other weights, gets the ops, number and counters of before: graphs hold them.
+
+        Args:
+            layer: what the engine has one of for each layer.
+            token_format, shape: alike on all ranks but for num_local_experts.
+
+        Raises:
+            EnvironmentVariableError: a variable cannot be parsed here; the other ranks raise ConfigMismatchError.
+            UnsupportedError: counters across nodes.
+        """
+        parts = self._num_micro_batches
+        ranks = {"rank": self.rank, "world_size": self.world_size}
+        of_part, of_step = (handle_kwargs(token_format, shape.of_micro_batch(n), **ranks) for n in (parts, 1))
+        # the op of whole steps is the last one of a shape
+        others = [self.get_handle(of_part, index) for index in range(1, parts)]
+        ops = [self.get_handle(of_step), *others]
+        if parts > 1:
+            # kernels for the bound are compiled
+            for op in ops:
+                op.set_max_sms(self._split_max_sms)
+                op.set_max_sms(self.max_sms_used() or 0)
+        if self.combines_in_halves:
+            ops[0].warmup_split()
+        number = self.layer_number(layer)
+        counters = self.counters
+        return [
+            Dispatcher(
+                op,
+                op if counters is None else counters.exchange_of(op, layer, number),
+                num_words=shape.num_words,
+                # rows without a token name another rank's expert
+                pad_id=op.config.total_experts - 1 if self.rank == 0 else 0,
+                # layers of one shape share the op: a rank that leaves one out must not get another one's rows
+                tag=number,
+            )
+            for op in ops
+        ]
+
+    def layer_number(self, layer: Any) -> int:
+        """Returns the number of a layer, from 1, in the order in which layers are built; equal on all ranks.
+
+        Args:
+            layer: see `dispatchers`.
+        """
+        for number, other in enumerate(self._layers, 1):
+            if other is layer:
+                return number
+        self._layers.append(layer)
+        return len(self._layers)
+
+    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
+        """Returns the op for these kwargs. Collective when it is new; kept until `destroy`.
+
+        CUDA graphs hold the op's addresses when no layer does.
+
+        Raises:
+            EnvironmentVariableError: a variable cannot be parsed here; the other ranks raise ConfigMismatchError.
+        """
+        # The time-out is part of the op's key. It must be the same after warm-up: layers that are built again, with
+        # new weights, must get the op that graphs have captured.
+        rendezvous = self._wait_as_the_group_does()
+        if not self._ops:
+            rendezvous.agree("settings", self._unreadable)
+        op: EpDispatchCombineOp = super().get_handle({"timeout_secs": rendezvous.timeout_secs, **kwargs}, index)
+        if op not in self._ops:
+            self._ops.append(op)
+            if self._step_timeout_secs is not None:
+                op.set_timeout(self._step_timeout_secs)
+            if self.rank == 0 and index == 0:
+                self._log(op, kwargs.get("gpu_per_node"))
+        return op
+
+    def _log(self, op: EpDispatchCombineOp, gpu_per_node: int | None) -> None:
+        found = self.explain(gpu_per_node, op.config.max_num_inp_token_per_rank)
+        transport = op.config.internode_transport
+        self.logger.info(
+            "%s: %s kernels%s (%s), %s; %.1f MiB of buffers on this device",
+            found["backend"],
+            found["kernel"],
+            "" if transport == "auto" else f" over {transport}",
+            found["kernel_reason"],
+            found["topology"],
+            self.num_buffer_bytes / MIB,
+        )
+
+    def _wait_as_the_group_does(self) -> Rendezvous:
+        """Returns the rendezvous, with the process group's time-out."""
+        rendezvous, group = self.arena.rendezvous, self.cpu_group
+        options: Any = group._get_backend(torch.device("cpu")).options
+        rendezvous.timeout_secs = float(options._timeout.total_seconds())
+        return rendezvous
+
+    def check(self) -> None:
+        """Raises the first error that kernels of finished steps have recorded.
+
+        With tensor parallelism, errors of the other ranks count, too: these ranks gather each other's results, and
+        engines look at the errors of one of them only.
+        """
+        for op in self._ops:
+            op.check()
+        if self._ops and self.tp_group is not None and self.tp_group.world_size > 1:
+            # Triton is loaded when the first op is made
+            from ep_a2a.ops.failures import check_peers
+
+            for op in self._ops:
+                check_peers(op)
+
+    def poison_words(self) -> list[torch.Tensor]:
+        """The word of each op that kernels write failures of any rank to: int32 [1], code << 16 | accused rank."""
+        return [op.memory.poison.word for op in self._ops]
+
+    def close_open_steps(self) -> None:
+        """Closes ops that an error has left between dispatch and combine, so that later calls raise and do not wait."""
+        for op in self._ops:
+            if op.has_open_step:
+                op.close()
+
+    def end_warm_up(self, timeout_secs: float) -> None:
+        """Bounds waits by `timeout_secs` once all ranks have warmed up, and clears the counters. Collective."""
+        if self._step_timeout_secs is not None or not self._ops:
+            return
+        self.arena.rendezvous.barrier("the end of warm-up")
+        self._step_timeout_secs = timeout_secs
+        for op in self._ops:
+            op.set_timeout(timeout_secs)
+        if self.counters is not None:
+            self.counters.clear()
+
+    def _release(self) -> None:
+        self._ops.clear()
+        self._layers.clear()
+        # a reader that still holds this manager must find the counters of the next engine
+        self.counters = None
+        live_managers.discard(self)
+        super()._release()

@@ -1,0 +1,119 @@
+"""Our dispatcher for SGLang's MoE layers: dispatch before the experts, combine after them."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.distributed.parallel_state import get_attn_tp_group, get_tp_group
+from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
+
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.manager import EngineManager
+from ep_a2a.integrations.token_format import RAW, LayerShape, agreed_bound, tokens_per_rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEAST_MAX_TOKENS = 4096
+"""SGLang's bound of a rank's decode requests and of its dummy runs, which it settles after the layers are built."""
+
+
+@functools.cache
+def manager_of(group: Any) -> EngineManager:
+    """Returns the manager of an SGLang GroupCoordinator; the first call makes it."""
+    manager = EngineManager(group.cpu_group)
+    manager.device, manager.device_group = torch.device(group.device), group.device_group
+    # its first rank streams the tokens of all
+    manager.tp_group = get_attn_tp_group()
+    return manager
+
+
+class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
+    """SGLang's dispatcher on an op that all layers of one shape share. Rows travel in the activations' dtype.
+
+    Experts see W * t rows in SGLang's standard format, t being the most tokens that any rank brings to the step. Ids
+    are local; slots of other ranks' experts, and all slots of rows without a token, are -1.
+
+    The op is built with the layer: before SGLang sizes the KV cache. Collective.
+
+    Args:
+        config: SGLang's MoeRunnerConfig of the layer.
+
+    Raises:
+        UnsupportedError: shared experts are fused into the layer.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        if config.num_fused_shared_experts:
+            raise UnsupportedError(
+                "shared experts apart from the routed ones",
+                f"{config.num_fused_shared_experts} fused",
+                "Add --disable-shared-experts-fusion.",
+            )
+        # settled options from 0.5.20, where ServerArgs are those of the user
+        settled = getattr(runtime_context, "get_schedule", runtime_context.get_server_args)()
+        self._attn_tp_size = runtime_context.get_parallel().attn_tp_size
+        self._most = tokens_per_rank(max(settled.chunked_prefill_size or 0, LEAST_MAX_TOKENS), self._attn_tp_size)
+        manager = manager_of(get_tp_group())
+        self._num_local_experts = config.num_local_experts
+        self._first_expert = manager.rank * config.num_local_experts
+        shape = LayerShape(
+            dtype=config.params_dtype,
+            hidden_dim=config.hidden_size,
+            topk=config.top_k,
+            num_experts=config.num_experts,
+            num_local_experts=config.num_local_experts,
+            max_num_tokens=self._most,
+        )
+        (self._exchange,) = manager.dispatchers(config, RAW, shape)
+
+    def dispatch(self, hidden_states: Tensor, topk_output: Any) -> Any:
+        """Sends hidden_states [T, H] with their weights and ids [T, K]; returns SGLang's StandardDispatchOutput.
+
+        Args:
+            topk_output: in the standard or the bypassed format; ids are global, -1 drops a slot.
+
+        Raises:
+            UnsupportedError: another format.
+            TooManyTokensError: a rank brings more tokens than its buffers hold; raised on all ranks.
+        """
+        if TopKOutputChecker.format_is_bypassed(topk_output):
+            topk_output = topk_output.to_standard()
+        if not TopKOutputChecker.format_is_standard(topk_output):
+            raise UnsupportedError(
+                "ids and weights from the router",
+                type(topk_output).__name__,
+                "Choose --moe-runner-backend triton.",
+            )
+        inputs = self._exchange.inputs(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
+        received = self._exchange.dispatch(inputs, max_num_tokens=self._bound(len(hidden_states)))
+        local = received.ids - self._first_expert
+        local = torch.where((local >= 0) & (local < self._num_local_experts), local, -1)
+        weights = StandardTopKOutput(received.weights, local, topk_output.router_logits)
+        return StandardDispatchOutput(received.rows, None, weights)
+
+    def _bound(self, num_tokens: int) -> int:
+        """Returns the most tokens of any rank in this step: from the counts that ranks of DP attention have exchanged.
+
+        Without DP attention SGLang gives all ranks equal shares; kernels report ranks that differ.
+        """
+        counts, sharing = get_dp_global_num_tokens(), self._attn_tp_size
+        if counts is None or len(counts) == 1:
+            counts, sharing = [num_tokens], 1
+        return agreed_bound(max(counts), sharing, self._most, "--chunked-prefill-size")
+
+    def combine(self, combine_input: Any) -> Tensor:
+        """Returns the sums [T, H] of this rank's tokens.
+
+        Args:
+            combine_input: SGLang's StandardCombineInput, whose hidden_states hold a weighted sum for each received row.
+        """
+        (rows,) = combine_input
+        return self._exchange.combine(rows, rows.new_empty(self._exchange.num_tokens, rows.shape[-1]))

@@ -1,0 +1,257 @@
+"""SGLang's plugin: the hooks that it registers, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a import env
+from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.contract import differences, folder_of, read_table, version_of
+from ep_a2a.log_once import log_once
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+DEEPEP_IS_SERVED = "DeepEP is not installed: ep_a2a serves --moe-a2a-backend deepep through DeepEP's interface"
+
+BACKEND = "ep_a2a"
+OPTION = f"--moe-a2a-backend {BACKEND}"
+LAYERS = "sglang.srt.layers.moe"
+SCHEDULER = "sglang.srt.managers.scheduler"
+STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+CONTRACT = read_table("ep_a2a.integrations.sglang")
+OLDEST, NEWEST = "0.5.16", "0.5.23"
+
+FAMILIES = tuple(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Qwen2Moe", "Qwen3Moe"))
+"""Beginnings of the architectures whose MoE blocks were read: they run shared experts on local tokens, add nothing over
+ranks behind combine, and take the routed scaling factor from the router."""
+
+RUNNERS = ("auto", "triton", "deep_gemm")
+"""Of --moe-runner-backend: those that take local ids, with -1 in the slots of other ranks' experts."""
+
+UNSUPPORTED = {
+    "enable_two_batch_overlap": "--enable-two-batch-overlap",
+    "enable_single_batch_overlap": "--enable-single-batch-overlap",
+    "enable_lora": "--enable-lora",
+    "enable_eplb": "--enable-eplb",
+    "elastic_ep_backend": "--elastic-ep-backend",
+    # SGLang changes the backend to deepep, and up to 0.5.16 settles two older names of the first one only later
+    "enable_prefill_cp": "--enable-prefill-cp",
+    "enable_prefill_context_parallel": "--enable-prefill-context-parallel",
+    "enable_dsa_prefill_context_parallel": "--enable-dsa-prefill-context-parallel",
+    "enable_waterfill": "--enable-waterfill",
+}
+"""Fields of ServerArgs that must not be set, each with its option."""
+
+_chosen = False
+
+_is_customized = False
+"""Whether SGLang's member CUSTOMIZED is this backend; another plugin's may have it, too."""
+
+
+def register() -> None:
+    """Registers the hooks; the entry point in the group sglang.srt.plugins.
+
+    SGLang calls it in every process and swallows its errors, so hooks refuse what cannot be served. A process that has
+    not imported the scheduler runs no model, and gets the hooks on the command line alone.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import ServerArgs
+
+    # up to 0.5.16 the constructor settles the options
+    settle = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"
+    args = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{args}.add_cli_args", _add_choice, HookType.AFTER)
+    HookRegistry.register(f"{args}.{settle}", _settle, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.configs.model_config.ModelConfig.__init__", _check_family, HookType.AFTER)
+    if SCHEDULER not in sys.modules:
+        return
+    backends, layer = f"{LAYERS}.utils.MoeA2ABackend", f"{LAYERS}.fused_moe_triton.layer"
+    HookRegistry.register(f"{backends}._missing_", _member_of, HookType.AROUND)
+    HookRegistry.register(f"{backends}.is_flashinfer", _moves_tokens_as_flashinfer, HookType.AROUND)
+    HookRegistry.register(f"{LAYERS}.moe_runner.base.FusedOpPool.get_fused_func", _standard_function, HookType.BEFORE)
+    HookRegistry.register(f"{layer}.create_moe_dispatcher", _create_dispatcher, HookType.AROUND)
+    HookRegistry.register(f"{layer}.FusedMoE.__init__", _finish_layer, HookType.AFTER)
+    HookRegistry.register(f"{LAYERS}.token_dispatcher.deepep.DeepEPDispatcher.__init__", _serve_deepep, HookType.BEFORE)
+    HookRegistry.register(f"{SCHEDULER}.Scheduler.__init__", _end_warm_up, HookType.AFTER)
+    HookRegistry.register(f"{STREAMER}.stream_output", _check_steps, HookType.BEFORE)
+    # ranks without requests stream nothing
+    HookRegistry.register(f"{SCHEDULER}.Scheduler.process_batch_result", _check_steps, HookType.AFTER)
+
+
+def _add_choice(_: None, parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if action.dest == "moe_a2a_backend" and action.choices is not None:
+            action.choices = [*action.choices, BACKEND]
+
+
+def _settle(server_args: Any) -> None:
+    """Refuses options that cannot be served, and sets those that the backend needs, before SGLang settles the rest.
+
+    Raises:
+        UnsupportedError: an option, this SGLang, or the GPUs' maker.
+    """
+    global _chosen
+    _chosen = server_args.moe_a2a_backend == BACKEND
+    if not _chosen or getattr(server_args, "_resolution_finished", False):
+        return
+    check_release()
+    from ep_a2a.memory.gpu_maker import refuse_other_gpus
+
+    refuse_other_gpus("cuda")
+    runner, chunk, stages = server_args.moe_runner_backend, server_args.chunked_prefill_size, server_args.pp_size
+    refused = {option: getattr(server_args, field, None) for field, option in UNSUPPORTED.items()} | {
+        f"--moe-runner-backend {runner}": runner not in RUNNERS,
+        f"--pp-size {stages}": stages > 1,
+        # a step's tokens would have no bound
+        f"--chunked-prefill-size {chunk}": chunk is not None and chunk <= 0,
+    }
+    for option, is_used in refused.items():
+        if is_used:
+            raise UnsupportedError(f"no {option} with {OPTION}", "both", f"Leave {option.split()[0]} out.")
+    # as for SGLang's other backends, and as for its FlashInfer all-to-all
+    server_args.ep_size = server_args.tp_size
+    server_args.disable_shared_experts_fusion = True
+
+
+def check_release() -> None:
+    """Refuses an SGLang that lacks what this integration uses, or has changed it. Imports nothing of SGLang.
+
+    Raises:
+        UnsupportedError: naming each name with its change.
+    """
+    folder = folder_of("sglang")
+    assert folder is not None
+    if found := differences(folder, CONTRACT):
+        raise UnsupportedError(
+            f"SGLang {OLDEST} to {NEWEST}, or a later one with the same names, with {OPTION}",
+            f"{version_of('sglang')}: {'; '.join(found)}",
+            "Install a supported SGLang, or choose another --moe-a2a-backend.",
+        )
+
+
+def _check_family(_: None, config: Any, *args: Any, **kwargs: Any) -> None:
+    names = getattr(config.hf_config, "architectures", None) or []
+    if _chosen and not any(name.startswith(FAMILIES) for name in names):
+        raise UnsupportedError(
+            f"a model of {', '.join(FAMILIES)} with {OPTION}",
+            f"{', '.join(names)}, whose MoE layers nobody has compared with the backend",
+            "Choose another --moe-a2a-backend.",
+        )
+
+
+def _member_of(original: Callable[[type, object], Any], enum: type, value: object) -> Any:
+    """Returns SGLang's member for backends that it does not know."""
+    global _is_customized
+    if value != BACKEND:
+        return original(enum, value)
+    _is_customized = True
+    return enum.CUSTOMIZED  # type: ignore[attr-defined]
+
+
+def _is_ours(member: Any) -> bool:
+    return _is_customized and member.is_customized()
+
+
+def _moves_tokens_as_flashinfer(original: Callable[[Any], bool], member: Any) -> bool:
+    """Says yes for ours, too: local tokens in, their complete sums out, and one graph size on all ranks."""
+    return original(member) or _is_ours(member)
+
+
+def _standard_function(pool: type, dispatch_name: str, runner_name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives our rows to the function for rows of the standard format, which SGLang registers without a backend."""
+    is_ours = _is_customized and dispatch_name == "customized"
+    return (pool, "none" if is_ours else dispatch_name, runner_name), {}
+
+
+def _create_dispatcher(original: Callable[..., Any], moe_runner_config: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.layers.moe import get_moe_a2a_backend
+
+    if not _is_ours(get_moe_a2a_backend()):
+        return original(moe_runner_config, *args, **kwargs)
+    from ep_a2a.integrations.sglang.dispatcher import EpA2ADispatcher
+
+    return EpA2ADispatcher(moe_runner_config)
+
+
+def _finish_layer(_: None, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Lets the router's weights carry the routed scaling factor.
+
+    Models with tokens of their own multiply the layer's result by it unless the router has, and the expert kernels of
+    the standard format would multiply once more.
+
+    Raises:
+        UnsupportedError: see _check_runner.
+    """
+    from sglang.srt.layers.moe import get_moe_a2a_backend
+
+    if _is_ours(get_moe_a2a_backend()):
+        _check_runner(layer)
+        layer.should_fuse_routed_scaling_factor_in_topk = True
+        layer.moe_runner_config.routed_scaling_factor = None
+
+
+def _check_runner(layer: Any) -> None:
+    """Refuses expert kernels that would take our local ids for global ones. SGLang settles "auto" with the layer.
+
+    Raises:
+        UnsupportedError: the layer's runner is none of RUNNERS.
+    """
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
+    # after 0.5.20 the layer says what runs; before, the runner of its scheme or method does
+    runner = getattr(getattr(layer, "scheme", None) or layer.quant_method, "runner", None)
+    settled = getattr(layer, "runner_backend", None) or getattr(runner, "runner_backend", None)
+    name = "another one" if settled is None else settled.value
+    # where the options name another one, weights have its layout
+    for found, known in ((get_moe_runner_backend().value, RUNNERS), (name, RUNNERS[1:])):
+        if found not in known:
+            raise UnsupportedError(
+                f"expert kernels of {' or '.join(RUNNERS[1:])} with {OPTION}",
+                f"{found}, which SGLang chose for this model",
+                "Add --moe-runner-backend triton, or choose another --moe-a2a-backend.",
+            )
+
+
+def _end_warm_up(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    for manager in _managers():
+        manager.end_warm_up(env.TIMEOUT_SECS.get())
+
+
+def _check_steps(*args: Any, **kwargs: Any) -> None:
+    """Raises the errors of finished steps: the scheduler has waited for their tokens, and graphs run no Python.
+
+    Before tokens are streamed, so that none of a failed step goes out.
+    """
+    for manager in _managers():
+        manager.check()
+
+
+def _managers() -> list[Any]:
+    """Returns the managers of this process; a scheduler without our backend must not load Triton for this."""
+    module = sys.modules.get("ep_a2a.integrations.manager")
+    return [] if module is None else list(module.live_managers)
+
+
+def _serve_deepep(dispatcher: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives SGLang's DeepEP dispatcher our Buffer and Config where no DeepEP is installed.
+
+    The scheduler imports that module before it loads plugins, so an alias in sys.modules would come too late.
+    """
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+
+    if deepep.use_deepep or importlib.util.find_spec("deep_ep") is not None:
+        return
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    from ep_a2a.compat import deep_ep
+
+    log_once(logger, logging.WARNING, DEEPEP_IS_SERVED)
+    deepep.Buffer, deepep.Config, deepep.use_deepep = deep_ep.Buffer, deep_ep.Config, True
+    deepep.sglang_per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8

@@ -1,0 +1,332 @@
+"""Runs checks in the SGLang that this Python imports, each on two CPU ranks, and writes a report of each.
+
+    python -m tests.engines.sglang.program CHECK...
+
+SGLang's own HookRegistry, ServerArgs, FusedMoE, MoeRunner and DeepEPDispatcher run. Its compiled expert kernels do not:
+`experts_in_torch` takes the place of fused_experts. Nor does its scheduler, of which only two methods are hooked.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from tests.engines.sglang import stand_ins
+from tests.engines.vllm.contract.checks import refused, replaced
+from tests.engines.vllm.contract.program import POOL_TIMEOUT_SECS, run
+
+WORLD, HIDDEN, INTERMEDIATE, EXPERTS, TOPK, CHUNK = 2, 128, 64, 8, 3, 64
+SCALING = 2.5
+COUNTS = ((5, 3), (0, 7), (1, 1))
+"""Tokens of each rank in each step."""
+SCHEDULER = "sglang.srt.managers.scheduler"
+
+
+def load() -> None:
+    """Imports what SGLang's scheduler process has imported when it loads plugins, and a scheduler of two methods."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if "sglang" not in sys.modules:
+        stand_ins.install()
+    from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: F401
+
+    methods = {"__init__": lambda self: None, "process_batch_result": lambda self, batch, result: None}
+    scheduler: Any = types.ModuleType(SCHEDULER)
+    scheduler.Scheduler = type("Scheduler", (), methods)
+    sys.modules[SCHEDULER] = sys.modules["sglang.srt.managers"].scheduler = scheduler
+
+
+def apply_hooks() -> None:
+    """What SGLang's load_plugins does."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from ep_a2a.integrations import sglang as integration
+
+    integration.register()
+    HookRegistry.apply_hooks()
+    missing = HookRegistry._hooks.keys() - HookRegistry._patched
+    assert not missing, missing
+
+
+def arguments(**options: Any) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    given = {"model_path": "dummy", "device": "cpu", "tp_size": WORLD, "chunked_prefill_size": CHUNK} | options
+    return ServerArgs(**given)
+
+
+class Group:
+    """What is read of SGLang's GroupCoordinator."""
+
+    device = "cpu"
+
+    def __init__(self, group: Any, world_size: int = WORLD) -> None:
+        self.cpu_group = self.device_group = group
+        self.world_size = world_size
+
+
+def configure(backend: str) -> None:
+    """Publishes SGLang's configuration, and a group of the two ranks as its tensor-parallel one."""
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.moe import initialize_moe_config
+
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    args = arguments(moe_a2a_backend=backend, ep_size=WORLD, attn_dp_size=WORLD)
+    args.resolve_once()
+    runtime_context.publish(args, role="scheduler")
+    initialize_moe_config()
+    parallel_state._TP = Group(group)
+    places = {"tp_rank": rank, "moe_ep_rank": rank, "moe_tp_rank": 0, "attn_tp_rank": 0, "attn_dp_rank": rank}
+    groups = {"tp_group": parallel_state._TP, "attn_tp_group": Group(None, world_size=1)}
+    runtime_context.get_parallel().override_permanently(**groups, **places)
+
+
+def experts_in_torch(**call: Any) -> torch.Tensor:
+    """What SGLang's fused_experts returns: a weighted sum for each row; -1 in a slot is no expert of this rank."""
+    rows, (weights, ids, _) = call["hidden_states"], call["topk_output"]
+    out = torch.zeros_like(rows)
+    for expert, (w13, w2) in enumerate(zip(call["w1"], call["w2"])):
+        gate, up = (rows.float() @ w13.float().T).chunk(2, 1)
+        weight = torch.where(ids == expert, weights, 0).sum(1, keepdim=True)
+        out += (weight * (silu(gate) * up @ w2.float().T)).to(rows.dtype)
+    return out * (call["moe_runner_config"].routed_scaling_factor or 1.0)
+
+
+def a_layer(**options: Any) -> Any:
+    """SGLang's layer with this rank's part of the experts; its method takes the path of GPUs."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    layer = FusedMoE(EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=TOPK, params_dtype=torch.float32, **options)
+    layer.quant_method._forward_method = layer.quant_method.forward_cuda
+    mine = slice(*(torch.distributed.get_rank() * EXPERTS // WORLD + each for each in (0, EXPERTS // WORLD)))
+    layer.w13_weight.data, layer.w2_weight.data = (each[mine] for each in weights_of_all())
+    return layer
+
+
+def weights_of_all() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+    return tuple(torch.randn(shape, generator=generator) / 8 for shape in shapes)  # type: ignore[return-value]
+
+
+def routed(num_tokens: int, seed: int) -> tuple[torch.Tensor, Any]:
+    """Tokens of this rank with a router's choice; the last slot of the first one is dropped, as SGLang's padding is."""
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    generator = torch.Generator().manual_seed(seed * WORLD + torch.distributed.get_rank())
+    logits = torch.randn(num_tokens, EXPERTS, generator=generator)
+    weights, ids = (logits.softmax(1) * SCALING).topk(TOPK)
+    ids[:1, -1] = -1
+    return torch.randn(num_tokens, HIDDEN, generator=generator), StandardTopKOutput(weights, ids.int(), logits)
+
+
+def dense(tokens: torch.Tensor, topk_output: Any) -> torch.Tensor:
+    w1, w2 = weights_of_all()
+    return experts_in_torch(
+        hidden_states=tokens,
+        topk_output=topk_output,
+        w1=w1,
+        w2=w2,
+        moe_runner_config=SimpleNamespace(routed_scaling_factor=None),
+    )
+
+
+def check_layers_against_the_dense_layer() -> None:
+    """Two layers share an op; steps differ in tokens; a rank brings none; the factor is in the router's weights."""
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+    from sglang.srt.layers.dp_attention import set_dp_buffer_len
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+    from ep_a2a.errors import CapacityError
+    from ep_a2a.kernels.layout import FailureCode
+    from ep_a2a.ops.poison import RANK_BITS
+
+    apply_hooks()
+    configure("ep_a2a")
+    layers = [a_layer(routed_scaling_factor=SCALING) for _ in range(2)]
+    assert all(layer.should_fuse_routed_scaling_factor_in_topk for layer in layers)
+    first, second = (layer.dispatcher._exchange.op for layer in layers)
+    assert first is second
+    sys.modules[SCHEDULER].Scheduler()  # type: ignore[attr-defined]
+    rank = torch.distributed.get_rank()
+    sent: list[Any] = []
+    streamer = SimpleNamespace(is_generation=True, _stream_output_generation=lambda *each: sent.append(each))
+    with replaced(fused_moe, "fused_experts", experts_in_torch):
+        for seed, counts in enumerate(COUNTS):
+            set_dp_buffer_len(sum(counts), counts[rank], False, list(counts))
+            for layer in layers:
+                tokens, topk_output = routed(counts[rank], seed)
+                result = layer(tokens.clone(), topk_output)
+                torch.testing.assert_close(result, dense(tokens, topk_output), rtol=1e-4, atol=1e-4)
+            SchedulerOutputStreamer.stream_output(streamer, [], False)
+            sys.modules[SCHEDULER].Scheduler().process_batch_result(None, None)  # type: ignore[attr-defined]
+        set_dp_buffer_len(9000, 4500, False, [4500, 4500])
+        with refused(ValueError, "at most 4096 tokens", "--chunked-prefill-size"):
+            layers[0](*routed(1, 0))
+    assert len(sent) == len(COUNTS)
+    # no kernel of this rank sees the failure: ranks of one attention group must ask
+    first.memory.poison.word.fill_(FailureCode.CAPACITY << RANK_BITS | 1 - rank)
+    SchedulerOutputStreamer.stream_output(streamer, [], False)
+    get_attn_tp_group().world_size = WORLD
+    with refused(CapacityError, f"rank {1 - rank}"):
+        SchedulerOutputStreamer.stream_output(streamer, [], False)
+    assert len(sent) == len(COUNTS) + 1
+
+
+def check_runners() -> None:
+    """Expert kernels that take global ids, or that nobody knows, are refused with the layer."""
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+    from ep_a2a.errors import UnsupportedError
+
+    apply_hooks()
+    configure("ep_a2a")
+    for backend, named in ((MoeRunnerBackend.FLASHINFER_CUTLASS, "flashinfer_cutlass"), (None, "another one")):
+        runner = backend and SimpleNamespace(runner_backend=backend)
+
+        def make(method: Any, *_: Any, runner: Any = runner) -> None:
+            method.runner, method._aiter_runner = runner, None
+
+        with (
+            replaced(UnquantizedFusedMoEMethod, "create_moe_runner", make),
+            refused(UnsupportedError, named, "--moe-runner-backend triton"),
+        ):
+            a_layer()
+
+
+def check_deepep_where_it_is_absent() -> None:
+    """SGLang's own DeepEP dispatcher in normal mode, on our Buffer, against the dense layer."""
+    apply_hooks()
+    configure("deepep")
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from sglang.srt.layers.moe.utils import DeepEPMode
+
+    assert not deepep.use_deepep
+    sizes = {"num_experts": EXPERTS, "num_local_experts": EXPERTS // WORLD, "hidden_size": HIDDEN}
+    dispatcher = deepep.DeepEPDispatcher(
+        group=torch.distributed.group.WORLD,
+        router_topk=TOPK,
+        params_dtype=torch.bfloat16,
+        deepep_mode=DeepEPMode.NORMAL,
+        **sizes,
+    )
+    assert deepep.Buffer.__module__.startswith("ep_a2a.")
+    dispatcher._normal_dispatcher.use_fp8 = False
+    mine = slice(*(torch.distributed.get_rank() * EXPERTS // WORLD + each for each in (0, EXPERTS // WORLD)))
+    w1, w2 = (each[mine] for each in weights_of_all())
+    config = SimpleNamespace(routed_scaling_factor=None)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (deepep.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True),
+            (deepep, "_is_mnnvl_fabric_supported", lambda: False),
+            (deepep, "_deepep_precompile_tp_barrier", lambda: None),
+            (deepep, "get_cuda_version", lambda: (13, 0)),
+            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        tokens, topk_output = routed(5 - torch.distributed.get_rank(), 0)
+        tokens = tokens.bfloat16()
+        sent = dispatcher.dispatch(tokens, topk_output)
+        choice = sent.topk_weights, sent.topk_ids, None
+        rows = experts_in_torch(
+            hidden_states=sent.hidden_states, topk_output=choice, w1=w1, w2=w2, moe_runner_config=config
+        )
+        result = dispatcher.combine(deepep.DeepEPNormalCombineInput(rows, sent.topk_ids, sent.topk_weights))
+    torch.testing.assert_close(result, dense(tokens, topk_output), rtol=2e-2, atol=2e-2)
+
+
+def check_options() -> None:
+    """The choice on the command line; what the backend sets; what it refuses, each in one line with a remedy."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+    from sglang.srt.server_args import ServerArgs
+
+    from ep_a2a.errors import UnsupportedError
+    from ep_a2a.integrations.sglang import plugin
+
+    apply_hooks()
+    # another plugin's backend may have the member, too
+    for name in (None, "ep_a2a"):
+        member = MoeA2ABackend(name or "customized")
+        assert (member, member.is_flashinfer()) == (MoeA2ABackend.CUSTOMIZED, name is not None)
+        function = FusedOpPool.get_fused_func("customized", "triton")
+        assert (function is not None) == (name is not None)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(["--model-path", "dummy", "--moe-a2a-backend", "ep_a2a", "--tp-size", "4"])
+    args = ServerArgs.from_cli_args(given)
+    args.resolve_once()
+    assert (args.ep_size, args.disable_shared_experts_fusion) == (4, True)
+    other = arguments(moe_a2a_backend="none")
+    other.resolve_once()
+    assert (other.ep_size, other.disable_shared_experts_fusion) == (1, False)
+    fields = {"moe_a2a_backend": "ep_a2a", "moe_runner_backend": "auto", "chunked_prefill_size": None, "pp_size": 1}
+    for field, option in plugin.UNSUPPORTED.items():
+        with refused(UnsupportedError, option):
+            plugin._settle(SimpleNamespace(**fields, **{field: True}))
+    for options, part in (
+        ({"moe_runner_backend": "flashinfer_cutlass"}, "--moe-runner-backend"),
+        ({"chunked_prefill_size": -1}, "--chunked-prefill-size"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"enable_waterfill": True}, "--enable-waterfill"),
+        ({"enable_prefill_cp": True}, "--enable-prefill-cp"),
+    ):
+        with refused(UnsupportedError, part):
+            arguments(moe_a2a_backend="ep_a2a", **options).resolve_once()
+    arguments(moe_a2a_backend="ep_a2a").resolve_once()
+    for name, is_known in (("Qwen3MoeForCausalLM", True), ("SarvamMoEForCausalLM", False)):
+        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[name]))
+        if is_known:
+            plugin._check_family(None, config)
+        else:
+            with refused(UnsupportedError, name):
+                plugin._check_family(None, config)
+    assert ModelConfig.__init__.__wrapped__ is not None
+
+
+CHECKS = {name.removeprefix("check_"): each for name, each in dict(globals()).items() if name.startswith("check_")}
+
+
+def on_two_ranks(check: Callable[[], None]) -> None:
+    """Forks the ranks: SGLang's imports take half a minute."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        replies: Any = context.SimpleQueue()
+        ranks = [context.Process(target=_rank, args=(check, rank, folder, replies)) for rank in range(WORLD)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(POOL_TIMEOUT_SECS)
+            each.kill()
+    texts = [replies.get() for _ in ranks if not replies.empty()]
+    assert [each.exitcode for each in ranks] == [0] * WORLD, "\n".join(texts)
+
+
+def _rank(check: Callable[[], None], rank: int, folder: str, replies: Any) -> None:
+    import traceback
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        check()
+    except BaseException:  # noqa: BLE001 - whatever it is, it is the check's outcome
+        replies.put(f"rank {rank}: {traceback.format_exc()}")
+        # the others may wait for this rank
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    load()
+    run(lambda name: on_two_ranks(CHECKS[name]), sys.argv[1:])

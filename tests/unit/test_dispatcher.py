@@ -1,0 +1,80 @@
+"""What an engine's adapters share, beside an op that is stood in for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_a2a.errors import TooManyTokensError, UnsupportedError
+from ep_a2a.integrations.dispatcher import Dispatcher
+from ep_a2a.integrations.manager import EngineManager
+from ep_a2a.integrations.token_format import agreed_bound
+
+HIDDEN = 8
+
+
+class Op:
+    """Returns what it is given: its own tokens, as one rank's op does, and the experts' rows as sums."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(hidden_dim=HIDDEN)
+        self.calls: list[str] = []
+
+    def combine(self, rows, weights, indices, *, out=None):
+        self.calls.append("combine")
+        return (rows if out is None else out.copy_(rows), None)
+
+    def combine_send(self, rows, *options, out=None):
+        self.calls.append("combine_send")
+        return (rows if out is None else out.copy_(rows), None)
+
+    def combine_recv(self):
+        self.calls.append("combine_recv")
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    op = Op()
+    return Dispatcher(op, op)
+
+
+def test_inputs_are_of_the_ops_types(dispatcher):
+    """Columns that are missing become zeros; what fits is not copied."""
+    fits = torch.ones(3, HIDDEN), torch.rand(3, 2), torch.ones(3, 2, dtype=torch.int32)
+    inputs = dispatcher.inputs(*fits)
+    assert (inputs.tokens, inputs.weights, inputs.ids) == fits
+    inputs = dispatcher.inputs(torch.ones(2, 3, 5)[:, 0], torch.ones(2, 3).bfloat16()[:, 1:], torch.ones(2, 2).long())
+    assert inputs.tokens.tolist() == [[1.0] * 5 + [0.0] * 3] * 2
+    assert (inputs.weights.dtype, inputs.ids.dtype) == (torch.float32, torch.int32)
+    assert all(each.is_contiguous() for each in (inputs.tokens, inputs.weights, inputs.ids))
+    weighted = dispatcher.inputs(fits[0], fits[1][:, :1], fits[2][:, :1], weights_on_input=True)
+    assert torch.equal(weighted.tokens[:, :1], fits[1][:, :1])
+    with pytest.raises(UnsupportedError, match="one expert per token"):
+        dispatcher.inputs(*fits, weights_on_input=True)
+
+
+@pytest.mark.parametrize("width", [5, HIDDEN])
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_and_results_may_be_narrower_than_the_op(dispatcher, width, split):
+    rows, out = torch.rand(4, 5), torch.full((4, width), 7.0)
+    found = dispatcher.combine_send(rows, out)() if split else dispatcher.combine(rows, out)
+    assert found is out
+    assert torch.equal(out[:, :5], rows)
+    assert not out[:, 5:].any()
+    assert dispatcher.op.calls == (["combine_send", "combine_recv"] if split else ["combine"])
+
+
+def test_a_layer_keeps_its_number():
+    """Also when it is built again, with other weights: its dispatches carry the number."""
+    manager = EngineManager.__new__(EngineManager)
+    manager._layers = []
+    layers = [SimpleNamespace() for _ in range(3)]
+    assert [manager.layer_number(layer) for layer in (*layers, layers[0])] == [1, 2, 3, 1]
+
+
+def test_the_bound_of_a_step():
+    found = [agreed_bound(num, sharing, 16, "--o") for num, sharing in ((None, 1), (0, 1), (7, 1), (7, 2), (32, 2))]
+    assert found == [16, 1, 7, 4, 16]
+    with pytest.raises(TooManyTokensError, match="17") as caught:
+        agreed_bound(33, 2, 16, "--max-tokens")
+    assert "--max-tokens" in str(caught.value)
