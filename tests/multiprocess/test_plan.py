@@ -9,7 +9,7 @@ from ep_a2a.commands.plan.sizes import plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, vllm_configs, vllm_plan
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.integrations.vllm.token_format import TokenFormat, handle_kwargs
+from ep_a2a.integrations.token_format import LayerShape, TokenFormat, handle_kwargs
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.testing import RankContext
 from tests.cases import manager_cases
@@ -80,14 +80,16 @@ def bytes_of_layer(context: RankContext, cast: str, max_num_tokens: int, nodes: 
         manager.device = context.device
         kwargs = handle_kwargs(
             TokenFormat(cast, "float32" if cast == "none" else "float32_power_of_two"),
+            LayerShape(
+                dtype=torch.bfloat16,
+                hidden_dim=256,
+                topk=2,
+                num_experts=experts,
+                num_local_experts=num_owned_experts(experts, context.world_size, context.rank),
+                max_num_tokens=max_num_tokens,
+            ),
             rank=context.rank,
             world_size=context.world_size,
-            dtype=torch.bfloat16,
-            hidden_dim=256,
-            topk=2,
-            num_experts=experts,
-            num_local_experts=num_owned_experts(experts, context.world_size, context.rank),
-            max_num_tokens=max_num_tokens,
         )
         op = manager.get_handle(nodes | kwargs)
         assert op.config.internode_transport == nodes.get("internode_transport", "auto")

@@ -11,12 +11,14 @@ from typer.testing import CliRunner
 
 from ep_a2a.cli import app
 from ep_a2a.commands.plan.model import model_of, read_model
+from ep_a2a.commands.plan.model_files import ModelFiles
 from ep_a2a.commands.plan.sizes import plan_of
-from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_configs, vllm_plan
+from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, other_totals, vllm_configs, vllm_plan
+from ep_a2a.commands.tables import bytes_text
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.integrations.vllm.token_format import RAW, TokenFormat, handle_kwargs
+from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, handle_kwargs
 from tests.cases.tables import read_json
 from tests.unit.test_layout import every_config
 
@@ -31,7 +33,11 @@ PER_TOKEN_FP8 = {"quant_method": "compressed-tensors", "config_groups": {"group_
 DEEPSEEK = {"n_routed_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168, "model_type": "deepseek_v3"}
 TABLES = read_json("models")
 FAMILIES = TABLES["families"]
-"""By name: a config.json; hidden size, experts, top k and cast of the op for it."""
+"""By name: where the numbers are from (of published models: their config.json, or the defaults of that release, which
+are this model's), a config.json with what a plan reads, hidden size, experts, top k and cast of the op for it, and
+whether tensor-parallel ranks share tokens (null: no model file of vLLM is known for it)."""
+BOOKKEEPING_BYTES = 8 << 20
+"""More than flags, counts, ids and the low-latency dispatch take beside rows and weights."""
 
 
 def configs_of(values: dict[str, Any], **options: Any) -> Any:
@@ -39,15 +45,82 @@ def configs_of(values: dict[str, Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_keys_of_model_families(name):
-    values, (hidden_dim, experts, topk, cast) = FAMILIES[name]
-    configs = configs_of(values, max_num_batched_tokens=2048)
+def test_model_families(name):
+    _, values, (hidden_dim, experts, topk, cast), shares_tokens = FAMILIES[name]
+    model, options = model_of(values), VllmOptions(data_parallel_size=4, tensor_parallel_size=2)
+    assert bool(model.read_by) == (shares_tokens is not None)
+    tokens = 4096 if shares_tokens else 8192
+    configs = vllm_configs(model, options)
     assert [config.rank for config in configs] == list(range(8))
     for config in configs:
         assert (config.hidden_dim, config.total_experts, config.topk) == (hidden_dim, experts, topk)
         assert (config.dispatch_quant, config.data_type, config.combined_dtype) == (cast, *[torch.bfloat16] * 2)
-        assert (config.layout, config.max_num_inp_token_per_rank) == ("rank_major", 2048)
-        assert config.num_local_experts == experts // 8
+        assert (config.layout, config.max_num_inp_token_per_rank) == ("rank_major", tokens)
+    # rows of eight ranks with weights come and go, and the sums lie beside them
+    scales = {"none": hidden_dim, "fp8_per_token": 4, "fp8_per_1x128": hidden_dim // 128 * 4}
+    back = 2 * hidden_dim + 4 * topk
+    rows = 8 * tokens * (hidden_dim + scales[cast] + 4 * topk) + 9 * tokens * back
+    assert 0 < vllm_plan(model, options).bytes_by_rank[0] - rows < BOOKKEEPING_BYTES
+
+
+def test_experts_that_vllm_chooses_among_have_a_total_each():
+    """A family with MXFP4 experts, and one with fp8 or MXFP8 experts, whose rows travel as bfloat16 or fp8."""
+    options = VllmOptions(data_parallel_size=4)
+    for name, quantization, planned, other in (
+        ("deepseek-v4-flash", {}, "none", "fp8_per_1x128"),
+        ("DeepSeek-V3", {}, "fp8_per_1x128", "none"),
+        ("DeepSeek-V3", {"quant_method": "mxfp8"}, "none", "mxfp8"),
+        ("DeepSeek-V3", {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "none", "mxfp8"),
+    ):
+        values = FAMILIES[name][1]
+        model = model_of(values | {"quantization_config": quantization} if quantization else values)
+        config, total = vllm_configs(model, options)[0], vllm_plan(model, replace(options, cast=other)).bytes_by_rank[0]
+        assert config.dispatch_quant == planned
+        assert other_totals(model, options) == {other: total}
+        assert f"{bytes_text(total)} on each GPU with --quant {other}" in "\n".join(assumptions(model, options, config))
+        assert other_totals(model, replace(options, cast=planned)) == {}
+
+
+def test_a_family_that_no_model_file_sizes_is_guessed():
+    for name in FAMILIES:
+        model, options = model_of(FAMILIES[name][1]), VllmOptions(data_parallel_size=2)
+        first, *_ = assumptions(model, options, vllm_configs(model, options)[0])
+        assert first.startswith("a guess: ") == (FAMILIES[name][3] is None)
+
+
+MODEL_FILE = """
+from vllm.model_executor.layers import FusedMoEFactory
+class Layer:
+    def __init__(self, config, width, shares=False):
+        self.width = config.latent if config.latent is not None else width
+        self.shares = shares
+        kinds = dict(top_k=getattr(config, "k", 2))
+        self.experts = FusedMoEFactory(
+            config.inner.experts, hidden_size=self.width, is_sequence_parallel=self.shares, **kinds
+        )
+class Shared:
+    def __init__(self, config, parallel):
+        self.mlp = Layer(config, config.wide, shares=parallel.use_sequence_parallel_moe)
+class Copied:
+    def __init__(self, config):
+        self.mlp = Layer(config, width=config.wide)
+"""
+
+
+def test_an_installed_vllm_says_which_keys_count(tmp_path):
+    models = tmp_path / "model_executor" / "models"
+    models.mkdir(parents=True)
+    registered = '"MixtralForCausalLM": ("new", "Shared"), "NewForCausalLM": ("new", "Copied")'
+    (models / "registry.py").write_text(f"MODELS = {{{registered}}}")
+    (models / "new.py").write_text(MODEL_FILE)
+    values = {"wide": 512, "k": 3, "inner": {"experts": 9}}
+    for names, shares_tokens in (({"architectures": ["MixtralForCausalLM"]}, True), ({"model_type": "new"}, False)):
+        model = model_of(values | names, ModelFiles(tmp_path))
+        assert (model.hidden_dim, model.num_experts, model.topk) == (512, 9, 3)
+        assert (model.shares_tokens, model.read_by) == (shares_tokens, "the installed vLLM")
+    assert model_of(values | names | {"latent": 256}, ModelFiles(tmp_path)).hidden_dim == 256
+    # what its files do not make, the table has
+    assert model_of(DEEPSEEK, ModelFiles(tmp_path)) == model_of(DEEPSEEK)
 
 
 @pytest.mark.parametrize(("quantization", "cast"), TABLES["casts"])
@@ -175,13 +248,12 @@ def test_files_that_are_no_config(tmp_path):
 
 
 def test_the_kwargs_of_vllms_layers():
-    sizes = {"rank": 1, "world_size": 4, "dtype": torch.float16, "hidden_dim": 256, "topk": 3}
-    sizes |= {"num_experts": 10, "num_local_experts": 3, "max_num_tokens": 17}
-    config = config_from_handle_kwargs(handle_kwargs(RAW, **sizes), topology_internode=False)
+    shape, ranks = LayerShape(torch.float16, 256, 3, 10, 3, 17), {"rank": 1, "world_size": 4}
+    config = config_from_handle_kwargs(handle_kwargs(RAW, shape, **ranks), topology_internode=False)
     assert (config.wire_dtype, config.layout, config.num_scales) == (torch.float16, "rank_major", 0)
     assert (config.total_experts, config.num_local_experts, config.max_num_inp_token_per_rank) == (10, 3, 17)
     cast = TokenFormat("fp8_per_1x128", "float32_power_of_two")
-    config = config_from_handle_kwargs(handle_kwargs(cast, **sizes), topology_internode=False)
+    config = config_from_handle_kwargs(handle_kwargs(cast, shape, **ranks), topology_internode=False)
     assert (config.wire_dtype, config.combined_dtype, config.num_scales) == (FP8_DTYPE, torch.float16, 2)
     # what vLLM decides on the GPU, and a plan cannot know, does not change a byte
     other = replace(config, scale_format="float32")
@@ -203,14 +275,15 @@ def test_assumptions_are_said():
         return "\n".join(assumptions(model, chosen, vllm_configs(model, chosen)[0]))
 
     plain = said(DEEPSEEK, max_num_batched_tokens=8192)
-    assert len(plain.splitlines()) == 2
+    assert len(plain.splitlines()) == 3
+    assert plain.startswith("hidden size, experts, top-k and shared tokens as the model files of vLLM 0.")
     assert "all 2 GPUs on one node (NVLink); else --gpus-per-node" in plain
     assert "8192" in said(DEEPSEEK)
     assert "--quant none" in said({**DEEPSEEK, "quantization_config": BLOCK_FP8})
     assert "--quant none" not in said({**DEEPSEEK, "quantization_config": BLOCK_FP8}, cast="fp8_per_1x128")
     assert "else --no-sequence-parallel" in said(DEEPSEEK, tensor_parallel_size=2)
-    assert "else --sequence-parallel" in said(FAMILIES["Mixtral"][0], tensor_parallel_size=2)
-    assert "--hidden 3072" in said(FAMILIES["gpt-oss"][0])
+    assert "else --sequence-parallel" in said(FAMILIES["Mixtral-8x7B"][1], tensor_parallel_size=2)
+    assert "--hidden 3072" in said(FAMILIES["gpt-oss-120b"][1])
     two_nodes = said(DEEPSEEK, data_parallel_size=16)
     assert "2 nodes with 8 of the 16 GPUs each; else --gpus-per-node" in two_nodes
     assert "torch.distributed" in two_nodes
@@ -304,7 +377,6 @@ def test_the_table(model_file):
     assert result.exit_code == 0
     # the total first, and the regions only for those who ask
     total = re.search(r"│ total +│ +([\d.]+)", result.stdout)
-    assert total is not None
     assert result.stdout.startswith(f"{float(total[1]):.1f} MiB on each of 8 GPUs, ")
     for text in ("dispatch rows", "224.00", "flagged region", "combine rows", "result", "local", "total"):
         assert text in result.stdout

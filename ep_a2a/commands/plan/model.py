@@ -1,4 +1,4 @@
-"""Reads the MoE layers of a model from its config.json (Hugging Face), by the keys that vLLM reads."""
+"""Reads the MoE layers of a model from its config.json (Hugging Face), by the keys that vLLM's model files read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a.commands.plan.families import find_family, table
+from ep_a2a.commands.plan.model_files import EXPERT_DTYPE_KEY
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, UnsupportedError
 
@@ -17,10 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from ep_a2a.commands.plan.model_files import ModelFiles
+
 REMEDY = "Correct the model's config.json."
-EXPERTS_KEYS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-TOPK_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
-HIDDEN_KEYS = ("moe_latent_size", "hidden_size")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
@@ -29,30 +30,10 @@ NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_BITS = 8
 
-COPIED_TOKENS = frozenset(
-    {
-        "afmoe",
-        "aria_text",
-        "bailing_moe",
-        "dbrx",
-        "ernie4_5_moe",
-        "ernie4_5_vl_moe_text",
-        "exaone_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm4v_moe_text",
-        "jamba",
-        "lfm2_moe",
-        "longcat_flash",
-        "minimax_m2",
-        "mixtral",
-        "olmoe",
-        "phimoe",
-        "step3_text",
-    }
-)
-"""model_type of models whose MoE layers in vLLM 0.24 to 0.33 know no sequence parallelism: each tensor-parallel rank
-brings all tokens of its replica."""
+MXFP4_EXPERTS = "fp4"
+"""A family's `expert_dtype` of experts in MXFP4, or in the format that `moe_quant_algo` names."""
+BLOCKS_KEY = "block_configs"
+"""Key of a list with an object for each layer, in models whose layers differ."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +45,9 @@ class MoeModel:
         hidden_dim: elements of a row. num_experts: without redundant ones. topk: experts per token.
         dtype: of activations.
         quantization: the config's quantisation, empty where there is none.
+        shares_tokens: tensor-parallel ranks of several replicas each bring a part of their replica's tokens.
+        expert_dtype: the experts' own, in families whose experts may have another than `quantization` says; else None.
+        read_by: whose model files name the keys; "" where all of this is a guess.
     """
 
     model_type: str
@@ -72,6 +56,9 @@ class MoeModel:
     topk: int
     dtype: torch.dtype
     quantization: Mapping[str, Any]
+    shares_tokens: bool
+    expert_dtype: str | None
+    read_by: str
 
     @property
     def quant_method(self) -> str:
@@ -79,15 +66,22 @@ class MoeModel:
         return str(self.quantization.get("quant_method") or "none").lower().replace("_", "-")
 
     @property
-    def shares_tokens(self) -> bool:
-        """Whether tensor-parallel ranks of several replicas share a replica's tokens."""
-        return self.model_type not in COPIED_TOKENS
+    def has_mxfp4_experts(self) -> bool:
+        """Whether the family's experts are MXFP4 beside layers with another quantisation."""
+        return self.expert_dtype == MXFP4_EXPERTS and not self.quantization.get("moe_quant_algo")
+
+    @property
+    def has_mxfp8_experts(self) -> bool:
+        """Whether the experts are MXFP8, as ModelOpt or a checkpoint of vLLM's short name says."""
+        return self.quant_method == "mxfp8" or "MXFP8" in str(self.quantization.get("quant_algo")).upper()
 
     def activation_quant(self) -> SimpleNamespace | None:
         """Returns the part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they are not cast.
 
         It assumes experts that take quantised rows.
         """
+        if self.expert_dtype == MXFP4_EXPERTS:
+            return None
         if self.quant_method == "fp8":
             return _fp8_quant(self.quantization)
         if self.quant_method == "compressed-tensors":
@@ -95,8 +89,12 @@ class MoeModel:
         return None
 
 
-def read_model(path: Path) -> MoeModel:
+def read_model(path: Path, files: ModelFiles | None = None) -> MoeModel:
     """Reads the MoE layers from a config.json, or from the folder that it lies in.
+
+    Args:
+        path: of the file or its folder.
+        files: an installed vLLM's; None: this package's table says which keys count.
 
     Raises:
         ConfigError: it cannot be read, or lacks a number that a MoE layer has.
@@ -110,28 +108,37 @@ def read_model(path: Path) -> MoeModel:
         raise ConfigError(f"a model's config.json at {file}", found, "Name that file, or its folder.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"a JSON object in {file}", type(values).__name__, "Name the model's config.json.")
-    return model_of(values)
+    return model_of(values, files)
 
 
-def model_of(values: Mapping[str, Any]) -> MoeModel:
-    """Reads the MoE layers from a parsed config.json; raises as read_model."""
+def model_of(values: Mapping[str, Any], files: ModelFiles | None = None) -> MoeModel:
+    """Reads the MoE layers from a parsed config.json; arguments and errors as of read_model."""
     configs = list(_with_nested(values))
-    with_experts = [config for config in configs if _number(config, EXPERTS_KEYS) > 1]
-    if not with_experts:
+    architectures = [each for config in configs for each in _found(config, "architectures", list, "config.json")]
+    model_types = [str(config["model_type"]) for config in configs if config.get("model_type")]
+    found, read_by = find_family([str(each) for each in architectures], model_types, files)
+    usual = table().usual
+    family = found or usual
+    # Transformers may write a number under another name than vLLM reads it by
+    experts, topk, hidden = ((*getattr(family, name), *getattr(usual, name)) for name in ("experts", "topk", "hidden"))
+    text = next((config for config in configs if _number(config, experts) > 1), None)
+    if text is None:
         raise UnsupportedError(
-            f"a model with experts: more than one by {_names(EXPERTS_KEYS)}, there or in {_names(NESTED_KEYS)}",
+            f"a model with experts: more than one by {_names(experts)}, there or in {_names(NESTED_KEYS)}",
             "none" + (f" in a config of model_type {values['model_type']!r}" if "model_type" in values else ""),
             "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
         )
-    text = with_experts[0]
     quantization = (_found(config, key, dict, "config.json") for config in configs for key in QUANTIZATION_KEYS)
     return MoeModel(
         str(text.get("model_type") or values.get("model_type") or ""),
-        _required(text, HIDDEN_KEYS),
-        _number(text, EXPERTS_KEYS),
-        _required(text, TOPK_KEYS),
+        _required(text, hidden),
+        _number(text, experts),
+        _required(text, topk),
         _dtype([values, text]),
         next(filter(None, quantization), {}),
+        family.shares_tokens,
+        family.expert_dtype and str(values.get(EXPERT_DTYPE_KEY) or family.expert_dtype),
+        read_by,
     )
 
 
@@ -143,15 +150,21 @@ def _with_nested(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """Returns the first number above 0 among the keys, else 0; of a number per layer the largest."""
+    """Returns the first number above 0 by the keys, else 0; of a number per layer or block the largest."""
+    blocks = config.get(BLOCKS_KEY)
     for key in keys:
-        value = config.get(key)
-        largest = max(
-            (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)), default=0
-        )
-        if largest > 0:
-            return largest
+        for owners in ([config], blocks if isinstance(blocks, list) else []):
+            largest = max((number for owner in owners for number in _numbers(owner, key.split("."))), default=0)
+            if largest > 0:
+                return largest
     return 0
+
+
+def _numbers(value: Any, names: list[str]) -> list[int]:
+    """Returns the whole numbers that names lead to through nested objects."""
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
 
 
 def _required(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
@@ -226,4 +239,4 @@ def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: 
 
 
 def _names(keys: tuple[str, ...]) -> str:
-    return ", ".join(map(repr, keys))
+    return ", ".join(map(repr, dict.fromkeys(keys)))

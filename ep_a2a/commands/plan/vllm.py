@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ep_a2a.commands.plan.families import table
+from ep_a2a.commands.plan.model import MXFP4_EXPERTS
 from ep_a2a.commands.plan.sizes import op_facts, plan_of
-from ep_a2a.config import num_owned_experts
+from ep_a2a.commands.tables import bytes_text
+from ep_a2a.config import FP8_GROUP_SIZE, MX_GROUP_SIZE, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.integrations.vllm.token_format import TokenFormat, handle_kwargs, token_format_of, tokens_per_rank
+from ep_a2a.integrations.token_format import LayerShape, TokenFormat, handle_kwargs, tokens_per_rank
+from ep_a2a.integrations.vllm.token_format import token_format_of
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 """vLLM's for `vllm serve` on GPUs like H100 and H200."""
 PADDED_MULTIPLE = 256
+BLOCK_CAST, MX_CAST = "fp8_per_1x128", "mxfp8"
 GPUS_PER_NODE = 8
 TRANSPORT = "torch.distributed"
 """Transport of ops between hosts unless EP_A2A_INTERNODE_TRANSPORT names another."""
@@ -103,14 +108,16 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
             between
             | handle_kwargs(
                 wire if options.cast is None else TokenFormat(options.cast),
+                LayerShape(
+                    dtype=options.dtype or model.dtype,
+                    hidden_dim=hidden_dim,
+                    topk=model.topk,
+                    num_experts=num_experts,
+                    num_local_experts=num_owned_experts(num_experts, world_size, rank),
+                    max_num_tokens=tokens_per_rank(num_tokens, options.sequence_parallel_size(model)),
+                ),
                 rank=rank,
                 world_size=world_size,
-                dtype=options.dtype or model.dtype,
-                hidden_dim=hidden_dim,
-                topk=model.topk,
-                num_experts=num_experts,
-                num_local_experts=num_owned_experts(num_experts, world_size, rank),
-                max_num_tokens=tokens_per_rank(num_tokens, options.sequence_parallel_size(model)),
             ),
             topology_internode=options.num_nodes > 1,
         )
@@ -123,9 +130,23 @@ def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
     return plan_of(vllm_configs(model, options), brings_own_rows=True)
 
 
+def other_totals(model: MoeModel, options: VllmOptions) -> dict[str, int]:
+    """Returns the most bytes of a GPU by the cast for other experts than those planned for; {} where the user chose."""
+    config = vllm_configs(model, options)[0]
+    if options.cast is not None:
+        return {}
+    if config.casts_in_dispatch:
+        others = ["none"]
+    elif model.has_mxfp8_experts:
+        others = [MX_CAST] if config.hidden_dim % MX_GROUP_SIZE == 0 else []
+    else:
+        others = [BLOCK_CAST] if model.has_mxfp4_experts and config.hidden_dim % FP8_GROUP_SIZE == 0 else []
+    return {cast: max(vllm_plan(model, replace(options, cast=cast)).bytes_by_rank) for cast in others}
+
+
 def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
     """Returns the plan's assumptions, one sentence each."""
-    found, op = [], op_facts(config)
+    found = [_about_family(model)]
     if options.max_num_batched_tokens is None:
         default = f"--max-num-batched-tokens {DEFAULT_MAX_NUM_BATCHED_TOKENS}"
         found.append(f"{default}, vLLM's default for vllm serve on H100 and H200")
@@ -133,16 +154,42 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
         shared = "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel"
         copied = "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
         found.append(shared if options.sequence_parallel_size(model) > 1 else copied)
-    if options.cast is None and op["quant"] != "none":
-        others = f"--quant none for those that want {op['dtype']} (FlashInfer's CUTLASS, on Hopper)"
-        found.append(f"experts that take rows cast by {op['quant']}; {others}")
-    elif options.cast is None and model.quant_method != "none":
-        found.append(f"quantisation {model.quant_method}: tokens travel as {op['dtype']}")
+    found += _about_experts(model, options, config)
     if model.quant_method == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
         padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
         found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
     found += _about_nodes(options)
     return [*found, "no second op, which a model with MoE layers of different shapes has"]
+
+
+def _about_family(model: MoeModel) -> str:
+    if model.read_by:
+        return f"hidden size, experts, top-k and shared tokens as the model files of {model.read_by} say"
+    return (
+        f"a guess: no model file of vLLM {table().release} is known for model_type {model.model_type!r}; "
+        "hidden size, experts and top-k stand where other models have them. "
+        "Compare them with the model's, and say --hidden or --sequence-parallel where they differ"
+    )
+
+
+def _about_experts(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
+    """Says which experts take rows as they travel, and what others take."""
+    if options.cast is not None:
+        return []
+    op = op_facts(config)
+    totals = {cast: bytes_text(num_bytes) for cast, num_bytes in other_totals(model, options).items()}
+    if op["quant"] != "none":
+        others = f"with --quant none, for those that want {op['dtype']} (FlashInfer's CUTLASS, on Hopper)"
+        return [f"experts that take rows cast by {op['quant']}; {totals['none']} on each GPU {others}"]
+    if model.expert_dtype == MXFP4_EXPERTS or model.has_mxfp8_experts:
+        weights = "MXFP8" if model.has_mxfp8_experts else "MXFP4" if model.has_mxfp4_experts else "FP4"
+        text = f"{weights} experts that take {op['dtype']} (Marlin's, on Hopper)"
+        for cast, total in totals.items():
+            text += f"; {total} on each GPU with --quant {cast}, for DeepGEMM's, on Blackwell"
+        return [text]
+    if model.quant_method != "none":
+        return [f"quantisation {model.quant_method}: tokens travel as {op['dtype']}"]
+    return []
 
 
 def _about_nodes(options: VllmOptions) -> list[str]:
