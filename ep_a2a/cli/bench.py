@@ -34,7 +34,7 @@ OPTIONS = (
     opt.numbers("topk", "Experts per token; default: 8 on GPUs.", opt.MOST_TOPK),
     opt.numbers("experts", "Experts over all ranks; default: 256 on GPUs.", opt.MOST_EXPERTS),
     opt.names("dtype", "bfloat16, float16, float32.", "bfloat16"),
-    opt.names("quant", "Cast of dispatch: none, fp8_per_token, fp8_per_1x128 (default)."),
+    opt.names("quant", "Cast of dispatch: none, fp8_per_token, fp8_per_1x128 (default), mxfp8."),
     opt.names("combine_quant", "Cast of combine: none, fp8_blockwise, fp8_direct_cast.", "none"),
     opt.names("layout", "compact (default), rank_major (of layers), expert_major."),
     opt.names("routing", "uniform, zipf, all_to_one, ...: names in ep_a2a.routing.", "uniform"),

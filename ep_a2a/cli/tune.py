@@ -26,7 +26,7 @@ OPTIONS = (
     opt.number("topk", "Experts per token.", opt.MOST_TOPK, 8),
     opt.number("experts", "Experts over all ranks.", opt.MOST_EXPERTS, 256),
     opt.Option("dtype", str, "bfloat16, float16, float32.", "bfloat16"),
-    opt.Option("quant", str, "Cast of dispatch: none, fp8_per_token, fp8_per_1x128.", "fp8_per_1x128"),
+    opt.Option("quant", str, "Cast of dispatch: none, fp8_per_token, fp8_per_1x128, mxfp8.", "fp8_per_1x128"),
     opt.names("combine_quant", "Casts of combine: none, fp8_blockwise, fp8_direct_cast.", "none"),
     opt.Option("max_sms", str, MAX_SMS, "0", read=opt.read_bounds),
     opt.Option("layout", str, LAYOUT, "rank_major"),

@@ -37,11 +37,12 @@ class Device(enum.StrEnum):
 
 
 class Quant(enum.StrEnum):
-    """Values of --quant: the casts that act inside dispatch."""
+    """Values of --quant: casts inside dispatch that need nothing but the tokens."""
 
     NONE = "none"
     FP8_PER_TOKEN = "fp8_per_token"
     FP8_PER_1X128 = "fp8_per_1x128"
+    MXFP8 = "mxfp8"
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,13 @@ def workload(num_tokens: int, quant_type: str = "none", routing: str = "uniform"
     )
 
 
-@pytest.mark.parametrize(("quant_type", "routing"), [("none", "zipf"), ("fp8_per_1x128", "uniform")])
-def test_each_layer_is_the_dense_layer(ranks: Any, quant_type: str, routing: str) -> None:
-    everyone = ranks(run_in_turn, 2, workload(4, quant_type, routing), LAYERS, ONCE, 2)
+@pytest.mark.parametrize(
+    ("quant_type", "combine_quant", "routing"),
+    [("none", "none", "zipf"), ("fp8_per_1x128", "none", "uniform"), ("fp8_per_1x128", "fp8_blockwise", "uniform")],
+)
+def test_each_layer_is_the_dense_layer(ranks: Any, quant_type: str, combine_quant: str, routing: str) -> None:
+    layer = replace(workload(4, quant_type, routing), combine_quant=combine_quant)
+    everyone = ranks(run_in_turn, 2, layer, LAYERS, ONCE, 2)
     assert everyone[0] == everyone[1]
     push, own, flashinfer, gloo = everyone[0]
     assert flashinfer[0]["reason"] == "needs GPUs"

@@ -1,5 +1,6 @@
 """The benchmark's MoE layer in one process: its experts against the dense ones, its kernels for GPUs, its table."""
 
+import functools
 import re
 from dataclasses import replace
 from typing import Any
@@ -238,41 +239,32 @@ def test_kernels_compile_to_wide_accesses(name: str) -> None:
     assert "st.global.v4" in ptx
 
 
-def workload(**changes: Any) -> Workload:
-    return Workload(world_size=4, num_tokens=4, max_num_tokens=4, **changes)
+def workload() -> Workload:
+    return Workload(world_size=4, num_tokens=4, max_num_tokens=4)
+
+
+LOW_LATENCY = functools.partial(deepep.unavailable, low_latency=True)
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("unavailable", "changes", "reason"),
     [
-        ({}, None),
-        ({"layout": "expert_major"}, None),
-        ({"topk": 3}, "num_experts_per_token out of 1, 2, 4"),
-        ({"combine_quant": "fp8_blockwise"}, "fp8_direct_cast"),
-        ({"combine_quant": "fp8_direct_cast", "dtype": torch.float16}, "bfloat16"),
-        ({"routing": "some_dropped"}, "dropped"),
-        ({"num_experts": 3, "topk": 2}, "multiple of 4"),
+        (flashinfer.unavailable, {}, None),
+        (flashinfer.unavailable, {"layout": "expert_major"}, None),
+        (flashinfer.unavailable, {"topk": 3}, "num_experts_per_token out of 1, 2, 4"),
+        (flashinfer.unavailable, {"combine_quant": "fp8_blockwise"}, "fp8_direct_cast"),
+        (flashinfer.unavailable, {"combine_quant": "fp8_direct_cast", "dtype": torch.float16}, "bfloat16"),
+        (flashinfer.unavailable, {"routing": "some_dropped"}, "dropped"),
+        (flashinfer.unavailable, {"num_experts": 3, "topk": 2}, "multiple of 4"),
+        (LOW_LATENCY, {"num_tokens": 511, "max_num_tokens": 511}, None),
+        (LOW_LATENCY, {"num_tokens": 512, "max_num_tokens": 512}, "at most 511"),
+        (deepep.unavailable, {"num_tokens": 512, "max_num_tokens": 512}, None),
+        (deepep.unavailable, {"quant_type": "fp8_per_token"}, "fp8_per_1x128"),
     ],
 )
-def test_what_flashinfer_cannot_do(changes: dict[str, Any], reason: str | None) -> None:
+def test_what_libraries_cannot_do(unavailable: Any, changes: dict[str, Any], reason: str | None) -> None:
     with mock.patch.object(Library, "problem", return_value=None):
-        said = flashinfer.unavailable(workload(**changes), torch.device("cuda"))
-    assert (said is None) == (reason is None)
-    assert reason is None or reason in str(said)
-
-
-@pytest.mark.parametrize(
-    ("changes", "low_latency", "reason"),
-    [
-        ({"num_tokens": 511, "max_num_tokens": 511}, True, None),
-        ({"num_tokens": 512, "max_num_tokens": 512}, True, "at most 511"),
-        ({"num_tokens": 512, "max_num_tokens": 512}, False, None),
-        ({"quant_type": "fp8_per_token"}, False, "fp8_per_1x128"),
-    ],
-)
-def test_what_deepep_cannot_do(changes: dict[str, Any], low_latency: bool, reason: str | None) -> None:
-    with mock.patch.object(Library, "problem", return_value=None):
-        said = deepep.unavailable(replace(workload(), **changes), torch.device("cuda"), low_latency=low_latency)
+        said = unavailable(replace(workload(), **changes), torch.device("cuda"))
     assert (said is None) == (reason is None)
     assert reason is None or reason in str(said)
 
@@ -292,7 +284,7 @@ def test_alignment_of_payload_rows(width: int, expected: int) -> None:
     [
         ({"layout": "compact"}, "layout rank_major of a layer"),
         ({"quant_type": "fp8_per_token"}, "quant_type none or fp8_per_1x128 of a layer"),
-        ({"combine_quant": "fp8_direct_cast"}, "combine_quant none of a layer"),
+        ({"combine_quant": "fp8_direct_cast"}, "combine_quant none or fp8_blockwise of a layer"),
         ({"dtype": torch.float16}, "dtype torch.bfloat16 of a layer"),
         ({"max_num_tokens": 8}, "max_num_tokens 4 of a layer"),
         ({"routing": "some_dropped"}, "uniform or zipf or all_to_one"),

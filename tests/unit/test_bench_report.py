@@ -19,9 +19,7 @@ from ep_a2a.commands.bench.report import (
     make_table,
     reasons,
     show,
-    shown_name,
     varying_fields,
-    write_lines,
     write_markdown,
 )
 from ep_a2a.commands.bench.runner import Runner, Status, make_record, run_sweep
@@ -157,11 +155,6 @@ def test_on_cpu_it_is_a_functional_check():
     assert reasons(wrong)[0].startswith("gloo_all_to_all failed")
 
 
-def test_collectives_on_cpu_are_gloos():
-    assert [shown_name(name, "cpu") for name in ("nccl_agrs", "ep_a2a")] == ["gloo_agrs", "ep_a2a"]
-    assert shown_name("nccl_agrs", "cuda") == "nccl_agrs"
-
-
 def test_the_commit_is_that_of_this_package_alone(tmp_path, monkeypatch):
     """A virtual environment may lie inside the checkout of another project."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
@@ -174,14 +167,6 @@ def test_the_commit_is_that_of_this_package_alone(tmp_path, monkeypatch):
     (tmp_path / "ep_a2a").mkdir()
     monkeypatch.setattr(report.ep_a2a, "__file__", str(tmp_path / "ep_a2a" / "__init__.py"))
     assert re.fullmatch(r"[0-9a-f]{10}(-dirty)?", report.commit() or "")
-
-
-def test_json_lines_stand_behind_their_header(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("old")
-    records = compare(rows_of(workload_of(8)))
-    write_lines(path, HEADER, records)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [HEADER, *records]
 
 
 def test_the_table_shows_what_crosses_between_nodes():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ep_a2a.cli.bench import CONTENDER_NAMES
-from ep_a2a.commands.bench.command import DEFAULTS
 from ep_a2a.commands.bench.contenders import CONTENDERS
 from ep_a2a.commands.measure.session import check_round_trip
 from ep_a2a.commands.measure.workload import Workload, make_workloads
@@ -56,6 +55,7 @@ def test_rows_are_those_of_the_busiest_rank(routing):
         ("none", "none", 14336, 14336),
         ("fp8_per_1x128", "none", 7168 + 56 * 4, 14336),
         ("fp8_per_token", "fp8_direct_cast", 7168 + 4, 7168),
+        ("mxfp8", "none", 7168 + 224, 14336),
         ("fp8_per_1x128", "fp8_blockwise", 7392, 7392),
     ],
 )
@@ -85,7 +85,7 @@ def test_the_seed_changes_tokens_and_routing():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("quant", ["none", "fp8_per_token", "fp8_per_1x128"])
+@pytest.mark.parametrize("quant", ["none", "fp8_per_token", "fp8_per_1x128", "mxfp8"])
 def test_the_check_takes_a_right_result_and_no_other(dtype, quant):
     workload = workload_of(dtype=dtype, quant_type=quant)
     x = workload.inputs(0).x
@@ -164,13 +164,6 @@ def test_only_weights_of_valid_ids_count():
     ]
     torch.testing.assert_close(workload.valid_weights(0), torch.tensor(want, dtype=torch.float32))
     assert min(want) < 0.999
-
-
-def test_the_defaults_are_the_shapes_of_the_anchors():
-    defaults = DEFAULTS["cuda"]
-    assert defaults["tokens"] == (1, 16, 32, 128, 512, 4096)
-    assert [defaults[name] for name in ("hidden", "topk", "experts")] == [(7168,), (8,), (256,)]
-    assert [defaults[name] for name in ("warmups", "iterations", "layers")] == [20, 50, 10]
 
 
 def test_the_help_names_every_contender():

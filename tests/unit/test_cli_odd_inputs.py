@@ -20,8 +20,6 @@ ON_CPU = ("--device cuda", "GPUs to tune on")
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
     """`run(*arguments)`: the exit code and all that was printed; whatever the command raises is raised."""
     monkeypatch.setenv("COLUMNS", "80")
-    for variable in ("EP_A2A_BACKEND", "EP_A2A_CONFIG"):
-        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "file").write_text("{")
     (tmp_path / "folder").mkdir()
     (tmp_path / "model").write_text('{"n_routed_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168}')

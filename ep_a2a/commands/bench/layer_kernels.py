@@ -7,6 +7,7 @@ work on the largest possible number of pairs.
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import FP8_MAX, MIN_AMAX, e4m3_bits, quantize_tile, round_to
+from ep_a2a.kernels.constants import FULL_SCALES
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_max, reduce_sum, running_sum
 
@@ -217,6 +218,6 @@ def quantize_rows_kernel(
         elements = where[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         mask = inside[:, None] & (tl.arange(0, GROUP)[None, :] < GROUP)
         values = tl.load(rows + elements, mask=mask, other=0.0).to(tl.float32)
-        bits, scale_bits = quantize_tile(values, False)
+        bits, scale_bits = quantize_tile(values, None, FULL_SCALES)
         tl.store(quantized + elements, bits, mask=mask)
         tl.store(scales + where, scale_bits, mask=inside)

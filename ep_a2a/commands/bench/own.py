@@ -144,8 +144,10 @@ def _low_latency_refusal(workload: Workload, device: torch.device) -> str | None
     """Returns why the low-latency layer cannot run the workload; None where it can."""
     if workload.layout != Layout.EXPERT_MAJOR:
         return "has layout expert_major only"
-    if workload.combine_quant != QuantType.NONE or workload.max_sms or workload.num_nodes > 1:
-        return "knows no cast in combine, no bound on multiprocessors and one node"
+    if workload.quant_type == QuantType.MXFP8 or workload.combine_quant != QuantType.NONE:
+        return "knows no mxfp8 and no cast in combine"
+    if workload.max_sms or workload.num_nodes > 1:
+        return "knows no bound on multiprocessors and one node"
     try:
         make_layer_config(**low_latency_arguments(workload), rank=0)
     except EpA2AError as error:

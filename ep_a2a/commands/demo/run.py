@@ -52,7 +52,7 @@ class DemoSettings:
         num_ranks: processes. device: "cpu" or "cuda".
         num_tokens: tokens over all ranks.
         hidden_dim, num_experts, topk: of the MoE layer.
-        quant_type: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128".
+        quant_type: cast inside dispatch: "none", "fp8_per_token", "fp8_per_1x128" or "mxfp8".
         gpus_per_node: ranks of a virtual node; None goes by the machine.
         backend: name of the all-to-all backend. backend_reason: who chose it.
         seed: of the model's weights and the tokens' vectors.

@@ -16,7 +16,7 @@ class Request:
         config_file: a TOML file; None takes EP_A2A_CONFIG.
         ranks_per_node: ranks of each node; () is one node with a rank per visible GPU, or four on CPU.
         hidden_dim: elements of a token's row; None does not judge it.
-        quant: cast inside dispatch: "none", "fp8_per_token" or "fp8_per_1x128".
+        quant: cast inside dispatch: "none", "fp8_per_token", "fp8_per_1x128" or "mxfp8".
         max_tokens: tokens per rank; None does not judge memory.
     """
 

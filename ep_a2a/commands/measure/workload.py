@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from ep_a2a.commands.options import check_topk
+from ep_a2a.commands.options import Quant, check_topk
 from ep_a2a.config import (
     ALIGNMENT_BYTES,
     COMBINE_DTYPES,
     COMBINE_QUANT_TYPES,
-    DISPATCH_QUANT_TYPES,
     FP8_GROUP_SIZE,
+    GROUP_SIZES,
+    MX_GROUP_SIZE,
     Layout,
     QuantType,
 )
@@ -59,7 +60,7 @@ class Workload:
         max_num_tokens: M >= T, the most tokens of a rank, which sizes buffers and strides.
         hidden_dim: H. topk: K. num_experts: experts over all ranks, owned linearly.
         dtype: of the tokens given to dispatch and of the rows that combine sums.
-        quant_type: cast on the dispatch wire: "none", "fp8_per_1x128" or "fp8_per_token".
+        quant_type: cast on the dispatch wire: "none", "fp8_per_1x128", "fp8_per_token" or "mxfp8".
         combine_quant: cast on the combine wire: "none", "fp8_blockwise" (1x128 scales) or "fp8_direct_cast".
         layout: how contenders that can choose arrange received rows.
         routing: a name in ep_a2a.routing.ROUTINGS.
@@ -186,8 +187,7 @@ class Workload:
         """
         casts = {self.quant_type, self.combine_quant}
         step = ALIGNMENT_BYTES // (self.dtype.itemsize if casts == {QuantType.NONE} else 1)
-        if casts & {QuantType.FP8_PER_1X128, QuantType.FP8_BLOCKWISE}:
-            step = FP8_GROUP_SIZE
+        step = max(GROUP_SIZES.get(QuantType(cast), step) for cast in casts)
         size, num_tokens = self.gpus_per_node, self.num_tokens
         divides = size == 0 or (size > 0 and self.world_size % size == 0)
         for name in ("world_size", "num_tokens", "hidden_dim", "topk", "num_experts"):
@@ -203,9 +203,13 @@ class Workload:
     def _row_bytes(self, cast: str) -> int:
         if cast == QuantType.NONE:
             return self.hidden_dim * self.dtype.itemsize
-        num_groups = self.hidden_dim // FP8_GROUP_SIZE
-        num_scales = {QuantType.FP8_PER_TOKEN: 1, QuantType.FP8_DIRECT_CAST: 0}.get(QuantType(cast), num_groups)
-        return self.hidden_dim * _FP8_BYTES + num_scales * _SCALE_BYTES
+        by_groups = self.hidden_dim // FP8_GROUP_SIZE * _SCALE_BYTES
+        other_casts = {
+            QuantType.FP8_PER_TOKEN: _SCALE_BYTES,
+            QuantType.MXFP8: self.hidden_dim // MX_GROUP_SIZE,
+            QuantType.FP8_DIRECT_CAST: 0,
+        }
+        return self.hidden_dim * _FP8_BYTES + other_casts.get(QuantType(cast), by_groups)
 
     def seed_of(self, rank: int, purpose: str) -> int:
         """Returns the seed of one rank's generator; `purpose` is "ids" or "tokens".
@@ -240,7 +244,7 @@ def make_workloads(values: Mapping[str, Sequence[Any]], kind: type[Workload] = W
 def _workload(values: dict[str, Any], kind: type[Workload]) -> Workload:
     for name, allowed in (
         ("dtype", DTYPES),
-        ("quant_type", DISPATCH_QUANT_TYPES),
+        ("quant_type", tuple(Quant)),
         ("combine_quant", COMBINE_QUANT_TYPES),
         ("layout", tuple(Layout)),
         ("routing", ROUTINGS),
