@@ -32,6 +32,7 @@ MODULES = {
     "deep_ep": {"deep_ep": "ep_a2a.compat.deep_ep"},
     "triton_dist": {
         "triton_dist.layers.nvidia": _TRITON,
+        "triton_dist.layers.nvidia.ep_ll_a2a_layer": _TRITON,
         "triton_dist.kernels.nvidia": f"{_TRITON}.kernels",
         "triton_dist.kernels.nvidia.low_latency_all_to_all_v2": f"{_TRITON}.kernels",
     },

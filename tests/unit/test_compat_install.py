@@ -28,8 +28,11 @@ NAMES = {
     "deep_ep": "Buffer Config EventOverlap",
     "deep_ep.utils": "EventHandle EventOverlap",
     "triton_dist.layers.nvidia": "EPLowLatencyAllToAllLayer",
+    "triton_dist.layers.nvidia.ep_ll_a2a_layer": "EPLowLatencyAllToAllLayer DispatchMetaInfo",
     "triton_dist.kernels.nvidia": "dispatch_kernel_v2 combine_kernel_v2 create_ep_ll_a2a_ctx",
-    "triton_dist.kernels.nvidia.low_latency_all_to_all_v2": "dispatch_kernel_v2",
+    "triton_dist.kernels.nvidia.low_latency_all_to_all_v2": (
+        "dispatch_kernel_v2 LowlatencyDispatchContext LowlatencyCombineContext DispatchMetaInfo"
+    ),
 }
 """What documents import, by module."""
 

@@ -153,20 +153,6 @@ def test_every_parameter_is_read_or_in_the_table():
     assert missing == KEPT_ON_PURPOSE
 
 
-def test_the_check_finds_what_it_looks_for():
-    def ignoring(one: int, two: int, three: int) -> int:
-        del one
-        return two
-
-    class Keeping:
-        def __init__(self, kept_here: int, used: int) -> None:
-            self.kept_here = kept_here
-            self.used = used + 1
-
-    assert without_effect(ignoring) == ["one", "three"]
-    assert without_effect(Keeping.__init__) == ["kept_here"]
-
-
 FIELDS = {("deep_ep", "Config"): deep_ep.Config, ("mori", "ops.EpDispatchCombineConfig"): EpDispatchCombineConfig}
 
 

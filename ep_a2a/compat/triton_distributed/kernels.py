@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from ep_a2a.compat.parameters import remedy_of
-from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
+from ep_a2a.compat.triton_distributed.contexts import (
+    LowlatencyCombineContext,
+    LowlatencyDispatchContext,
+    create_ep_ll_a2a_ctx,
+)
+from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
 from ep_a2a.errors import UnsupportedError
 
-__all__ = ["combine_kernel_v2", "create_ep_ll_a2a_ctx", "dispatch_kernel_v2"]
+__all__ = [
+    "DispatchMetaInfo",
+    "LowlatencyCombineContext",
+    "LowlatencyDispatchContext",
+    "combine_kernel_v2",
+    "create_ep_ll_a2a_ctx",
+    "dispatch_kernel_v2",
+]
 
 
 class _Kernel:
