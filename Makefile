@@ -3,10 +3,11 @@
 # make test-all   all tests that this machine can run; make test-rest those that `make test` leaves
 # make test-vllm   those that need a real vLLM: a third party's CPU build of it, in an environment of its own
 # make mutants   tests must notice each fault of tools/mutants.toml, put into a copy of this checkout
+# make seeds  random runs of the simulator with seeds that CI does not have, ten times as many
 # make wheel  dist/ep_a2a-*-py3-none-any.whl
 # make release   the same and an sdist from a clean tree, checked and tried in the environments of install-matrix
 # make docs   the site, build/docs/index.html: warnings are errors, links inside the tree are checked
-# make install-matrix   the wheel in two clean environments: all lower bounds at once, all newest versions
+# make install-matrix   the wheel in clean environments: all lower bounds at once, all newest versions on each Python
 # The first run makes .venv and installs into it; a repeat run installs nothing.
 
 PYTHON ?= python3
@@ -14,13 +15,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Tests wait for ranks and time-outs as often as they compute: two workers keep two cores busy. 0: one process.
 WORKERS ?= 2
+# of `make seeds`
+FIRST_SEED := $(shell date +%s)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=30
 VLLM_VENV := .venv-vllm
 DOCS_VENV := .venv-docs
 MATRIX_FOLDER ?= /tmp/ep_a2a_install_matrix
 VLLM_REQUIREMENTS := tests/engines/vllm/cpu/requirements.txt
 
-.PHONY: demo test test-all test-rest test-vllm vllm mutants lint format docs wheel release install-matrix clean
+.PHONY: demo test test-all test-rest test-vllm vllm mutants seeds lint format docs wheel release install-matrix clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ep-a2a demo $(ARGS)
@@ -41,6 +44,10 @@ vllm: $(VLLM_VENV)/.installed
 
 mutants: $(VENV)/.test-installed
 	$(BIN)/python tools/mutants.py $(ARGS)
+
+seeds: $(VENV)/.test-installed
+	EP_A2A_TEST_FIRST_SEED=$(FIRST_SEED) EP_A2A_TEST_SEEDS=10 $(PYTEST) tests/simulator \
+		--hypothesis-seed=$(FIRST_SEED) -k "by_chance or survivors_name or fuzz" $(ARGS)
 
 wheel:
 	$(PYTHON) tools/build_wheel.py dist

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "LICENSE")
 FOLDERS = ("ep_a2a", "configs")
 OLDEST_SETUPTOOLS = 77
 
@@ -29,6 +30,7 @@ def build_wheel(folder: Path) -> Path:
         (source / "project").mkdir()
         for file in FILES:
             shutil.copy(PROJECT / file, source / "project")
+        (source / "project" / "README.md").write_text(long_description())
         for part in FOLDERS:
             shutil.copytree(PROJECT / part, source / "project" / part, ignore=shutil.ignore_patterns("__pycache__"))
         for old in folder.glob("ep_a2a-*.whl"):
@@ -40,6 +42,12 @@ def build_wheel(folder: Path) -> Path:
         subprocess.run([*map(str, (python, "-m", "pip", "wheel", *options, source / "project"))], check=True)
     (wheel,) = folder.glob("ep_a2a-*.whl")
     return wheel
+
+
+def long_description() -> str:
+    """README.md as a package index can show it: no pictures, and links into the checkout are words alone."""
+    text = re.sub(r"(<picture>.*?</picture>|<!--.*?-->)\n*", "", (PROJECT / "README.md").read_text(), flags=re.DOTALL)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 def python_with_pip(folder: Path) -> Path:

@@ -21,6 +21,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+from build_wheel import long_description
 from install import CONSTRAINTS
 from install_matrix import ROWS, try_rows
 
@@ -74,6 +75,7 @@ def build(work: Path) -> list[Path]:
     run("git", "archive", "--output", archive, "HEAD")
     with tarfile.open(archive) as files:
         files.extractall(tree, filter="data")
+    (tree / "README.md").write_text(long_description())
     run(environment / "bin" / "python", "-m", "build", "--outdir", built, tree, cwd=work)
     files = sorted(built.iterdir())
     run(environment / "bin" / "twine", "check", "--strict", *files, cwd=work)
