@@ -214,10 +214,10 @@ class Ops:
     # --- right calls, one method each ---
 
     def check(self, which: int) -> None:
-        self._op(which).check()
+        self.ops[which].check()
 
     def reset(self, which: int) -> None:
-        self._op(which).reset()
+        self.ops[which].reset()
         self.models[which] = OpModel()
         self.steps[which] = None
         self.spoilt[INDEX_OF[which]].clear()
@@ -254,7 +254,7 @@ class Ops:
         gc.collect()
 
     def dispatch(self, which: int) -> None:
-        self.steps[which] = Step.dispatch(self._whole(which), self._op(which), self.numbers[which], self.context.device)
+        self.steps[which] = Step.dispatch(self._whole(which), self.ops[which], self.numbers[which], self.context.device)
         self._dispatched(which)
 
     def dispatch_send(self, which: int) -> None:
@@ -262,37 +262,36 @@ class Ops:
         everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
         mine, device = everyone[self.rank], self.context.device
         tensors = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
-        promised = self._op(which).dispatch_send(*tensors, max_num_tokens=case.stride(number), pad_id=case.pad_id)
+        promised = self.ops[which].dispatch_send(*tensors, max_num_tokens=case.stride(number), pad_id=case.pad_id)
         counts = [each.tokens.shape[0] for each in everyone]
         ids = tensors[3]
-        assert ids is not None
         reference = reference_of(case, number, everyone)
-        self.steps[which] = Step(case, self._op(which), number, device, ids, counts, reference, promised)
+        self.steps[which] = Step(case, self.ops[which], number, device, ids, counts, reference, promised)
         # until dispatch_recv what was sent must stay
         self.promised[which] = tensors
         self._end(which, "dispatch_send")
 
     def dispatch_recv(self, which: int) -> None:
-        step = self._step(which)
-        got = self._op(which).dispatch_recv()
+        step = self.steps[which]
+        got = self.ops[which].dispatch_recv()
         assert_same_memory(step.got, got)
         self._dispatched(which)
 
     def _dispatched(self, which: int) -> None:
-        step = self._step(which)
+        step = self.steps[which]
         step.check_dispatched()
         self.promised[which] = None
         self._end(which, "dispatch")
 
     def combine(self, which: int) -> None:
         # other ops' calls have come since
-        self._step(which).check_dispatched()
-        self._step(which).combine()
+        self.steps[which].check_dispatched()
+        self.steps[which].combine()
         self._end(which, "combine")
 
     def foreign_ids(self, which: int) -> None:
         """Ids that this rank's dispatch did not get: the sums are right, and the op fails where there is a token."""
-        step, op = self._step(which), self._op(which)
+        step, op = self.steps[which], self.ops[which]
         rows, weights, expected, sums = step.before_combine()
         got = op.combine(rows, weights, step.ids + 1)
         synchronize(self.context)
@@ -301,7 +300,7 @@ class Ops:
         self.models[which].failed = frozenset(rank for rank, count in enumerate(step.counts) if count)
 
     def combine_send(self, which: int) -> None:
-        step = self._step(which)
+        step = self.steps[which]
         step.check_dispatched()
         rows, weights, expected, sums = step.before_combine()
         self.promised[which] = step.combine_send(rows, weights), expected, sums
@@ -309,9 +308,9 @@ class Ops:
 
     def combine_recv(self, which: int) -> None:
         promised, expected, sums = self.promised[which]
-        got = self._op(which).combine_recv()
+        got = self.ops[which].combine_recv()
         assert_same_memory(promised, got)
-        self._step(which).check_combined(got, expected, sums)
+        self.steps[which].check_combined(got, expected, sums)
         self._end(which, "combine_recv")
 
     def _end(self, which: int, call: str) -> None:
@@ -322,16 +321,6 @@ class Ops:
 
     def _whole(self, which: int) -> Case:
         return replace(self.cases[which], split="")
-
-    def _op(self, which: int) -> EpDispatchCombineOp:
-        op = self.ops[which]
-        assert op is not None
-        return op
-
-    def _step(self, which: int) -> Step:
-        step = self.steps[which]
-        assert step is not None
-        return step
 
     # --- the end ---
 
@@ -346,8 +335,8 @@ class Ops:
             elif model.failed or self.spoilt[INDEX_OF[which]]:
                 self.reset(which)
         for which in range(NUM_OPS):
-            run_step(self._whole(which), self._op(which), self.numbers[which], self.context.device)
-            self._op(which).check()
+            run_step(self._whole(which), self.ops[which], self.numbers[which], self.context.device)
+            self.ops[which].check()
 
 
 def three_cases(case: Case) -> tuple[Case, ...]:

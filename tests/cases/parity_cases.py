@@ -41,7 +41,6 @@ class Batch:
 def reason_against(name: str, layout: str, device_type: str) -> str | None:
     """Why a backend does not take part here, by its capabilities; None where it does."""
     manager = manager_type(name)
-    assert manager is not None
     if layout not in manager.capabilities.layouts:
         return f"{name}: layouts {', '.join(manager.capabilities.layouts)}"
     found = problems(manager, device_type)
@@ -130,7 +129,6 @@ def valid_rows(op: Any, rows: torch.Tensor, ids: torch.Tensor | None) -> torch.T
     if op.config.layout == "expert_major":
         row = torch.arange(rows.shape[1], device=rows.device)
         return row < op.expert_recv_count[:, None]
-    assert ids is not None
     return (ids != -1).any(-1)
 
 

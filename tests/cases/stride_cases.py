@@ -89,9 +89,7 @@ def call_laid_out(
         if role is None and "rows" in refused and str(error).startswith("expected input "):
             role = "rows"
         assert role is not None, f"refused were {refused}: {error}"
-        good = tensors[role]
-        assert good is not None
-        laid_out[role] = good.clone()
+        laid_out[role] = tensors[role].clone()
         refused.remove(role)
     return call(**laid_out)
 
@@ -111,7 +109,6 @@ def strided_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch
         got = call_laid_out(op, lambda **given: op.dispatch(**given, **wishes), tensors, forms)
     counts = [each.tokens.shape[0] for each in everyone]
     ids = tensors["indices"]
-    assert ids is not None
     step = Step(case, op, number, device, ids, counts, reference_of(case, number, everyone), got)
     step.check_dispatched()
     rows, weights, expected, sums = step.before_combine()

@@ -9,6 +9,7 @@ import email
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -91,7 +92,10 @@ def test_what_it_says_of_itself(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
     needed = [text for text in metadata.get_all("Requires-Dist") or [] if "extra ==" not in text]
     assert {text.split(">=")[0] for text in needed} == {"torch", "triton", "numpy", "typer", "rich"}
-    assert metadata.get_payload().startswith("# ep_a2a")
+    assert metadata["License-File"] == "LICENSE"
+    shown = metadata.get_payload()
+    assert shown.startswith("# ep_a2a")
+    assert not re.search(r"]\((?!https?:)|<picture|<!--", shown)  # what a package index shows has no files beside it
 
 
 def test_programs_and_plugins_are_there(wheel):
@@ -107,8 +111,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
     install = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(install)
     install.borrow_packages(folder)

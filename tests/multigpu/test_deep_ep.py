@@ -74,10 +74,6 @@ def test_low_latency_between_nodes(ranks: Any, transport: str) -> None:
     ranks(over, 4, transport, cases.low_latency, case, True, True, device="cuda")
 
 
-def test_identity_in_low_latency_mode(ranks: Any) -> None:
-    ranks(cases.low_latency_identity, 2, LOW_LATENCY, device="cuda")
-
-
 @needs_own_gpus(2)
 @pytest.mark.parametrize(
     ("body", "case"),

@@ -62,7 +62,6 @@ def alarm_in_a_capture(context: RankContext, case: Case) -> None:
 
         CapturedStep(op, body)
         failure = op.memory.poison.read()
-        assert failure is not None
         assert failure.accused == VICTIM
         op.reset()
         run_step(case, op, 1, context.device)

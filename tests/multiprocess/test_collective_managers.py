@@ -82,11 +82,6 @@ def test_group_without_rank_0(ranks: Any, name: str) -> None:
 
 
 @both
-def test_group_with_gloo_only(ranks: Any, name: str) -> None:
-    ranks(manager_cases.over_a_group_with_gloo_only, 4, name)
-
-
-@both
 def test_ranks_that_disagree(ranks: Any, name: str) -> None:
     ranks(manager_cases.ranks_that_disagree, 3, name)
 

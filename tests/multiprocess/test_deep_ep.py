@@ -37,10 +37,6 @@ def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, repea
     ranks(cases.low_latency, 2, replace(LOW_LATENCY, **changes), with_hook, repeated)
 
 
-def test_low_latency_identity(ranks: Any) -> None:
-    ranks(cases.low_latency_identity, 2, replace(LOW_LATENCY, hidden_dim=128))
-
-
 FOUR = {"world_size": 4, "num_experts": 8, "tokens": ((3, 0, 2, 1),), "num_steps": 1}
 
 

@@ -122,20 +122,3 @@ def take_a_planted_file(context: RankContext, how: str) -> None:
 @pytest.mark.parametrize("how", ["open", "short", "link", pytest.param("theirs", marks=needs_root)])
 def test_a_file_that_a_rank_cannot_have_made_is_refused(ranks, how):
     ranks(take_a_planted_file, 2, how)
-
-
-def look_outside(context: RankContext) -> str:
-    rendezvous = Rendezvous(context.group)
-    exchange = rendezvous.exchange
-
-    def lie(label: str, message: Any) -> list[Any]:
-        return exchange(label, f"../../tmp/{message}" if label == "shared memory names" else message)
-
-    rendezvous.exchange = lie  # type: ignore[method-assign]
-    memory = allocate_symmetric(rendezvous, context.device, NUM_BYTES)
-    memory.close()
-    return memory.kind
-
-
-def test_a_name_with_a_path_stays_in_shared_memory(ranks):
-    assert ranks(look_outside, 2) == ["host shared memory"] * 2

@@ -70,7 +70,6 @@ def mori_low_latency_between_nodes(context: RankContext, *, has_weights: bool) -
     assert op.local_expert_count.sum() == 5
     valid = came_ids >= 0
     if has_weights:
-        assert came_weights is not None
         assert sorted(came_weights[:6][valid[:6]].tolist()) == [0.25, 0.25, 0.5, 1.0, 1.0, 1.0, 2.0]
         assert not bool(came_weights[:6][~valid[:6]].any())
     else:

@@ -147,7 +147,7 @@ def test_an_op_of_a_config_on_a_group(ranks) -> None:
     assert ranks(from_a_config, 2) == [True] * 2
 
 
-def on_moris_world(context: RankContext) -> str:
+def on_moris_world(context: RankContext) -> tuple[int, tuple[int, int]]:
     with pytest.raises(UnknownNameError, match="elsewhere"):
         shmem.shmem_torch_process_group_init("elsewhere")
     shmem.shmem_torch_process_group_init("default")
@@ -158,14 +158,14 @@ def on_moris_world(context: RankContext) -> str:
     group = dist.new_group([context.rank])
     torch._C._distributed_c10d._register_process_group("default", group)
     shmem.shmem_torch_process_group_init("default")
-    alone = shmem.shmem_npes()
+    alone = shmem.shmem_mype(), shmem.shmem_npes()
     shmem.shmem_finalize()
     torch._C._distributed_c10d._unregister_process_group("default")
-    return f"{found} {alone}"
+    return found, alone
 
 
 def test_moris_default_group_is_the_world_unless_one_is_registered(ranks) -> None:
-    assert ranks(on_moris_world, 2) == ["2 1"] * 2
+    assert ranks(on_moris_world, 2) == [(2, (0, 1))] * 2
 
 
 ALONE = """

@@ -10,14 +10,12 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ep_a2a import shmem
 from ep_a2a.errors import (
@@ -37,7 +35,6 @@ from ep_a2a.memory.symmetric import SymmetricMemory
 from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
-from tests.late import come_last
 from tests.shared_files import files_of, shared_files
 
 NUM_BYTES = 100_000
@@ -77,28 +74,17 @@ def write_to_every_peer(context: RankContext) -> None:
     assert memory.local[-len(world) :].tolist() == [100 + source for source in reversed(world)]
     assert not memory.local[len(world) : -len(world)].any()
     rendezvous.barrier("read")
+    kept = memory.local[:4]
     memory.close()
     memory.close()
     assert memory.closed
+    # memory lives as long as a tensor of it: a forgotten one must not crash the process
+    assert int(kept.fill_(7).sum()) == 28
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_reaches_every_region(ranks, world_size):
     ranks(write_to_every_peer, world_size)
-
-
-def use_as_context_manager(context: RankContext) -> None:
-    with allocate(context) as memory:
-        assert not memory.closed
-        kept = memory.local[:4]
-    assert memory.closed
-    # memory lives as long as a tensor of it: a forgotten one must not crash the process
-    kept.fill_(7)
-    assert int(kept.sum()) == 28
-
-
-def test_context_manager(ranks):
-    ranks(use_as_context_manager, 2)
 
 
 # --- what is refused ---
@@ -244,7 +230,6 @@ def test_a_rank_killed_while_allocating_is_named_and_leaves_nothing(step, label)
         with pytest.raises(RankFailure) as caught:
             pool.run(die_while_allocating, 0, step)
     error = caught.value.errors[1]
-    assert isinstance(error, RankTimeoutError)
     assert error.missing_ranks == (0,)
     assert f"'{label}' within {SHORT_TIMEOUT_SECS:g} s" in str(error)
     assert files_of(*processes) == []
@@ -335,26 +320,6 @@ def test_too_many_open_files_are_told_as_such(monkeypatch):
     assert host_shm._remedy_of(OSError(errno.ENOSPC, "No space left on device")) is None
 
 
-def one_arena_after_another(context: RankContext, case: Case) -> list[int]:
-    """Each arena meets under its own generation, so that a slow rank never answers for the one before."""
-    sequences = []
-    for number in range(3):
-        come_last(context, number % context.world_size, f"arena {number}")
-        with Arena(context.group, context.device) as arena:
-            op = make_op(context, case, arena)
-            for step in range(2):
-                run_step(case, op, step, context.device)
-            sequences.append(arena.rendezvous._sequence >> 32)
-    return sequences
-
-
-def test_arenas_one_after_another(ranks):
-    results = ranks(one_arena_after_another, 3, Case(world_size=3, num_experts=6))
-    for generations in results:
-        assert generations == results[0]
-        assert generations == sorted(set(generations))
-
-
 # --- the rendezvous ---
 
 
@@ -377,87 +342,45 @@ def test_rendezvous(ranks):
 
 # --- MORI's shmem functions ---
 
-GROUP_NAME = "ep_a2a_test_world"
-
-
-@contextlib.contextmanager
-def registered_group(context: RankContext) -> Iterator[None]:
-    """The group has a name within; a world that is left is finalized."""
-    torch._C._distributed_c10d._register_process_group(GROUP_NAME, context.group)
-    try:
-        yield
-    finally:
-        shmem.shmem_finalize()
-        torch._C._distributed_c10d._unregister_process_group(GROUP_NAME)
-
 
 def life_of_a_world(context: RankContext) -> None:
-    def init(name: str = GROUP_NAME) -> int:
+    def init(name: str = "a world") -> int:
         return shmem.shmem_torch_process_group_init(name, context.device)
 
-    with registered_group(context):
-        raised(NotInitializedError, shmem.default_arena, "shmem_torch_process_group_init")
-        error = raised(UnknownNameError, lambda: init("no such group"), "'no such group'", "group.group_name")
-        assert "torch._C" not in str(error)
-        assert init() == 0
-        raised(StateError, init, "shmem_finalize")
-        arena = shmem.default_arena()
-        assert (shmem.shmem_mype(), shmem.shmem_npes(), arena.device) == (context.rank, 3, context.device)
-        tensor, other = shmem.shmem_malloc(4096), shmem.shmem_malloc(64)
-        assert (tensor.dtype, tensor.shape, bool(tensor.any())) == (torch.uint8, (4096,), False)
-        shmem.shmem_barrier_all()
-        for peer in range(context.world_size):
-            memory_at(shmem.shmem_ptr_p2p(tensor, peer), 4096)[context.rank] = 1 + context.rank
-        shmem.shmem_barrier_all()
-        assert tensor[:3].tolist() == [1, 2, 3]
-        assert shmem.shmem_ptr_p2p(other, context.rank) == other.data_ptr()
-        shmem.shmem_free(tensor)
-        shmem.shmem_barrier_all()
-        assert (shmem.shmem_finalize(), shmem.shmem_finalize()) == (0, 0)
-        assert arena.closed
-        for call in (shmem.shmem_mype, shmem.shmem_npes, shmem.shmem_barrier_all):
-            raised(NotInitializedError, call)
-        assert init() == 0
-        shmem.shmem_malloc(16)
+    torch._C._distributed_c10d._register_process_group("a world", context.group)
+    raised(NotInitializedError, shmem.default_arena, "shmem_torch_process_group_init")
+    error = raised(UnknownNameError, lambda: init("no such group"), "'no such group'", "group.group_name")
+    assert "torch._C" not in str(error)
+    assert init() == 0
+    raised(StateError, init, "shmem_finalize")
+    arena = shmem.default_arena()
+    assert (shmem.shmem_mype(), shmem.shmem_npes(), arena.device) == (context.rank, 3, context.device)
+    tensor, other = shmem.shmem_malloc(4096), shmem.shmem_malloc(64)
+    assert (tensor.dtype, tensor.shape, bool(tensor.any())) == (torch.uint8, (4096,), False)
+    shmem.shmem_barrier_all()
+    for peer in range(context.world_size):
+        memory_at(shmem.shmem_ptr_p2p(tensor, peer), 4096)[context.rank] = 1 + context.rank
+    shmem.shmem_barrier_all()
+    assert tensor[:3].tolist() == [1, 2, 3]
+    assert shmem.shmem_ptr_p2p(other, context.rank) == other.data_ptr()
+    for call in (
+        lambda: shmem.shmem_ptr_p2p(tensor, -1),
+        lambda: shmem.shmem_ptr_p2p(tensor, context.world_size),
+        lambda: shmem.shmem_ptr_p2p(torch.zeros(16), 0),
+        lambda: shmem.shmem_free(torch.zeros(16)),
+    ):
+        raised(EpA2AError, call)
+    shmem.shmem_free(tensor)
+    shmem.shmem_barrier_all()
+    assert (shmem.shmem_finalize(), shmem.shmem_finalize()) == (0, 0)
+    assert arena.closed
+    for call in (shmem.shmem_mype, shmem.shmem_npes, shmem.shmem_barrier_all):
+        raised(NotInitializedError, call)
+    assert init() == 0
+    shmem.shmem_malloc(16)
+    shmem.shmem_finalize()
+    torch._C._distributed_c10d._unregister_process_group("a world")
 
 
 def test_the_shmem_functions_of_mori(ranks):
     ranks(life_of_a_world, 3)
-
-
-def world_of_a_subgroup(context: RankContext) -> Any:
-    """A group without global rank 0, by the name that torch has given it."""
-    group = dist.new_group([1, 2])
-    if context.rank == 0:
-        return None
-    inner = context.rank - 1
-    try:
-        shmem.shmem_torch_process_group_init(group.group_name, "cpu")
-        tensor = shmem.shmem_malloc(16)
-        memory_at(shmem.shmem_ptr_p2p(tensor, 1 - inner), 16)[:] = 5 + inner
-        shmem.shmem_barrier_all()
-        return shmem.shmem_mype(), shmem.shmem_npes(), int(tensor[15])
-    finally:
-        shmem.shmem_finalize()
-        dist.destroy_process_group(group)
-
-
-def test_a_world_without_global_rank_zero(ranks):
-    assert ranks(world_of_a_subgroup, 3) == [None, (0, 2, 6), (1, 2, 5)]
-
-
-def misuse_of_a_world(context: RankContext) -> None:
-    with registered_group(context):
-        shmem.shmem_torch_process_group_init(GROUP_NAME, context.device)
-        tensor = shmem.shmem_malloc(16)
-        for call in (
-            lambda: shmem.shmem_ptr_p2p(tensor, -1),
-            lambda: shmem.shmem_ptr_p2p(tensor, context.world_size),
-            lambda: shmem.shmem_ptr_p2p(torch.zeros(16), 0),
-            lambda: shmem.shmem_free(torch.zeros(16)),
-        ):
-            raised(EpA2AError, call)
-
-
-def test_misuse_of_shmem_functions_is_named(ranks):
-    ranks(misuse_of_a_world, 2)

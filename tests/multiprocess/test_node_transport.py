@@ -133,7 +133,6 @@ def wait_in_vain(context: RankContext, absent: int) -> None:
                 f"rank {rank} waited in vain for rank {absent}:",
                 f"ranks {absent % 2}, {absent % 2 + 2}, {absent % 2 + 4}, one of each node,",
             )
-            assert isinstance(error, RankTimeoutError)
             assert error.missing_ranks == (absent,)
             assert SHORT_TIMEOUT_SECS <= time.monotonic() - start < SHORT_TIMEOUT_SECS + SLACK_SECS
             broken = "broken by a failed exchange"
@@ -177,25 +176,8 @@ def test_a_killed_peer_is_named_at_once():
     assert caught.value.unfinished == ()
     for rank in (0, 2):
         error = caught.value.errors[rank]
-        assert isinstance(error, RankTimeoutError)
         assert error.missing_ranks == (1,)
     assert seconds < TIMEOUT_SECS
-
-
-def come_late(context: RankContext) -> None:
-    transport = transport_of(context, 2, 1)
-    come_last(context, 1, "an exchange")
-    exchange_and_check(transport, context.rank, 0, 256, CPU)
-    transport.timeout_secs = 0.2
-    if context.rank == 1:
-        return
-    with pytest.raises(RankTimeoutError, match=r"within 0\.2 s"):
-        exchange_and_check(transport, context.rank, 1, 256, CPU)
-
-
-def test_a_late_peer_is_waited_for_and_the_bound_can_be_changed():
-    with RankPool(2, timeout_secs=60) as pool:
-        pool.run(come_late)
 
 
 # --- by name ---

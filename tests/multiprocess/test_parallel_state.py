@@ -224,13 +224,6 @@ def coordinator_with_missing_rank(context):
     GroupCoordinator([[0, 1], [2]], "ep", context.device, "gloo")
 
 
-def test_every_rank_its_own_replica(ranks):
-    for rank, groups in enumerate(ranks(describe_groups, 4, 4)):
-        assert groups["ep"] == ("ep:0", [0, 1, 2, 3], rank, 4, 6)
-        assert groups["dp"] == ("dp:0", [0, 1, 2, 3], rank, 4, 6)
-        assert groups["tp"] == (f"tp:{rank}", [rank], 0, 1, rank)
-
-
 def test_two_replicas_of_two(ranks):
     for rank, groups in enumerate(ranks(describe_groups, 4, 2)):
         first = rank // 2 * 2

@@ -1,7 +1,6 @@
 """The shared-memory probe among real processes."""
 
 import os
-import stat
 from pathlib import Path
 from unittest import mock
 
@@ -64,14 +63,6 @@ def report_with_isolated(context, isolated, directory, boot_ids=None):
         host_shm.SHM_DIRECTORY, facts.BOOT_ID_PATH = shm, boot_id_path
 
 
-def modes_of_offered_files(context):
-    offer = facts._make_offer()
-    path = host_shm.in_private_folder(offer.name)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    path.unlink()
-    return mode, offer.name
-
-
 def die_while_probing(context, dying_rank, has_offers):
     try_to_open = facts._try_to_open
 
@@ -130,13 +121,6 @@ def test_other_hosts_are_other_nodes(ranks, tmp_path):
     assert same_node == [True, True, True, False]
     assert not warnings
     assert classify(report).node_of_rank == (0, 0, 0, 1)
-
-
-def test_files_are_private_and_unguessable(ranks):
-    answers = ranks(modes_of_offered_files, 4)
-    assert {mode for mode, _ in answers} == {0o600}
-    assert len({name for _, name in answers}) == 4
-    assert all(len(name) > 32 for _, name in answers)
 
 
 def test_unusable_shared_memory_is_a_recorded_fact(ranks):

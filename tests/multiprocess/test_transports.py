@@ -1,6 +1,5 @@
-"""One config on every kernel and transport between nodes, against the oracle."""
+"""Every kernel over every transport between nodes, against the oracle."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +42,7 @@ def check_shapes(step: Step, expected: DispatchReference) -> None:
             assert tuple(found.shape) == (*lead, *right.shape[len(lead) :])
 
 
-def one_answer(context: RankContext, transport: str, kernel: str, form: str) -> None:
+def some_steps(context: RankContext, transport: str, kernel: str, form: str) -> None:
     case, rank = case_of(form), context.rank
     gpus_per_node = case.world_size if transport == "shared_memory" else 2
     case = replace(case, num_nodes=case.world_size // gpus_per_node)
@@ -68,23 +67,10 @@ def one_answer(context: RankContext, transport: str, kernel: str, form: str) -> 
         factory.close()
 
 
-def chosen() -> Iterator[Any]:
-    """Every combination in its first form, and in all forms those whose engine and rings no other has.
-
-    Where kernels do not write to all nodes, InterNode runs as InterNodeV1. AsyncLL has the rings of InterNodeV1LL, and
-    where the host moves the blocks all kernels have the same.
-    """
-    for transport, kernel in COMBINATIONS:
-        is_staged = INTERNODE_TRANSPORTS.get(transport) is not None
-        is_another = kernel == "AsyncLL" or (kernel == "InterNode" and transport != "peer_memory")
-        is_another = is_another or (is_staged and kernel != "InterNodeV1")
-        for form in list(FORMS)[: 1 if is_another else None]:
-            yield pytest.param(transport, kernel, form, id=f"{transport}-{kernel}-{form}")
-
-
-@pytest.mark.parametrize(("transport", "kernel", "form"), list(chosen()))
-def test_one_config_has_one_answer(ranks: Any, transport: str, kernel: str, form: str) -> None:
-    ranks(one_answer, 4, transport, kernel, form)
+@pytest.mark.parametrize(("number", "transport", "kernel"), [(n, *each) for n, each in enumerate(COMBINATIONS)])
+def test_every_kernel_and_transport(ranks: Any, number: int, transport: str, kernel: str) -> None:
+    """In one form each, in turn: tests/multiprocess/test_covering.py pairs layouts and casts with the transports."""
+    ranks(some_steps, 4, transport, kernel, list(FORMS)[number % len(FORMS)])
 
 
 def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:

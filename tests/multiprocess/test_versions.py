@@ -76,7 +76,7 @@ def test_a_rank_of_another_version_is_an_error_at_construction(tmp_path):
     folders = [Path(ep_a2a.__file__).parents[1], copy_of_another_version(tmp_path)]
     processes = [start(rank, folder, tmp_path / "meeting") for rank, folder in enumerate(folders)]
     try:
-        told = [process.communicate(timeout=120) for process in processes]
+        told = [process.communicate(timeout=500) for process in processes]
     finally:
         for process in processes:
             process.kill()

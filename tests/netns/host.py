@@ -76,7 +76,6 @@ def run_rank(rank: int, job: Job) -> None:
             "gloo", store=_store(job, is_master=False), rank=rank, world_size=job.world_size, timeout=timeout
         )
         group = dist.group.WORLD
-        assert group is not None
         module, _, name = job.function.partition(":")
         function = getattr(importlib.import_module(module), name)
         context = RankContext(rank, job.world_size, torch.device("cpu"), group)

@@ -1,23 +1,16 @@
 """Ops among hosts of their own addresses: the oracle's results over a slow, lossy and cut network, or an error."""
 
 import functools
-import os
-import pickle
-import signal as signals
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.agreement import PATIENCE_SECS
 from ep_a2a.memory.peers import STORE_SECS
-from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext
-from tests.cases.fault_cases import combine, settle
-from tests.cases.op_cases import Case, Step, make_op, run_step
+from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.staged_cases import node_arena, over_torch_distributed
 from tests.netns.hosts import CUT_SENDS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
@@ -91,37 +84,3 @@ def test_a_link_that_stays_cut(host, tmp_path):
         assert missing == (others if rank == host or host == 2 else (host,)), text
         assert f"rank {rank} waited in vain for" in text
         assert SHORT_TIMEOUT_SECS <= secs < SHORT_TIMEOUT_SECS + STORE_SECS + SLACK_SECS
-
-
-def lose_a_rank(context: RankContext, directory: Path, num_hosts: int, victim: int) -> tuple[Any, str, float] | None:
-    """Steps of which a rank's process ends behind the first one: whom the others name, and after how many seconds."""
-    case = case_of(context, num_hosts)
-    with node_arena(context, num_hosts) as arena:
-        op = make_op(context, case, arena)
-        run_step(case, op, 0, context.device)
-        op.set_timeout(SHORT_TIMEOUT_SECS)
-        Rendezvous(context.group).barrier("before the kill")
-        if context.rank == victim:
-            Path(directory, f"result_{victim}").write_bytes(pickle.dumps(("value", None)))
-            os.kill(os.getpid(), signals.SIGKILL)
-        start = time.monotonic()
-        try:
-            for number in range(1, 4):
-                step = Step.dispatch(case, op, number, op.device)
-                settle(op)
-                step.check_dispatched()
-                combine(step)
-        except RankTimeoutError as error:
-            return (error.missing_ranks, error.late_ranks), str(error), time.monotonic() - start
-        return None, "", time.monotonic() - start
-
-
-@pytest.mark.parametrize("victim", [0, 3])
-def test_all_hosts_name_the_rank_that_is_gone(victim, tmp_path):
-    with Network(2) as network:
-        answers = run_on_hosts(network, tmp_path, lose_a_rank, 2, 2, victim)
-    for rank in {0, 1, 2, 3} - {victim}:
-        named, text, secs = answers[rank]
-        assert named == ((victim,), ()), f"rank {rank}: {text}"
-        # whoever waits for a rank that waits itself waits twice
-        assert secs < 2 * SHORT_TIMEOUT_SECS + PATIENCE_SECS + SLACK_SECS

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal as signals
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 from ep_a2a import survivors
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
 from ep_a2a.managers.registry import create_manager
+from ep_a2a.memory.agreement import PATIENCE_SECS
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext
 from ep_a2a.topology import facts
@@ -18,7 +20,7 @@ from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, run_step
 from tests.cases.op_checks import raised
 from tests.cases.survivor_cases import experts_of_ranks, go_on, settled_step
-from tests.netns.hosts import SHORT_TIMEOUT_SECS
+from tests.netns.hosts import SHORT_TIMEOUT_SECS, SLACK_SECS
 from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network
 
@@ -45,7 +47,10 @@ def die_and_go_on(context: RankContext, directory: Path, num_hosts: int, victims
     if context.rank in victims:
         Path(directory, f"result_{context.rank}").write_bytes(pickle.dumps(("value", None)))
         os.kill(os.getpid(), signals.SIGKILL)
+    start = time.monotonic()
     error = raised(RankTimeoutError, lambda: settled_step(case, op, 1))
+    # whoever waits for a rank that waits itself waits twice
+    assert time.monotonic() - start < 2 * SHORT_TIMEOUT_SECS + PATIENCE_SECS + SLACK_SECS
     left = survivors(error, manager, experts_of_ranks(case))
     manager.destroy()
     hosts = [rank // (context.world_size // num_hosts) for rank in left.ranks]

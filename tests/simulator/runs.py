@@ -42,6 +42,11 @@ OP_TEST = Conditions(landing="newest", num_sms=2)
 """For cases that are about values and the order of calls: as "late", with few programs."""
 
 
+MOST_TOKENS, MOST_UNUSUAL_TOKENS = 4, 9
+"""Tokens of an even rank, where a case's own number is larger; an odd one has one less. All branches are kept, and all
+eight kinds of unusual rows."""
+
+
 class SimulationFailed(AssertionError):
     """A run that does not do what the product promises."""
 
@@ -78,6 +83,13 @@ def run_on_ranks(
         first = next(iter(failed.values()))
         raise SimulationFailed("\n".join([*errors, note, describe(simulation)])) from first
     return found
+
+
+def with_few_tokens(case: Case) -> Case:
+    """The case with MOST_TOKENS at most."""
+    most = MOST_UNUSUAL_TOKENS if case.unusual else MOST_TOKENS
+    tokens = ((min(count, most - rank % 2) for rank, count in enumerate(step)) for step in case.tokens)
+    return replace(case, tokens=tuple(map(tuple, tokens)))
 
 
 def run_staged(body: Callable[..., Any], case: Case, *args: Any) -> Outcome:

@@ -16,8 +16,9 @@ from tests.simulator.faults import (
 )
 from tests.simulator.ranks import Conditions
 from tests.simulator.scheduler import Fault
+from tests.simulator.seeds import FIRST_SEED, seeds
 
-NUM_SEEDS, NUM_QUICK_SEEDS = 88, 2
+NUM_SEEDS, NUM_QUICK_SEEDS = 12, 2
 VICTIM, FAR_VICTIM = 1, 2
 MEETING_SECS = 300.0
 SLACK_SECS = 1.0
@@ -28,7 +29,11 @@ def with_fault(path: str, operation: int, secs: float | None = None, **condition
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed >= NUM_QUICK_SEEDS)) for seed in range(NUM_SEEDS)]
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.full] * (seed >= FIRST_SEED + NUM_QUICK_SEEDS))
+        for seed in seeds(NUM_SEEDS)
+    ],
 )
 def test_survivors_name_exactly_those_that_are_gone(seed):
     """`python -m tests.simulator.faults SEED` repeats it."""

@@ -1,9 +1,8 @@
-"""The cases of the op against the oracle, in the forms that GPUs launch.
+"""The cases of the op against the oracle, in the forms that GPUs launch, but for those whose choices are paired.
 
-Real processes run each layout over each transport: tests/multiprocess/test_covering.py.
+Real processes run every pair of choices: tests/multiprocess/test_covering.py.
 """
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,26 @@ import pytest
 
 from ep_a2a.ops import expert_major
 from tests.cases.op_cases import Case, run_case
-from tests.cases.op_matrix import CASES, DIRECT_PAYLOADS
-from tests.simulator.runs import run_on_ranks
+from tests.cases.op_matrix import CASES, DIRECT_PAYLOADS, PAIRED
+from tests.simulator.runs import run_on_ranks, with_few_tokens
 
+MANY_STEPS = 12
+"""Enough for all buffers to be used again."""
 MANY_ROWS = "expert_major-many-rows"
 
 
+def small(name: str) -> Case:
+    """The case with few tokens, and two steps where their number and bounds are not what it is about."""
+    case = CASES[name] if name.endswith("many-tokens") else with_few_tokens(CASES[name])
+    is_about_steps = name == "fifty-steps" or case.first_epoch or any(case.max_num_tokens) or case.split == "mixed"
+    return replace(case, num_steps=min(case.num_steps, MANY_STEPS if is_about_steps else 2))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in CASES if name not in DIRECT_PAYLOADS and name != MANY_ROWS])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {*DIRECT_PAYLOADS, *PAIRED, MANY_ROWS}])
 def test_op(name: str) -> None:
-    run_on_ranks(run_case, CASES[name].world_size, CASES[name])
+    case = small(name)
+    run_on_ranks(run_case, case.world_size, case)
 
 
 def test_more_rows_than_a_program_numbers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,22 +57,24 @@ DISPATCHES: dict[str, dict[str, Any]] = {
     "tiles": {"flagged_max_tokens": 0, "max_sms": 1},
 }
 QUICK = (9, "rank_major", "bulk", "cast")
+MANY_RANKS = (
+    QUICK,
+    (16, "compact", "low_latency", "cast"),
+    (9, "compact", "bulk", "bf16"),
+    (9, "compact", "tiles", "cast"),
+    (16, "rank_major", "low_latency", "bf16"),
+    (9, "rank_major", "tiles", "bf16"),
+    (9, "expert_major", "low_latency", "bf16"),
+    (16, "expert_major", "bulk", "cast"),
+    (9, "expert_major", "tiles", "bf16"),
+)
+"""More ranks than a host has, with every pair of layout, dispatch and cast. Tiles are for bounded multiprocessors."""
 
 
-def many_ranks() -> list[Any]:
-    """More ranks than a host has, in every layout, by each dispatch: tiles are for bounded multiprocessors."""
-    layouts = ("compact", "rank_major", "expert_major")
-    names = [
-        *itertools.product((9, 16), layouts, ("low_latency", "bulk"), CASTS),
-        *itertools.product((9,), layouts, ("tiles",), CASTS),
-    ]
-    return [
-        pytest.param(*name, id="-".join(map(str, name)), marks=[] if name == QUICK else pytest.mark.full)
-        for name in names
-    ]
-
-
-@pytest.mark.parametrize(("world_size", "layout", "dispatch", "cast"), many_ranks())
+@pytest.mark.parametrize(
+    ("world_size", "layout", "dispatch", "cast"),
+    [pytest.param(*each, marks=[] if each == QUICK else pytest.mark.full) for each in MANY_RANKS],
+)
 def test_many_ranks(world_size: int, layout: str, dispatch: str, cast: str) -> None:
     options = DISPATCHES[dispatch] | ({"dispatch_quant_type": "fp8_per_1x128"} if cast == "cast" else {})
     case = Case(

@@ -1,7 +1,7 @@
 """Shapes, routings, orders of calls and strides that nobody thought of: the op in the simulator, by hypothesis.
 
-The examples are the same in every run. A failing one is shrunk and printed: paste its Case into
-tests/cases/op_matrix.py. `make test` draws a few examples of each kind, `make test-all` all of them.
+The examples are the same in every run of CI; `make seeds` draws others, and more. A failing one is shrunk and printed:
+paste its Case into tests/cases/op_matrix.py.
 """
 
 from dataclasses import replace
@@ -21,6 +21,7 @@ from tests.cases.stride_cases import LAYOUTS as STRIDES
 from tests.cases.stride_cases import ROLES, Forms, strided_case
 from tests.simulator.ranks import Context
 from tests.simulator.runs import run_on_ranks
+from tests.simulator.seeds import FIRST_SEED, TIMES
 
 MAX_STEPS = 3
 MAX_TOKENS = 8
@@ -104,17 +105,16 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
 
 
 def fuzz(max_examples: int) -> settings:
-    return settings(max_examples=max_examples, derandomize=True, database=None)
+    return settings(max_examples=max_examples * TIMES, derandomize=FIRST_SEED == 1, database=None)
 
 
-def of_examples(few: dict[int, int], all_of_them: dict[int, int]) -> pytest.MarkDecorator:
-    """Parameters (world_size, max_examples): few in `make test`, all in `make test-all`; each by world size."""
-    quick = [pytest.param(size, few[size], id=f"{size}-few") for size in few]
-    full = [pytest.param(size, all_of_them[size], id=f"{size}-all", marks=pytest.mark.full) for size in all_of_them]
-    return pytest.mark.parametrize(("world_size", "max_examples"), [*quick, *full])
+def of_examples(of_two_ranks: int, of_three_ranks: int = 0) -> pytest.MarkDecorator:
+    """Parameters (world_size, max_examples); `make test` has two ranks."""
+    of_three = [pytest.param(3, of_three_ranks, marks=pytest.mark.full)] * bool(of_three_ranks)
+    return pytest.mark.parametrize(("world_size", "max_examples"), [(2, of_two_ranks), *of_three])
 
 
-@of_examples({2: 6, 3: 4}, {2: 25, 3: 25})
+@of_examples(6, 12)
 def test_fuzz(world_size: int, max_examples: int) -> None:
     @fuzz(max_examples)
     @given(cases(world_size))
@@ -142,7 +142,7 @@ def run_with_pad_ids(context: Context, case: Case, pad_ids: list[int]) -> None:
         op.check()
 
 
-@of_examples({2: 4}, {2: 25})
+@of_examples(4)
 def test_fuzz_padding(world_size: int, max_examples: int) -> None:
     """Rows without a token, where the step before had more: under another pad_id or stride, or a cap that suffices."""
 
@@ -178,7 +178,7 @@ def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
     return case, draw(st.lists(action, min_size=NUM_ACTIONS, max_size=NUM_ACTIONS))
 
 
-@of_examples({2: 2}, {2: 12, 3: 4})
+@of_examples(2, 2)
 def test_orders(world_size: int, max_examples: int) -> None:
     @fuzz(max_examples)
     @given(orders(world_size))
@@ -201,7 +201,7 @@ def laid_out_cases(draw: st.DrawFn, world_size: int) -> tuple[Case, list[list[Fo
     return case, [[draw(form) for _ in range(world_size)] for _ in range(case.num_steps)]
 
 
-@of_examples({2: 4}, {2: 25, 3: 6})
+@of_examples(4, 4)
 def test_strides(world_size: int, max_examples: int) -> None:
     @fuzz(max_examples)
     @given(laid_out_cases(world_size))

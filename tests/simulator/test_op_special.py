@@ -10,7 +10,7 @@ import pytest
 from tests.cases.counter_bodies import COUNTER_BODIES
 from tests.cases.op_cases import Case
 from tests.cases.op_special import BODIES, missing_rank
-from tests.simulator.runs import run_on_ranks
+from tests.simulator.runs import run_on_ranks, with_few_tokens
 
 REAL_PROCESSES = (
     # all waits take time there
@@ -24,9 +24,6 @@ REAL_PROCESSES = (
 QUICK_IN_PROCESSES = ("graph-cast", "memory-of-closed-ops-is-used-again")
 ON_TWO_RANKS = ("order-interleaved", "sequential-ops-share-memory")
 """Bodies that `make test` runs on fewer ranks than their cases have."""
-MOST_TOKENS, MOST_UNUSUAL_TOKENS = 4, 9
-"""Tokens of an even rank, where a body's own number is larger; an odd one has one less. All branches are kept, and all
-eight kinds of unusual rows."""
 
 
 def once_quick(names: Iterable[str], elsewhere: Iterable[str] = ()) -> list[Any]:
@@ -35,13 +32,6 @@ def once_quick(names: Iterable[str], elsewhere: Iterable[str] = ()) -> list[Any]
     first = {body: name for name in reversed(by_size) for body in [BODIES[name][0]]}
     quick = set(first.values()) - set(elsewhere)
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.full]) for name in by_size]
-
-
-def with_few_tokens(case: Case) -> Case:
-    """The case with MOST_TOKENS at most."""
-    most = MOST_UNUSUAL_TOKENS if case.unusual else MOST_TOKENS
-    tokens = ((min(count, most - rank % 2) for rank, count in enumerate(step)) for step in case.tokens)
-    return replace(case, tokens=tuple(map(tuple, tokens)))
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,10 @@
 
 import pytest
 
-CHOICES = (
-    "EP_A2A_ANY_VLLM",
-    "EP_A2A_BACKEND",
-    "EP_A2A_CONFIG",
-    "EP_A2A_DEEPEP_EDITION",
-    "EP_A2A_FIRST_TIMEOUT_SECS",
-    "EP_A2A_INTERNODE_TRANSPORT",
-    "EP_A2A_TIMEOUT_SECS",
-    "EP_A2A_TUNING_DIR",
-)
+from ep_a2a import env
 
 
 @pytest.fixture(autouse=True)
 def _no_choices_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CHOICES:
-        monkeypatch.delenv(name, raising=False)
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)

@@ -19,7 +19,7 @@ from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.integrations.atom import activation
-from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem, problems
+from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem
 from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.deepep import (
     BUFFER,
@@ -86,7 +86,6 @@ def test_vllms_and_moris_names_are_taken():
     assert manager_type("flashinfer_all2allv") is manager_type("flashinfer_nvlink_two_sided")
     for name in available_backends():
         manager = manager_type(name)
-        assert manager is not None
         assert manager.backend == name
 
 
@@ -106,7 +105,6 @@ def test_ops_of_other_backends_have_the_interface_of_ours(kind: type) -> None:
 @pytest.mark.parametrize(("can", "changes", "said"), read_table("configs")["beyond_a_backend"])
 def test_what_a_backend_cannot_do_is_said(can: dict[str, Any], changes: dict[str, Any], said: str) -> None:
     refusal = Capabilities(**can).refusal("some", config(**changes), 1)
-    assert isinstance(refusal, UnsupportedError)
     with pytest.raises(UnsupportedError, match=rf"{said}.*backend 'some' can do.*; got .*\. \w"):
         raise refusal
 
@@ -133,7 +131,6 @@ def test_every_capability_is_in_a_table():
 def test_every_backend_says_where_it_has_run():
     for name in available_backends():
         manager = manager_type(name)
-        assert manager is not None
         assert manager.capabilities.was_run, name
         assert (manager.library is None) == manager.capabilities.runs_on_cpu
 
@@ -267,17 +264,6 @@ def test_our_deep_ep_is_not_deep_ep(monkeypatch):
 def test_a_manager_on_our_modules_names_them():
     """As MORI's manager on CPU does in tests/multiprocess/test_backend_parity.py."""
     assert Library("ep_a2a", "ep-a2a", "", needs=MORI.needs).problem() is None
-
-
-@pytest.mark.parametrize("name", available_backends())
-def test_a_manager_whose_library_is_missing_cannot_be_made(name):
-    manager = manager_type(name)
-    assert manager is not None
-    if manager.library is None or manager.library.problem() is None:
-        assert not problems(manager, "cpu") or not manager.capabilities.runs_on_cpu
-        return
-    with pytest.raises(MissingPackageError, match=rf"import {manager.library.module}.*To install it: "):
-        create_manager(name, None)  # type: ignore[arg-type]
 
 
 # --- what libraries return ---

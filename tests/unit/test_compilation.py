@@ -106,7 +106,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         SAID.set()
 
     monkeypatch.setattr(compilation, "_announce", announce_and_note)
-    monkeypatch.delenv("EP_A2A_LOG_LEVEL", raising=False)
     # as in a program that has set no logging up: pytest has handlers
     monkeypatch.setattr(compilation, "logger", logging.Logger("alone"))  # noqa: LOG001
 

@@ -8,8 +8,9 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.errors import StateError, UnsupportedError
-from ep_a2a.integrations.vllm.counters import LayerCounters
-from ep_a2a.integrations.vllm.worker import RPC_METHOD, read_counters
+from ep_a2a.integrations.counters import LayerCounters
+from ep_a2a.integrations.manager import read_counters
+from ep_a2a.integrations.vllm.worker import RPC_METHOD
 from ep_a2a.interface import DispatchCombineOp
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.counter_kernels import Counter
@@ -98,27 +99,12 @@ def test_a_step_is_counted_from_what_all_ranks_have_told(clock):
     assert layer.read() == {"num_steps": 1, **step, **largest, "latest_steps": [{"step": 1, **step}]}
 
 
-def test_sums_largest_values_and_the_latest_steps(clock):
+def test_the_largest_wait_begins_anew_after_clear(clock):
     layer = Layer(0, 2, 3, clock)
-    for number in range(1, 8):
-        layer.step([[number, 8 - number], [0, 0]], dispatch_ns=1000 * number, combine_ns=9000 - 1000 * number)
-        got = layer.read()
-        assert got["num_steps"] == number
-        assert [each["step"] for each in got["latest_steps"]] == list(range(max(1, number - 2), number + 1))
-        assert [each["num_kept_rows"] for each in got["latest_steps"]] == [each["step"] for each in got["latest_steps"]]
-        assert [each["combine_wait_us"] for each in got["latest_steps"]] == [
-            9.0 - each["step"] for each in got["latest_steps"]
-        ]
-    assert got["num_kept_rows"] == sum(range(1, 8))
-    assert got["num_sent_rows"] == sum(8 - number for number in range(1, 8))
-    assert (got["rank_rows"], got["skew_rows"]) == (7 * 4.0, 3 + 2 + 1 + 0 + 1 + 2 + 3)
-    assert (got["dispatch_wait_us"], got["combine_wait_us"]) == (28.0, 35.0)
-    assert (got["max_skew_rows"], got["max_dispatch_wait_us"], got["max_combine_wait_us"]) == (3.0, 7.0, 8.0)
-    layer.counters.clear()
-    assert layer.read()["latest_steps"] == []
-    layer.step([[1, 1], [1, 1]], dispatch_ns=1000, combine_ns=1000)
-    assert [each["step"] for each in layer.read()["latest_steps"]] == [1]
-    assert layer.read()["max_dispatch_wait_us"] == 1.0
+    for wait_ns in (7000, 1000):
+        layer.counters.clear()
+        layer.step([[1, 1], [1, 1]], wait_ns, wait_ns)
+        assert layer.read()["max_dispatch_wait_us"] == layer.read()["dispatch_wait_us"] == wait_ns / 1000
 
 
 def test_what_a_failed_dispatch_did_not_wait_for_is_not_counted(clock):
@@ -196,13 +182,11 @@ def test_the_halves_that_a_step_needs_are_compiled_beforehand(layout):
 
 
 def test_nothing_is_counted_unless_it_is_asked_for(monkeypatch):
-    monkeypatch.delenv("EP_A2A_COUNTERS", raising=False)
     assert LayerCounters.wanted() is None
     monkeypatch.setenv("EP_A2A_COUNTERS", "0")
     assert LayerCounters.wanted() is None
     monkeypatch.setenv("EP_A2A_COUNTERS", "16")
     wanted = LayerCounters.wanted()
-    assert wanted is not None
     assert wanted.num_kept_steps == 16
 
 
@@ -230,14 +214,9 @@ def test_layers_are_read_by_their_names_in_the_order_in_which_they_were_built():
     layers, op = LayerCounters(2), SimpleNamespace(config=config_of())
     configs = [SimpleNamespace() for _ in range(3)]
     layers._layers = {number: (moe, op, StepCounters(CPU, 2)) for number, moe in enumerate(configs, 1)}
-    modules = {
-        "attention": object(),
-        "second": SimpleNamespace(moe_config=configs[1]),
-        "first": SimpleNamespace(moe_config=configs[0]),
-        "other": SimpleNamespace(moe_config=SimpleNamespace()),
-    }
+    names = {id(configs[1]): "second", id(configs[0]): "first", id(layers): "other"}
     manager = SimpleNamespace(counters=layers, rank=3, world_size=4)
-    found = read_counters([manager], modules)
+    found = read_counters([manager], names)
     assert (found["rank"], found["num_ranks"]) == (3, 4)
     assert [each["layer"] for each in found["layers"]] == ["first", "second", "layer 2"]
     assert {each["num_steps"] for each in found["layers"]} == {0}

@@ -22,8 +22,6 @@ ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 
 def load(name: str, path: Path):
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

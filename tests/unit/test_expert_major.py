@@ -27,10 +27,6 @@ def test_rows_by_definition(case: Case) -> None:
     for rank, got in enumerate(case.dispatch("expert_major")):
         received = case.received_by(rank)
         assert got.valid_rows(got.source_positions).tolist() == [s * 100 * case.world_size + t for s, t in received]
-        assert got.weights is not None
-        assert got.scales is not None
-        assert got.expert_counts is not None
-        assert got.expert_rows is not None
         assert got.tokens.shape[:2] == got.weights.shape == (len(case.owned(rank)), case.world_size * 16)
         seen = torch.full(got.expert_rows.shape, -1)
         for number, expert in enumerate(case.owned(rank)):
@@ -58,7 +54,6 @@ def test_expert_parallel_equals_dense(case: Case) -> None:
     for rank, got in enumerate(received):
         own = case.owned(rank)
         results = torch.full_like(got.tokens, torch.nan)
-        assert got.expert_counts is not None
         for number, count in enumerate(got.expert_counts.tolist()):
             gate, up = (got.tokens[number, :count] @ w1[own[number]].T).chunk(2, dim=1)
             results[number, :count] = (torch.nn.functional.silu(gate) * up) @ w2[own[number]].T

@@ -118,7 +118,6 @@ def test_every_code_has_a_case():
 def test_a_timeout_names_whom_the_verdict_names(accused):
     """The kernel's accused rank is a hint: it may be waiting itself, and may even be this one."""
     error = error_of(failure(TIMEOUT, accused, COMBINE, per_rank=(1, 0, 0, 0)))
-    assert isinstance(error, RankTimeoutError)
     assert (error.missing_ranks, error.late_ranks) == ((2,), ())
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (RankTimeoutError, str(error))
@@ -148,7 +147,6 @@ def test_a_timeout_tells_where_flags_stand():
     assert "flags at 6 from ranks [1, 2, 3] and 7 from ranks [0]" in str(error)
     assert "has begun" not in str(error)
     again = pickle.loads(pickle.dumps(error))
-    assert isinstance(again, RankTimeoutError)
     assert (again.wanted, again.seen, again.missing_ranks) == (7, seen, (2,))
 
 

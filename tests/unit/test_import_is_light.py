@@ -130,7 +130,6 @@ def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes below, local imports included, but not the bodies of `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if is_type_checking(child):
-            assert isinstance(child, ast.If)
             for other in child.orelse:
                 yield other
                 yield from nodes_that_run(other)

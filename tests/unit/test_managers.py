@@ -108,10 +108,6 @@ def own_registry(monkeypatch):
     monkeypatch.setattr(registry, "_names", dict(registry._names))
 
 
-def test_backends_are_listed():
-    assert set(MANAGERS) <= set(registry.available_backends())
-
-
 def test_an_unknown_name_lists_the_backends_and_suggests_one():
     with pytest.raises(UnknownNameError, match=r"'allgather_reducescatter'.*got 'niave'. Did you mean 'naive'\?"):
         registry.create_manager("niave", None)
@@ -339,11 +335,6 @@ def test_what_a_backend_lacks_names_those_that_have_it(group, method):
             assert caught.value.remedy.rstrip(".").removeprefix("Use ").replace(" or ", ", ").split(", ") == backends
 
 
-def test_what_no_backend_offers_is_no_method(manager):
-    for method in ("query_active_mask", "clean_buffers", "checkpoint_prepare", "stage_ep_size", "mask_remote_ranks"):
-        assert not hasattr(manager, method)
-
-
 def test_a_manager_that_makes_ops_needs_to_say_nothing_more(group):
     class Mine(All2AllManagerBase):
         def _make_op(self, *_: Any) -> Handle:
@@ -371,18 +362,10 @@ def test_the_signatures_of_vllm_and_aiter():
             assert list(inspect.signature(getattr(manager, method)).parameters)[1:] == parameters
 
 
-def test_attributes(manager):
-    assert (manager.rank, manager.world_size, manager.dp_rank, manager.dp_world_size) == (0, 1, 0, 1)
-    assert manager.dp_group is manager.tp_group is None
-    assert manager.internode is False
-    assert manager.max_sms_used() is None
-    assert manager.capabilities.has_handles
-    assert manager.capabilities.output_is_reduced
-
-
 def test_handles_are_shared_and_closed_with_the_manager(manager):
     op = manager.get_handle(small_kwargs())
-    assert manager.get_handle(small_kwargs()) is op
+    # another way to say the same must not build a second op on the memory of the first
+    assert manager.get_handle(dict(reversed(small_kwargs().items()))) is op
     assert manager.get_handle(small_kwargs(layout="compact")) is op  # the default, written out
     assert manager.get_handle(small_kwargs(), 1) is not op
     with pytest.raises(StateError, match="before the first op"):

@@ -38,7 +38,9 @@ def test_its_tests_are_found() -> None:
 def test_what_fails_or_lasts_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert many_gpus.run(many_gpus.Command("good", 60, "-c 'print({ranks})'"), tmp_path, 4)
     assert not many_gpus.run(many_gpus.Command("bad", 60, "-c 'raise SystemExit(3)'"), tmp_path, 4)
-    assert not many_gpus.run(many_gpus.Command("long", 1, "-c 'import signal; signal.pause()'"), tmp_path, 4)
+    # a test that is run in the background ignores Ctrl-C, and its children would
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.pause()"
+    assert not many_gpus.run(many_gpus.Command("long", 1, f"-c '{heeds}'"), tmp_path, 4)
     assert (tmp_path / "good.txt").read_text() == "4\n"
     said = [line.rpartition(",")[0] for line in capsys.readouterr().out.splitlines()]
     assert said == ["good: 0", "bad: 3", "long: cut off"]

@@ -89,7 +89,6 @@ FORKED_OWNER = OWNER.replace("signal.pause()", "os.fork()\nsignal.pause()")
 @pytest.mark.parametrize("program", [OWNER, FORKED_OWNER], ids=["alone", "with a forked child"])
 def test_a_killed_owner_leaves_nothing(log: Path, program: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert owner.stdout is not None
     folder = Path(owner.stdout.readline().strip())
     assert folder.is_dir()
     owner.kill()

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import (
     ConfigError,
+    DeviceError,
+    DtypeError,
     ForeignIndicesError,
     ForkedProcessError,
     InputError,
@@ -256,11 +258,27 @@ def test_memory_that_peers_overwrite_is_refused(manager):
         op.combine(rows, sums, None)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "scales", "error", "match"),
+    [
+        (TOKENS, None, InputError, "the scale of the cast fp8_static as scales"),
+        (TOKENS[:0], None, InputError, "the scale of the cast fp8_static as scales"),
+        (TOKENS, torch.ones(2), ShapeError, "one element"),
+        (TOKENS, torch.ones(1, dtype=torch.float64), DtypeError, "scales"),
+        (TOKENS, torch.ones(1, device="meta"), DeviceError, "scales"),
+        (TOKENS.to(FP8_DTYPE), torch.ones(1), InputError, "fp8_static sends none"),
+    ],
+)
+def test_a_wrong_scale_of_a_static_cast_is_refused(manager, tokens, scales, error, match):
+    op = manager.get_handle({**KWARGS, "quant_dtype": FP8_DTYPE, "dispatch_quant_type": "fp8_static"})
+    with pytest.raises(error, match=match):
+        op.dispatch(tokens, WEIGHTS[: len(tokens)], scales, IDS[: len(tokens)])
+
+
 def test_a_rank_without_tokens_has_scales_where_others_bring_theirs(manager):
     """Its kernels move other ranks' scales; without a tensor they left those of an earlier step."""
     config = manager.get_handle({**KWARGS, "quant_dtype": FP8_DTYPE, "dispatch_quant_type": "fp8_per_1x128"}).config
     scales = travelling_scales(config, torch.empty(0, HIDDEN, dtype=FP8_DTYPE), None)
-    assert scales is not None
     assert (scales.shape, scales.dtype) == ((0, 1), torch.float32)
 
 

@@ -1,7 +1,5 @@
 """A group's nodes as a grid, and what does not make one."""
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 
 from ep_a2a.errors import UnsupportedError
@@ -40,8 +38,3 @@ def test_interleaved_nodes_are_refused():
     with pytest.raises(UnsupportedError, match="interleaved") as caught:
         NodeGrid.of(classify(cluster("abab")), 0)
     assert "Number the ranks node by node" in caught.value.remedy
-
-
-def test_it_is_frozen():
-    with pytest.raises(FrozenInstanceError):
-        NodeGrid.of(classify(cluster("ab")), 0).node = 1

@@ -55,11 +55,6 @@ def test_shipped_config_files_name_a_known_backend(path):
     assert read_config_file(path)["all2all_backend"] in ep_a2a.available_backends()
 
 
-def test_config_file_values(config_file):
-    assert read_config_file(config_file("")) == {}
-    assert read_config_file(config_file('all2all_backend = "naive"')) == {"all2all_backend": "naive"}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

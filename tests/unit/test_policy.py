@@ -67,11 +67,6 @@ def check_roles(launch: Launch, phase: Phase) -> None:
     assert min(launch.num_senders, launch.num_receivers) >= 1
 
 
-def test_speakers_are_what_the_kernels_make_of_the_first_programs():
-    """A low-latency dispatch has a count publisher and a flag poster, a combine a speaker; bulk dispatch has none."""
-    assert FLAG_PROGRAMS == {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
-
-
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("num_tokens", [0, 1, 4096])
 def test_interpreted_launches_are_few_programs(phase, num_tokens):
@@ -98,13 +93,6 @@ def test_interpreted_launches_take_the_callers_number_if_it_is_small(phase):
 def test_dispatch_has_one_program_per_token(num_tokens):
     launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
     assert (launch.num_programs, launch.reason) == (max(1, num_tokens), "analytic")
-
-
-@pytest.mark.parametrize("num_sms", [1, 20, H200_SMS, 10_000])
-def test_dispatch_has_no_more_programs_than_fit_and_can_tell_each_other(num_sms):
-    launch = choose_launch(config_of(), Phase.BULK_DISPATCH, 1 << 20, 1 << 20, num_sms)
-    assert threads(launch) <= THREADS_PER_SM[Phase.BULK_DISPATCH] * num_sms
-    assert num_sms <= launch.num_programs <= MAX_DISPATCH_PROGRAMS or launch.num_programs == MAX_DISPATCH_PROGRAMS
 
 
 @pytest.mark.parametrize("phase", WITH_ROLES)
@@ -323,7 +311,7 @@ def test_a_rack_of_72_ranks():
     phase=st.sampled_from(Phase),
     max_num_tokens=st.integers(1, 1 << 20),
     share=st.floats(0, 1),
-    num_sms=st.integers(1, 200),
+    num_sms=st.integers(1, 200) | st.just(10_000),
     max_sms=st.sampled_from([0, 1, 7, 64, 300]),
     launch=st.sampled_from(["auto", "manual"]),
     config_numbers=st.tuples(st.integers(1, 5000), st.integers(1, 64)),

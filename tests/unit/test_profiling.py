@@ -20,7 +20,7 @@ from tests.unit.test_kernels_compile import NUM_SMS, config_of, kind_of
 CLOCK = "%globaltimer"
 KINDS = {
     "bulk_dispatch": ("rank_major", 2),
-    "low_latency_dispatch": ("rank_major", 3),
+    "low_latency_dispatch": ("rank_major", 2),
     "combine": ("rank_major", 3),
     "expand": ("expert_major", 0),
     "number_expert_rows": ("expert_major", 0),

@@ -40,12 +40,6 @@ def test_ranges_partition_the_experts(num_experts: int, world_size: int) -> None
     ]
 
 
-def test_uneven_ranges() -> None:
-    assert expert_ranges(60, 8) == [(0, 8), (8, 16), (16, 24), (24, 32), (32, 39), (39, 46), (46, 53), (53, 60)]
-    assert expert_ranges(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
-    assert expert_ranges(0, 2) == [(0, 0), (0, 0)]
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("num_experts", "world_size"), GROUPS)
 def test_owner_of_every_expert(num_experts: int, world_size: int, dtype: torch.dtype) -> None:
