@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.vllm.throughput import parse_backend
-from tests.engines.vllm.gpu.engine import arguments, run_engine
+from tests.engines.vllm.gpu.engine import SENDS_FUNCTIONS, arguments, run_engine
 from tests.engines.vllm.models import SHAPES, quantized, save_config
 
 NUM_DECODE_STEPS = 5
@@ -36,9 +36,7 @@ LONGEST_NAME = 100
 KINDS, MARK = ("kernel", "gpu_memcpy", "gpu_memset"), "gpu_user_annotation"
 STEP = re.compile(r"execute_context_\d+\((\d+)\)_generation_\d+\((\d+)\)")
 """vLLM's mark of a step: the tokens of prompts in it, and those of sequences that go on."""
-VARIABLES = {
-    # the function that fills the weights travels to the workers
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+VARIABLES = SENDS_FUNCTIONS | {
     # it compiles a kernel for each number of rows when an engine starts
     "VLLM_USE_DEEP_GEMM": "0",
 }

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.gpu.engine import arguments, run_engine
+from tests.engines.vllm.gpu.engine import SENDS_FUNCTIONS, arguments, run_engine
 from tests.engines.vllm.models import SHAPES, save_config
 
 MAX_BATCHED_TOKENS = 8192
@@ -119,6 +119,7 @@ def measure(
         for number in rounds
         for batch, prompt, output in options.workloads
     ]
+    variables = SENDS_FUNCTIONS | variables
     run = run_engine(folder, engine, actions, options.ranks, options.limit, place, num_engines, **variables)
     results: list[dict[str, Any]] = []
     for number, (batch, prompt, output) in itertools.product(rounds, options.workloads):
