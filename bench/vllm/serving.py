@@ -28,8 +28,8 @@ from bench.vllm.throughput import MAX_BATCHED_TOKENS, parse_backend
 from tests.engines.vllm.gpu.engine import FIXED, arguments
 from tests.engines.vllm.models import CONFIGS, SHAPES, save_config
 from tests.engines.vllm.processes import NUM_PORTS, Server, cpu_environment
-from tests.ports import free_port
 from tests.integration.programs import environment
+from tests.ports import free_port
 
 MODEL = "model"
 STREAM_INTERVAL = 8

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.processes import NUM_PORTS, end_group, rank_variables
-from tests.ports import free_port
 from tests.integration.programs import ROOT, environment
+from tests.ports import free_port
 from tests.waiting import happens
 
 Action = dict[str, Any]
