@@ -44,6 +44,8 @@ later groups must have the same ranks."""
 TOPKS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """Values of K that the one-sided kernels are instantiated for."""
 MAX_RANKS = 64
+_OUTLIVE_WORKSPACES: list[Any] = []
+"""FlashInfer hangs a workspace's description on its tensor, and torch reads it once the tensor has let go of it."""
 WORKSPACE_ALIGNMENT_BYTES = 128
 NO_EXPERT = -1
 WORD_BYTES = 16
@@ -159,6 +161,7 @@ class NVLinkOneSided:
         # The class caches workspaces for the life of the process, so a sweep over sizes would use up memory. An object
         # that shares this workspace may have closed it: then the cache does not have it.
         native, self._native = self._native, None
+        _OUTLIVE_WORKSPACES.append(getattr(native.workspace, "_capsule_wrapper", None))
         if any(each is native._WORKSPACE for each in native._WORKSPACE_CACHE.values()):
             native._reset_workspace()
 
