@@ -90,7 +90,7 @@ def find(path: Path, name: str) -> ast.AST | None:
 @functools.lru_cache(maxsize=64)
 def _definitions(path: Path) -> dict[str, ast.AST]:
     found: dict[str, ast.AST] = {}
-    for node in _statements(ast.parse(path.read_text("utf-8")).body) if path.exists() else ():
+    for node in _statements(ast.parse(path.read_text("utf-8-sig")).body) if path.exists() else ():
         found |= _named(node)
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{name}": each for child in node.body for name, each in _named(child).items()}
@@ -139,9 +139,9 @@ def signature_of(node: Function) -> inspect.Signature:
 
 
 def _text_of(node: ast.AST) -> str:
-    """Returns the names of a function's parameters, "property", or "no function"."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return "no function"
+    """Returns the names of a function's parameters, "property", or "no plain function"."""
+    if not isinstance(node, ast.FunctionDef):
+        return "no plain function"
     if _has_decorator(node, "property"):
         return "property"
     names = [each.replace(default=inspect.Parameter.empty) for each in signature_of(node).parameters.values()]
@@ -157,8 +157,8 @@ def _judge_use(node: ast.AST, _: str) -> str:
 
 
 def _judge_call(node: ast.AST, call: str) -> str:
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return "is no function"
+    if not isinstance(node, ast.FunctionDef):
+        return "is no plain function"
     arguments = [each for each in call.split(", ") if each]
     keywords = {each.removesuffix("="): None for each in arguments if each.endswith("=")}
     try:
@@ -175,7 +175,7 @@ def _judge_wrapper(node: ast.AST, names: str) -> str:
 
 def _judge_override(node: ast.AST, wanted: str) -> str:
     if isinstance(node, ast.ClassDef):
-        methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        methods = [each for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
         abstract = {each.name for each in methods if _has_decorator(each, "abstractmethod")}
         new = sorted(abstract - set(wanted.split(", ")))
         return f"has abstract methods that ep_a2a lacks: {', '.join(new)}" if new else ""

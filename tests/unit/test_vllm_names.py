@@ -33,6 +33,13 @@ def open_function(a, *rest, **options): ...
 
 def no_parameters(): ...
 
+async def asynchronous(): ...
+
+class UnderIf:
+    if TYPE_CHECKING:
+        @abstractmethod
+        async def to_do(self): ...
+
 class Thing:
     field: str = "x"
     assigned = 1
@@ -83,12 +90,15 @@ OTHERS = [
     ("called", "function", "a", "cannot be called with (a): missing a required argument: 'c'"),
     ("called", "function", "a, b, c, c=", "too many positional arguments"),
     ("called", "function", "a, c=, e=", "unexpected keyword argument 'e'"),
-    ("called", "Thing.field", "", "is no function"),
+    ("called", "Thing.field", "", "is no plain function"),
+    ("called", "asynchronous", "", "is no plain function"),
     ("wrapped", "function", "a, e, f", "takes (a, b, *, c, d), without e, f"),
     ("overridden", "Thing.method", "self, first", "takes (self, first, second) instead of (self, first)"),
     ("overridden", "Thing.quality", "self", "takes (property) instead of (self)"),
     ("overridden", "Thing.method", "property", "takes (self, first, second) instead of (property)"),
     ("overridden", "Thing", "gone", "has abstract methods that ep_a2a lacks: to_do"),
+    ("overridden", "UnderIf", "", "has abstract methods that ep_a2a lacks: to_do"),
+    ("overridden", "asynchronous", "", "takes (no plain function) instead of ()"),
 ]
 
 
