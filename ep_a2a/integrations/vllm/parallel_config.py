@@ -172,8 +172,7 @@ def _check_parallel(vllm_config: Any) -> None:
     }
     for option, (is_used, why) in refused.items():
         if is_used:
-            raise UnsupportedError(
-                f"no {option}, with --all2all-backend {BACKEND_NAME}: {why}",
-                option,
-                f"Leave {option.split()[0]} out, or use --all2all-backend {VLLM_BACKEND}.",
-            )
+            # vLLM splits no steps with its own backend
+            other = "" if " with " in option else f", or use --all2all-backend {VLLM_BACKEND}"
+            remedy = f"Leave {option.replace(' with ', ' or ')} out{other}."
+            raise UnsupportedError(f"no {option}, with --all2all-backend {BACKEND_NAME}: {why}", option, remedy)

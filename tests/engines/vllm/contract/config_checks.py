@@ -250,7 +250,7 @@ def check_adapters_of_micro_batches_are_refused() -> None:
     config = config_of(use_ubatching=True)
     check_options(config)
     config.lora_config = object()
-    with refused(UnsupportedError, "no --enable-dbo with --enable-lora", "Leave --enable-dbo out"):
+    with refused(UnsupportedError, "no --enable-dbo with --enable-lora", "Leave --enable-dbo or --enable-lora out."):
         check_options(config)
     config.parallel_config.data_parallel_size = 1
     check_options(config)
@@ -266,7 +266,9 @@ def check_rays_old_executor_is_refused() -> None:
     with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
         check_options(rays)
     with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
-        with refused(UnsupportedError, "Leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 out"):
+        with refused(
+            UnsupportedError, "Leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 or --distributed-executor-backend ray out."
+        ):
             check_options(rays)
         check_options(config_of())
 
@@ -336,6 +338,6 @@ def check_vllm_splits_steps_with_our_name() -> None:
         config_of_two(enable_expert_parallel=False)
     with (
         mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"),
-        refused(UnsupportedError, "EP_A2A_COUNTERS", "Leave --enable-dbo out"),
+        refused(UnsupportedError, "Leave --enable-dbo or EP_A2A_COUNTERS out."),
     ):
         config_of_two()
