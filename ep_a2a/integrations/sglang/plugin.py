@@ -39,6 +39,8 @@ UNSUPPORTED = {
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
     "enable_single_batch_overlap": "--enable-single-batch-overlap",
     "enable_lora": "--enable-lora",
+    # SGLang then sets the one above, but later
+    "lora_paths": "--lora-paths",
     "enable_eplb": "--enable-eplb",
     "elastic_ep_backend": "--elastic-ep-backend",
     # SGLang changes the backend to deepep, and up to 0.5.16 settles two older names of the first one only later
@@ -107,7 +109,7 @@ def _settle(server_args: Any) -> None:
     refuse_other_gpus("cuda")
     runner, chunk, stages = server_args.moe_runner_backend, server_args.chunked_prefill_size, server_args.pp_size
     refused = {option: getattr(server_args, field, None) for field, option in UNSUPPORTED.items()} | {
-        f"--moe-runner-backend {runner}": runner not in RUNNERS,
+        f"--moe-runner-backend {runner} (only {', '.join(RUNNERS)})": runner not in RUNNERS,
         f"--pp-size {stages}": stages > 1,
         # a step's tokens would have no bound
         f"--chunked-prefill-size {chunk}": chunk is not None and chunk <= 0,
@@ -141,7 +143,7 @@ def _check_family(_: None, config: Any, *args: Any, **kwargs: Any) -> None:
     if _chosen and not any(name.startswith(FAMILIES) for name in names):
         raise UnsupportedError(
             f"a model of {', '.join(FAMILIES)} with {OPTION}",
-            f"{', '.join(names)}, whose MoE layers nobody has compared with the backend",
+            f"{', '.join(names) or 'a model that names none'}, whose MoE layers nobody has compared with the backend",
             "Choose another --moe-a2a-backend.",
         )
 
