@@ -69,7 +69,7 @@ def atom(m: Machine) -> Finding:
     problem = _not_loaded(m, ATOM_PLUGIN, m.installation.atom_entry_point) if m.vllm.version else None
     if problem:
         return warning(f"{problem[0]}: the switch does not reach ATOM as vLLM's plugin", problem[1])
-    reached = f"is for processes that {ATOM_LAUNCHER} or activate() reaches; this has not run inside ATOM yet"
+    reached = f"is for processes that {ATOM_LAUNCHER} or activate() reaches; this has not run in a server of ATOM yet"
     return note(f"{versions}; {switch}={backend} {reached}")
 
 
