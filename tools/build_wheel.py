@@ -45,8 +45,11 @@ def build_wheel(folder: Path) -> Path:
 
 
 def long_description() -> str:
-    """README.md as a package index can show it: no pictures, and links into the checkout are words alone."""
-    text = re.sub(r"(<picture>.*?</picture>|<!--.*?-->)\n*", "", (PROJECT / "README.md").read_text(), flags=re.DOTALL)
+    """README.md as a package index can show it: no pictures, nothing of a checkout, links into one are words alone."""
+    text = (PROJECT / "README.md").read_text().replace(".venv/bin/", "")
+    text = re.sub(r"<!-- checkout -->.*?<!-- end checkout -->\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- wheel: (.*?) -->", r"\1", text)
+    text = re.sub(r"(<picture>.*?</picture>|<!--.*?-->)\n*", "", text, flags=re.DOTALL)
     return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 

@@ -22,7 +22,8 @@ MODEL += '"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_la
 
 
 def test_it_is_short():
-    assert len(README.split()) <= MAX_WORDS
+    read = re.sub(r"<!--.*?-->", "", README)
+    assert len(read.split()) <= MAX_WORDS
     assert len([line for line in PROGRAM.splitlines() if line.strip()]) <= MAX_PROGRAM_LINES
 
 
