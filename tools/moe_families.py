@@ -5,6 +5,7 @@
 FOLDER_OF_VLLM is the package's folder, of a wheel or a checkout; nothing of it is imported.
 """
 
+import argparse
 import json
 import sys
 from datetime import UTC, datetime
@@ -37,5 +38,8 @@ def text_of(families: dict[Family, list[str]], version: str, date: str) -> str:
 
 
 if __name__ == "__main__":
-    folder, version = sys.argv[1:]
-    sys.stdout.write(text_of(families_of(Path(folder)), version, datetime.now(UTC).date().isoformat()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("version")
+    options = parser.parse_args()
+    sys.stdout.write(text_of(families_of(options.folder), options.version, datetime.now(UTC).date().isoformat()))
