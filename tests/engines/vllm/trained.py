@@ -64,14 +64,14 @@ def trained_model(python: Path, family: str) -> Path:
     return folder
 
 
-def without_experts(model: Path, folder: Path) -> Path:
-    """A copy of a model whose routed experts give zeros."""
+def with_negated_experts(model: Path, folder: Path) -> Path:
+    """A copy of a model whose routed experts' results have the other sign."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(model / "model.safetensors")
     for name, weight in tensors.items():
         if ".experts." in name and "down_proj" in name:
-            weight.zero_()
+            weight.neg_()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(model / "config.json", folder)
     return folder
