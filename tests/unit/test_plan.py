@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli import app
-from ep_a2a.commands.plan.model import model_of, read_model
+from ep_a2a.commands.plan.model import MoeModel, model_of, read_model
 from ep_a2a.commands.plan.model_files import ModelFiles
 from ep_a2a.commands.plan.sizes import plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, other_totals, vllm_configs, vllm_plan
@@ -76,15 +76,22 @@ def test_experts_that_vllm_chooses_among_have_a_total_each():
         model = model_of(values | {"quantization_config": quantization} if quantization else values)
         config, total = vllm_configs(model, options)[0], vllm_plan(model, replace(options, cast=other)).bytes_by_rank[0]
         assert config.dispatch_quant == planned
-        assert other_totals(model, options) == {other: total}
-        assert f"{bytes_text(total)} on each GPU with --quant {other}" in "\n".join(assumptions(model, options, config))
-        assert other_totals(model, replace(options, cast=planned)) == {}
+        totals = other_totals(model, options, config)
+        assert totals == {other: total}
+        said = "\n".join(assumptions(model, options, config, totals))
+        assert f"{bytes_text(total)} on each GPU with --quant {other}" in said
+        assert other_totals(model, replace(options, cast=planned), config) == {}
+
+
+def said_of(model: MoeModel, options: VllmOptions) -> list[str]:
+    """What a plan assumes."""
+    config = vllm_configs(model, options)[0]
+    return assumptions(model, options, config, other_totals(model, options, config))
 
 
 def test_a_family_that_no_model_file_sizes_is_guessed():
     for name in FAMILIES:
-        model, options = model_of(FAMILIES[name][1]), VllmOptions(data_parallel_size=2)
-        first, *_ = assumptions(model, options, vllm_configs(model, options)[0])
+        first, *_ = said_of(model_of(FAMILIES[name][1]), VllmOptions(data_parallel_size=2))
         assert first.startswith("a guess: ") == (FAMILIES[name][3] is None)
 
 
@@ -272,7 +279,7 @@ def test_parts_add_up(config):
 def test_assumptions_are_said():
     def said(values: dict[str, Any], **options: Any) -> str:
         model, chosen = model_of(values), VllmOptions(**{"data_parallel_size": 2, **options})
-        return "\n".join(assumptions(model, chosen, vllm_configs(model, chosen)[0]))
+        return "\n".join(said_of(model, chosen))
 
     plain = said(DEEPSEEK, max_num_batched_tokens=8192)
     assert len(plain.splitlines()) == 3

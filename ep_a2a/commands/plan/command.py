@@ -74,8 +74,8 @@ def execute(
         vllm_options = VllmOptions(**{"data_parallel_size": 1, **given(for_model | sizes | of_op)})
         model = read_model(options.vllm, installed_vllm())
         plan = vllm_plan(model, vllm_options)
-        assumed = assumptions(model, vllm_options, plan.config)
-        totals = other_totals(model, vllm_options)
+        totals = other_totals(model, vllm_options, plan.config)
+        assumed = assumptions(model, vllm_options, plan.config, totals)
     if (num_bytes := max(plan.bytes_by_rank)) > MAX_GPU_BYTES:
         remedy = "Lower the tokens per rank, the hidden size or the number of ranks."
         most = f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}"

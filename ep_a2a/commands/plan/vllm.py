@@ -130,9 +130,11 @@ def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
     return plan_of(vllm_configs(model, options), brings_own_rows=True)
 
 
-def other_totals(model: MoeModel, options: VllmOptions) -> dict[str, int]:
-    """Returns the most bytes of a GPU by the cast for other experts than those planned for; {} where the user chose."""
-    config = vllm_configs(model, options)[0]
+def other_totals(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> dict[str, int]:
+    """Returns the most bytes of a GPU by the cast for other experts than those planned for; {} where the user chose.
+
+    config: the plan's.
+    """
     if options.cast is not None:
         return {}
     if config.casts_in_dispatch:
@@ -144,8 +146,10 @@ def other_totals(model: MoeModel, options: VllmOptions) -> dict[str, int]:
     return {cast: max(vllm_plan(model, replace(options, cast=cast)).bytes_by_rank) for cast in others}
 
 
-def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
-    """Returns the plan's assumptions, one sentence each."""
+def assumptions(
+    model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig, totals: dict[str, int]
+) -> list[str]:
+    """Returns the plan's assumptions, one sentence each; totals: from other_totals."""
     found = [_about_family(model)]
     if options.max_num_batched_tokens is None:
         default = f"--max-num-batched-tokens {DEFAULT_MAX_NUM_BATCHED_TOKENS}"
@@ -154,7 +158,7 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
         shared = "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel"
         copied = "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
         found.append(shared if options.sequence_parallel_size(model) > 1 else copied)
-    found += _about_experts(model, options, config)
+    found += _about_experts(model, options, config, totals)
     if model.quant_method == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
         padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
         found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
@@ -172,20 +176,21 @@ def _about_family(model: MoeModel) -> str:
     )
 
 
-def _about_experts(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
+def _about_experts(
+    model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig, totals: dict[str, int]
+) -> list[str]:
     """Says which experts take rows as they travel, and what others take."""
     if options.cast is not None:
         return []
     op = op_facts(config)
-    totals = {cast: bytes_text(num_bytes) for cast, num_bytes in other_totals(model, options).items()}
     if op["quant"] != "none":
         others = f"with --quant none, for those that want {op['dtype']} (FlashInfer's CUTLASS, on Hopper)"
-        return [f"experts that take rows cast by {op['quant']}; {totals['none']} on each GPU {others}"]
+        return [f"experts that take rows cast by {op['quant']}; {bytes_text(totals['none'])} on each GPU {others}"]
     if model.expert_dtype == MXFP4_EXPERTS or model.has_mxfp8_experts:
         weights = "MXFP8" if model.has_mxfp8_experts else "MXFP4" if model.has_mxfp4_experts else "FP4"
         text = f"{weights} experts that take {op['dtype']} (Marlin's, on Hopper)"
         for cast, total in totals.items():
-            text += f"; {total} on each GPU with --quant {cast}, for DeepGEMM's, on Blackwell"
+            text += f"; {bytes_text(total)} on each GPU with --quant {cast}, for DeepGEMM's, on Blackwell"
         return [text]
     if model.quant_method != "none":
         return [f"quantisation {model.quant_method}: tokens travel as {op['dtype']}"]
