@@ -90,7 +90,7 @@ def find(path: Path, name: str) -> ast.AST | None:
 @functools.lru_cache(maxsize=64)
 def _definitions(path: Path) -> dict[str, ast.AST]:
     found: dict[str, ast.AST] = {}
-    for node in _statements(ast.parse(path.read_text("utf-8-sig")).body) if path.exists() else ():
+    for node in _statements(ast.parse(path.read_bytes()).body) if path.exists() else ():
         found |= _named(node)
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{name}": each for child in node.body for name, each in _named(child).items()}
