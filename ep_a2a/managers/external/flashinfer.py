@@ -161,8 +161,8 @@ class NVLinkOneSided:
         # The class caches workspaces for the life of the process, so a sweep over sizes would use up memory. An object
         # that shares this workspace may have closed it: then the cache does not have it.
         native, self._native = self._native, None
-        _OUTLIVE_WORKSPACES.append(getattr(native.workspace, "_capsule_wrapper", None))
         if any(each is native._WORKSPACE for each in native._WORKSPACE_CACHE.values()):
+            _OUTLIVE_WORKSPACES.append(getattr(native.workspace, "_capsule_wrapper", None))
             native._reset_workspace()
 
 
