@@ -16,7 +16,6 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.variables import unreadable_variable
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, VLLM_BACKEND, replacement, warn_once
-from ep_a2a.integrations.vllm.engine_error import patch_engine
 from ep_a2a.memory.transport_choice import name_network_devices
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ class EpA2AParallelConfig(ParallelConfig):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         activate()
-        # this process may be an engine's, or a client's that was given a configuration made elsewhere
-        patch_engine()
 
 
 def choose(config: ParallelConfig) -> None:
@@ -85,13 +82,10 @@ def activate() -> None:
     def check_options_too(vllm_config: Any) -> Any:
         check_options(vllm_config)
         result = check_and_update_config(vllm_config)
-        # a process that makes such a configuration becomes the client of an engine
         parallel = vllm_config.parallel_config
-        if parallel.all2all_backend == BACKEND_NAME:
-            patch_engine()
-            if parallel.use_ubatching:
-                # what follows is vLLM's check of the name
-                parallel.all2all_backend = ACCEPTED_BACKEND
+        if parallel.all2all_backend == BACKEND_NAME and parallel.use_ubatching:
+            # what follows is vLLM's check of the name
+            parallel.all2all_backend = ACCEPTED_BACKEND
         return result
 
     # on the platform object, in front of its class, which keeps the original

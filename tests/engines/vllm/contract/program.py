@@ -15,14 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ep_a2a.testing import RankPool
-from tests.engines.vllm.contract import (
-    config_checks,
-    engine_checks,
-    group_checks,
-    layer_checks,
-    micro_batch_checks,
-    worker_checks,
-)
+from tests.engines.vllm.contract import config_checks, group_checks, layer_checks, micro_batch_checks, worker_checks
 from tests.engines.vllm.contract.checks import use_cpu
 
 POOL_TIMEOUT_SECS = 300.0
@@ -50,7 +43,7 @@ PADDED = {
 LAYER_CHECKS = IN_BOTH_FORMS | PADDED | checks_of(layer_checks)
 MICRO_BATCH_CHECKS = checks_of(micro_batch_checks)
 # those of a user who has not chosen the backend come first
-CHECKS = checks_of(config_checks, worker_checks, group_checks, engine_checks)
+CHECKS = checks_of(config_checks, worker_checks, group_checks)
 
 
 def run(call: Callable[[str], Any], names: list[str]) -> None:
