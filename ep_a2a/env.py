@@ -177,6 +177,16 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(each for each in tuple(globals().va
 """All variables of this module, in its order."""
 
 
+def check_values() -> None:
+    """Reads all variables of this package.
+
+    Raises:
+        EnvironmentVariableError: the text of one cannot be parsed.
+    """
+    for variable in VARIABLES:
+        variable.get()
+
+
 def unknown_variables() -> dict[str, str]:
     """Returns the set EP_A2A_* variables that the package does not read; the values are hints, or ""."""
     known = [variable.name for variable in VARIABLES]

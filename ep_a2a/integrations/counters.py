@@ -28,12 +28,6 @@ class LayerCounters:
         self.num_kept_steps = num_kept_steps
         self._layers: dict[int, tuple[Any, EpDispatchCombineOp, StepCounters]] = {}
 
-    @classmethod
-    def wanted(cls) -> LayerCounters | None:
-        """Returns counters if EP_A2A_COUNTERS is set, else None."""
-        num_kept_steps = env.COUNTERS.get()
-        return cls(num_kept_steps) if num_kept_steps else None
-
     def exchange_of(self, op: EpDispatchCombineOp, layer: Any, number: int) -> InstrumentedOp:
         """Returns a wrapper of the op that counts the dispatches and combines of a layer.
 

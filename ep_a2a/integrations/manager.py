@@ -12,7 +12,6 @@ from ep_a2a import env
 from ep_a2a.errors import StateError
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.token_format import handle_kwargs
-from ep_a2a.integrations.variables import unreadable_variable
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.integrations.counters import LayerCounters
     from ep_a2a.integrations.token_format import LayerShape, TokenFormat
-    from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
 
 MIB = 1 << 20
@@ -59,6 +57,9 @@ class EngineManager(NativeAll2AllManager):
         num_micro_batches: into so many parts the engine may split a step; 1 = it splits none.
         split_max_sms: the engine bounds the multiprocessors of calls to this number where it splits a step.
 
+    Raises:
+        EnvironmentVariableError: an EP_A2A_* variable cannot be parsed.
+
     Attributes:
         logger: gets one line per shape on rank 0: backend, kernels, topology, bytes of buffers.
         counters: of the layers; None by default.
@@ -68,13 +69,12 @@ class EngineManager(NativeAll2AllManager):
     logger = logging.getLogger(__name__)
 
     def __init__(self, cpu_group: ProcessGroup, num_micro_batches: int = 1, split_max_sms: int = 0) -> None:
+        env.check_values()
         super().__init__(cpu_group)
         self._num_micro_batches, self._split_max_sms = num_micro_batches, split_max_sms
         self._ops: list[EpDispatchCombineOp] = []
         self._layers: list[Any] = []
         self._step_timeout_secs: float | None = None
-        # raised on all ranks together, when the first op is made
-        self._unreadable = unreadable_variable()
         self.counters: LayerCounters | None = None
         self.combines_in_halves = False
         live_managers.add(self)
@@ -89,7 +89,6 @@ class EngineManager(NativeAll2AllManager):
             token_format, shape: alike on all ranks but for num_local_experts.
 
         Raises:
-            EnvironmentVariableError: a variable cannot be parsed here; the other ranks raise ConfigMismatchError.
             UnsupportedError: counters across nodes.
         """
         parts = self._num_micro_batches
@@ -136,16 +135,11 @@ class EngineManager(NativeAll2AllManager):
         """Returns the op for these kwargs. Collective when it is new; kept until `destroy`.
 
         CUDA graphs hold the op's addresses when no layer does.
-
-        Raises:
-            EnvironmentVariableError: a variable cannot be parsed here; the other ranks raise ConfigMismatchError.
         """
         # The time-out is part of the op's key. It must be the same after warm-up: layers that are built again, with
         # new weights, must get the op that graphs have captured.
-        rendezvous = self._wait_as_the_group_does()
-        if not self._ops:
-            rendezvous.agree("settings", self._unreadable)
-        op: EpDispatchCombineOp = super().get_handle({"timeout_secs": rendezvous.timeout_secs, **kwargs}, index)
+        timeout_secs = self._wait_as_the_group_does()
+        op: EpDispatchCombineOp = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._ops:
             self._ops.append(op)
             if self._step_timeout_secs is not None:
@@ -167,12 +161,11 @@ class EngineManager(NativeAll2AllManager):
             self.num_buffer_bytes / MIB,
         )
 
-    def _wait_as_the_group_does(self) -> Rendezvous:
-        """Returns the rendezvous, with the process group's time-out."""
-        rendezvous, group = self.arena.rendezvous, self.cpu_group
-        options: Any = group._get_backend(torch.device("cpu")).options
-        rendezvous.timeout_secs = float(options._timeout.total_seconds())
-        return rendezvous
+    def _wait_as_the_group_does(self) -> float:
+        """Gives the rendezvous the process group's time-out, and returns it in seconds."""
+        options: Any = self.cpu_group._get_backend(torch.device("cpu")).options
+        self.arena.rendezvous.timeout_secs = timeout_secs = float(options._timeout.total_seconds())
+        return timeout_secs
 
     def check(self) -> None:
         """Raises the first error that kernels of finished steps have recorded.

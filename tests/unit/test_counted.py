@@ -181,15 +181,6 @@ def test_the_halves_that_a_step_needs_are_compiled_beforehand(layout):
 # --- as vLLM reads them ---
 
 
-def test_nothing_is_counted_unless_it_is_asked_for(monkeypatch):
-    assert LayerCounters.wanted() is None
-    monkeypatch.setenv("EP_A2A_COUNTERS", "0")
-    assert LayerCounters.wanted() is None
-    monkeypatch.setenv("EP_A2A_COUNTERS", "16")
-    wanted = LayerCounters.wanted()
-    assert wanted.num_kept_steps == 16
-
-
 def test_layers_across_nodes_are_not_counted():
     """Forwarded rows would count where their tokens come from, not where they are sent."""
     for transport in ("peer_memory", "torch.distributed"):

@@ -28,9 +28,9 @@ class VllmAll2AllManager(EngineManager):
         from vllm.distributed import parallel_state
 
         super().__init__(communicator.cpu_group, num_micro_batches, envs.VLLM_DBO_COMM_SMS)
-        if self._unreadable is None:
-            self.counters = LayerCounters.wanted()
-            self.combines_in_halves = env.SHARED_EXPERTS.get() == "halves"
+        if num_kept_steps := env.COUNTERS.get():
+            self.counters = LayerCounters(num_kept_steps)
+        self.combines_in_halves = env.SHARED_EXPERTS.get() == "halves"
         self.device = communicator.device
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()

@@ -13,7 +13,6 @@ from vllm.config.parallel import ParallelConfig
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.variables import unreadable_variable
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, VLLM_BACKEND, replacement, warn_once
 from ep_a2a.memory.transport_choice import name_network_devices
@@ -122,8 +121,7 @@ def check_options(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if parallel.all2all_backend != BACKEND_NAME:
         return
-    if unreadable := unreadable_variable():
-        raise unreadable
+    env.check_values()
     if why := _why_inactive(parallel):
         if parallel.data_parallel_rank == 0:
             warn_once(why)

@@ -12,8 +12,6 @@ import torch
 
 from ep_a2a.errors import (
     ClosedError,
-    ConfigMismatchError,
-    EnvironmentVariableError,
     RankTimeoutError,
     StateError,
     TooManyTokensError,
@@ -221,18 +219,6 @@ def check_waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext)
         timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         assert op.timeouts.step_secs == timeout > 60
         assert manager.arena.rendezvous.timeout_secs == timeout
-
-
-def check_a_variable_that_one_rank_cannot_read_is_an_error_on_all(context: RankContext) -> None:
-    """Otherwise the others would wait for that rank's layers with vLLM's patience."""
-    for name in ("EP_A2A_SHARED_EXPERTS", "EP_A2A_COUNTERS", "EP_A2A_TIMEOUT_SECS"):
-        unreadable = {name: "abc"} if context.rank == 1 else {}
-        with (
-            mock.patch.dict(os.environ, unreadable),
-            manager_of(context) as manager,
-            refused(EnvironmentVariableError if unreadable else ConfigMismatchError, name, "'abc'"),
-        ):
-            kernel_of(Layer(), manager)
 
 
 def check_layers_are_built_whatever_the_default_device_is(context: RankContext) -> None:
