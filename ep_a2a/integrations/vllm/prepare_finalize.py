@@ -257,18 +257,9 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         )
         return rows, scales
 
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
+    def finalize(self, *args: Any, **kwargs: Any) -> None:
         """Runs `finalize_async` to its end."""
-        weights = topk_weights, topk_ids, apply_router_weight_on_input
-        self.finalize_async(output, fused_expert_output, *weights, weight_and_reduce_impl)()
+        self.finalize_async(*args, **kwargs)()
 
     def finalize_async(
         self,
