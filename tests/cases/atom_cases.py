@@ -217,12 +217,3 @@ def without_the_switch(context: RankContext) -> None:
         made.moe_parallel_config.use_ep = False
         layer = importlib.import_module("atom.model_ops.moe").FusedMoEMethodBase(made)
         assert layer.maybe_make_prepare_finalize() is None
-
-
-def changed_method(context: RankContext) -> None:
-    """An ATOM whose layers take other arguments is refused when its module is imported."""
-    with shape(context, "ep_a2a"):
-        module = importlib.import_module("atom.model_ops.moe")
-        module.FusedMoEMethodBase._maybe_make_prepare_finalize = staticmethod(lambda moe: None)
-        with pytest.raises(UnsupportedError, match=r"_maybe_make_prepare_finalize to take \(moe, quant_config\)"):
-            activate()

@@ -19,6 +19,6 @@ def test_one_layer(ranks, backend):
     ranks(atom_cases.one_layer, 2, backend)
 
 
-@pytest.mark.parametrize("body", ["overlapped_halves", "without_the_switch", "changed_method"])
+@pytest.mark.parametrize("body", ["overlapped_halves", "without_the_switch"])
 def test_layers(ranks, body):
     ranks(getattr(atom_cases, body), 2)

@@ -18,7 +18,7 @@ from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import atom as integration
 from ep_a2a.integrations.atom.options import check_options
-from ep_a2a.integrations.atom.patches import EXPECTED_PARAMETERS, handle_kwargs, make_prepare_finalize
+from ep_a2a.integrations.atom.patches import CONTRACT, handle_kwargs, make_prepare_finalize, patch_layers
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 from ep_a2a.managers import base
 from tests.cases.atom_cases import SHAPE
@@ -80,6 +80,16 @@ def test_layers_are_changed_once_however_often_it_is_activated(monkeypatch, firs
         uninstall()
         for name in [name for name in set(sys.modules) - before if name.partition(".")[0] in ("atom", "aiter")]:
             del sys.modules[name]
+
+
+def test_an_atom_whose_layers_take_other_arguments_is_refused(tmp_path):
+    file = tmp_path / "atom" / "model_ops" / "moe.py"
+    file.parent.mkdir(parents=True)
+    text = (SHAPE / "atom/model_ops/moe.py").read_text()
+    file.write_text(text.replace("def _maybe_make_prepare_finalize(moe", "def _maybe_make_prepare_finalize(layer, moe"))
+    module = SimpleNamespace(__file__=str(file), FusedMoEMethodBase=type("FusedMoEMethodBase", (), {}))
+    with pytest.raises(UnsupportedError, match=r"_maybe_make_prepare_finalize of .* takes \(layer, moe"):
+        patch_layers(module)
 
 
 # --- ATOM's prepare/finalize ---
@@ -204,8 +214,8 @@ def test_environment_variables_that_are_used_were_read():
 def test_the_setter_and_the_patched_methods_are_there():
     communicator = "aiter/dist/device_communicators/communicator_cuda.py"
     assert pinned(communicator, "CudaCommunicator.all2all_manager") == "property with setter"
-    for name, expected in EXPECTED_PARAMETERS.items():
-        assert names_of(pinned("atom/model_ops/moe.py", f"FusedMoEMethodBase.{name}")) == expected
+    for symbol, expected in CONTRACT["overridden"].items():
+        assert pinned("atom/model_ops/moe.py", symbol.partition(":")[2]) == expected
 
 
 def test_our_managers_have_what_aiters_have():

@@ -16,7 +16,6 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from ep_a2a.commands.doctor.machine import (
 from ep_a2a.commands.options import given, named_backend
 from ep_a2a.commands.programs import command_output, package_version
 from ep_a2a.errors import EnvironmentVariableError, EpA2AError, UnsupportedError
+from ep_a2a.integrations.contract import folder_of
 from ep_a2a.integrations.vllm import support
 from ep_a2a.path_security import why_unsafe
 
@@ -240,7 +240,7 @@ def find_installation() -> Installation:
 
 def find_vllm() -> Vllm:
     """Describes the vLLM of this environment from its source, as the plugin reads it, without importing it."""
-    if _folder("vllm") is None:
+    if folder_of("vllm") is None:
         return Vllm()
     version, problem = support.vllm_version(), ""
     try:
@@ -254,21 +254,12 @@ def find_vllm() -> Vllm:
 
 def find_atom() -> Atom:
     """Describes the ATOM of this environment. Another package has its name as well, but not its layers."""
-    folder, has_aiter = _folder("atom"), _folder("aiter") is not None
+    folder, has_aiter = folder_of("atom"), folder_of("aiter") is not None
     has_atom = folder is not None and (folder / ATOM_LAYERS).is_file()
     return Atom(
         version=package_version("atom") or "?" if has_atom else None,
         aiter=package_version("amd-aiter") or package_version("aiter") or "?" if has_aiter else None,
     )
-
-
-def _folder(package: str) -> Path | None:
-    """Returns where a package lies, without importing it; None where there is none."""
-    with contextlib.suppress(ImportError, ValueError):
-        spec = find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            return Path(spec.submodule_search_locations[0])
-    return None
 
 
 def find_variable_problems() -> dict[str, str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat import mori
@@ -19,6 +19,7 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.atom.manager import install_manager
 from ep_a2a.integrations.atom.options import check_options
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
+from ep_a2a.integrations.contract import differences
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.log_once import log_once
 
@@ -31,10 +32,14 @@ NO_EFFECT = (
     "EP_A2A_BACKEND has no effect on ATOM's MoE layers: they exchange tokens with --enable-expert-parallel and a data "
     "parallel size above 1, and not in simulated deployments"
 )
-EXPECTED_PARAMETERS = {
-    "_maybe_make_prepare_finalize": ["moe", "quant_config"],
-    "maybe_make_prepare_finalize": ["self"],
+METHODS = "model_ops/moe.py:FusedMoEMethodBase"
+CONTRACT = {
+    "overridden": {
+        f"{METHODS}._maybe_make_prepare_finalize": "moe, quant_config",
+        f"{METHODS}.maybe_make_prepare_finalize": "self",
+    }
 }
+"""What must not have changed; ../contract.py says how it is read."""
 
 
 def provide_mori() -> None:
@@ -47,20 +52,15 @@ def patch_layers(module: Any) -> None:
     """Patches the layers of atom.model_ops.moe. Idempotent.
 
     Raises:
-        UnsupportedError: their signatures are not those of a supported ATOM.
+        UnsupportedError: their signatures have changed.
     """
     base = module.FusedMoEMethodBase
     if getattr(base, "_maybe_make_prepare_finalize", None) is make_prepare_finalize:
         return
-    for name, expected in EXPECTED_PARAMETERS.items():
-        method = getattr(base, name, None)
-        found = None if method is None else list(inspect.signature(method).parameters)
-        if found != expected:
-            raise UnsupportedError(
-                f"ATOM's FusedMoEMethodBase.{name} to take ({', '.join(expected)})",
-                "none" if found is None else f"({', '.join(found)})",
-                "Unset EP_A2A_BACKEND, or install an ATOM that docs/atom.md names.",
-            )
+    if found := differences(Path(module.__file__).parents[1], CONTRACT):
+        raise UnsupportedError(
+            "the ATOM that docs/atom.md names", "; ".join(found), "Unset EP_A2A_BACKEND, or install that ATOM."
+        )
     original = base.maybe_make_prepare_finalize
 
     @functools.wraps(original)
