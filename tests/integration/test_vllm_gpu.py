@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.vllm.cpu.changes import EXTENSION, Changes
 from tests.engines.vllm.cpu.counters import check_ranks_agree
@@ -59,6 +60,10 @@ pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.timeout(2 * RUN_TIMEOUT_SECS + 120),
     needs_gpus(NUM_RANKS),
+    pytest.mark.skipif(
+        torch.cuda.device_count() == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
+        reason="NCCL takes several ranks of one GPU from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1",
+    ),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `pip install vllm`"),
 ]
 
@@ -181,11 +186,19 @@ def run_and_count_splits(folder: Path, model: Path, action: Action, engine: dict
 @pytest.mark.parametrize("mode", [pytest.param(CAPTURED, id="graphs"), pytest.param(EAGER, id="eager")])
 def test_a_known_text_goes_on_to_its_end(tmp_path, mode, options):
     """In bfloat16, with a model that knows it by heart: with whole steps, and with dual batch overlap."""
-    action = tokens("first", num_tokens=24) | {"known": True}
+    action = known("first")
     path = trained_model(Path(sys.executable), "qwen3_moe")
-    done = run_and_count_splits(tmp_path, path, action, mode | SHORT | options)
+    check_known(run_and_count_splits(tmp_path, path, action, mode | SHORT | options), action)
+
+
+def known(label: str) -> Action:
+    """Of prompts that trained models go on with by heart."""
+    return tokens(label, num_tokens=24) | {"known": True}
+
+
+def check_known(done: Run, action: Action) -> None:
     expected = known_prompts(action["num_prompts"], action["num_tokens"])
-    for number, completion in done.completions("first").items():
+    for number, completion in done.completions(action["label"]).items():
         got = completion["tokens"]
         assert got == expected[number][1][: len(got)], number
 
@@ -263,9 +276,22 @@ def test_tokens_while_experts_move_between_ranks(model, tmp_path, use_async, num
     engine = CAPTURED | FLOAT32 | {"enable_eplb": True, "eplb_config": eplb}
     action = tokens("moving", num_prompts=12, num_tokens=num_tokens, longest=16)
     ours = check_against_theirs(tmp_path, model("qwen3_moe"), action, engine, num_ties, **IEEE)
-    moves = [line for line in re.findall(r"Rearranging experts.*", ours.logs[0]) if "profile" not in line]
+    moves = moves_of(ours)
     assert len(moves) > 5
     assert all(("(async mode)" in move) == use_async for move in moves)
+
+
+def moves_of(done: Run) -> list[str]:
+    return [line for line in re.findall(r"Rearranging experts.*", done.logs[0]) if "profile" not in line]
+
+
+def test_a_known_text_goes_on_beside_shared_experts_while_experts_move(tmp_path):
+    eplb = {"window_size": 5, "step_interval": 5, "num_redundant_experts": NUM_RANKS}
+    engine = CAPTURED | SHORT | {"enable_eplb": True, "eplb_config": eplb}
+    action = known("first")
+    done = run(tmp_path, trained_model(Path(sys.executable), "deepseek_v3"), OURS, [action], engine)
+    check_known(done, action)
+    assert len(moves_of(done)) > 2
 
 
 def test_replayed_steps_are_counted(model, tmp_path):

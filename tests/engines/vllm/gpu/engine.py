@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.engines.vllm.processes import NUM_PORTS, end_group, rank_variables
 from tests.integration.programs import ROOT, environment
 from tests.ports import free_port
@@ -118,7 +120,9 @@ def run_engine(
 
 
 def _start(folder: Path, rank: int, num_ranks: int, port: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    ranks = rank_variables(rank, num_ranks, port)
+    # vLLM puts the local rank on the GPU of that number: all on the only one, where there is one
+    local_rank = rank % torch.cuda.device_count()
+    ranks = rank_variables(rank, num_ranks, port) | {"VLLM_DP_RANK_LOCAL": str(local_rank)}
     command = [sys.executable, "-m", "tests.engines.vllm.gpu.rank", str(folder), str(rank)]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
