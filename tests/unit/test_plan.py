@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli import app
+from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.plan.model import MoeModel, model_of, read_model
 from ep_a2a.commands.plan.model_files import ModelFiles
 from ep_a2a.commands.plan.sizes import plan_of
@@ -17,7 +18,7 @@ from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, other_totals, vl
 from ep_a2a.commands.tables import bytes_text
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.errors import ConfigError, TopKError, UnsupportedError
 from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, handle_kwargs
 from tests.cases.tables import read_json
 from tests.unit.test_layout import every_config
@@ -296,6 +297,11 @@ def test_assumptions_are_said():
     assert "torch.distributed" in two_nodes
     assert "EP_A2A_INTERNODE_TRANSPORT" in two_nodes
     assert "all 16 GPUs on one node (NVLink)\n" in said(DEEPSEEK, data_parallel_size=16, gpus_per_node=16)
+
+
+def test_more_experts_per_token_than_there_are_is_refused():
+    with pytest.raises(TopKError, match="<= 4, the number of experts; got 8"):
+        plan_op(experts=4, topk=8)
 
 
 def test_nodes():

@@ -9,7 +9,7 @@ import torch
 
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, give_json
-from ep_a2a.commands.options import given, refuse
+from ep_a2a.commands.options import check_topk, given, refuse
 from ep_a2a.commands.plan.families import installed_vllm
 from ep_a2a.commands.plan.model import DTYPES, read_model
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
@@ -95,6 +95,7 @@ def plan_op(**options: Any) -> tuple[Plan, list[str]]:
     """
     chosen = SimpleNamespace(**DEFAULTS | options)
     parse_enum(QuantType, chosen.combine_quant, "combine_quant")
+    check_topk(chosen.topk, chosen.experts)
     across = chosen.ranks > (chosen.gpus_per_node or chosen.ranks)
     kwargs = {
         "num_ep_ranks": chosen.ranks,
