@@ -31,8 +31,12 @@ The same holds for as many tokens with a low-latency dispatch. Otherwise bandwid
 from the previous one (bench/results)."""
 MAX_COUNTED_ALONE = 1023
 """Up to this max_num_tokens each program scans the ids of all tokens (redundant scan) and needs no other program.
-Without a bound on multiprocessors, a bulk dispatch sends rows one by one up to here, and tiles of one token in larger
-steps: a tile takes fewer instructions, but destinations must be listed before the first one leaves (bench/results)."""
+Without a bound on multiprocessors, a bulk dispatch among MOST_UNROLLED_RANKS or fewer sends rows one by one up to here,
+and tiles of one token in larger steps: a tile takes fewer instructions, but destinations must be listed before the
+first one leaves (bench/results)."""
+MOST_UNROLLED_RANKS = 8
+"""Code that sends rows one by one is repeated for each rank. With 24 ranks it has 2 KB of stack and takes 17 s to
+compile, with 64 it was not ready after 5 minutes; tiles loop over the destinations of a token."""
 BULK_SENDERS_PER_RANK = 16
 MOST_BULK_SENDERS = 64
 """The most programs that send many tokens. More peers need more senders (2 ranks 32, 4 ranks 64: bench/results), until
@@ -166,7 +170,7 @@ def choose_launch(
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
         send_rows = 1
         if phase is Phase.BULK_DISPATCH:
-            send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(max_num_tokens)
+            send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(config, max_num_tokens)
         shared_from = programs if phase is Phase.COMBINE and max_sms > 0 else NEVER_SHARED
         return Launch(
             programs,
@@ -271,9 +275,10 @@ def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens
     return row_ns, sent_rows * row_ns, num_tokens * token_ns
 
 
-def _dispatched_rows(max_num_tokens: int) -> int:
+def _dispatched_rows(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
     """Launch.send_rows of a bulk dispatch without a bound on multiprocessors."""
-    return 1 if max_num_tokens > MAX_COUNTED_ALONE else 0
+    one_by_one = max_num_tokens <= MAX_COUNTED_ALONE and config.world_size <= MOST_UNROLLED_RANKS
+    return 0 if one_by_one else 1
 
 
 def has_few_tokens(config: EpDispatchCombineConfig, max_num_tokens: int) -> bool:
@@ -287,7 +292,7 @@ def _default(
 ) -> Launch:
     """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
-        return Launch(num_tokens, DISPATCH_WARPS, "analytic", send_rows=_dispatched_rows(max_num_tokens))
+        return Launch(num_tokens, DISPATCH_WARPS, "analytic", send_rows=_dispatched_rows(config, max_num_tokens))
     few = has_few_tokens(config, max_num_tokens)
     if phase is Phase.LOW_LATENCY_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)

@@ -61,6 +61,7 @@ def test_kernels_keep_to_their_bounds(name):
     found = Bound.of(base, most, bound.ranks)
     over = {key: value for key, value in found._asdict().items() if value > getattr(bound, key)}
     assert not over, f"{name} may take {bound}"
+    assert most.seconds <= instructions.MOST_SECONDS
 
 
 def test_what_is_over_a_target_is_bound_by_the_figure_of_today():

@@ -95,6 +95,15 @@ def test_dispatch_has_one_program_per_token(num_tokens):
     assert (launch.num_programs, launch.reason) == (max(1, num_tokens), "analytic")
 
 
+@pytest.mark.parametrize(
+    ("world_size", "max_num_tokens", "send_rows"), [(8, 1023, 0), (8, 1024, 1), (9, 1023, 1), (72, 129, 1)]
+)
+def test_only_few_ranks_get_rows_one_by_one(world_size, max_num_tokens, send_rows):
+    """Code for each rank would not compile for 72."""
+    config = config_of(world_size=world_size)
+    assert choose_launch(config, Phase.BULK_DISPATCH, 100, max_num_tokens, H200_SMS).send_rows == send_rows
+
+
 @pytest.mark.parametrize("phase", WITH_ROLES)
 @pytest.mark.parametrize(
     ("num_tokens", "max_num_tokens"), [(0, 1), (1, 1), (0, 128), (3, 3), (128, 128), (4096, 4096), (1, 4096)]
