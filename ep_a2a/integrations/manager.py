@@ -139,6 +139,9 @@ class EngineManager(NativeAll2AllManager):
         # The time-out is part of the op's key. It must be the same after warm-up: layers that are built again, with
         # new weights, must get the op that graphs have captured.
         timeout_secs = self._wait_as_the_group_does()
+        if not self._ops:
+            # with that patience: ranks learn about each other's GPUs with less
+            self.arena.rendezvous.barrier("the first layer")
         op: EpDispatchCombineOp = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._ops:
             self._ops.append(op)

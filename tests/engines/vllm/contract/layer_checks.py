@@ -21,6 +21,7 @@ from ep_a2a.routing import destination_mask, expert_ranges
 from ep_a2a.testing import RankContext
 from tests.engines.vllm.contract.checks import refused, replaced
 from tests.engines.vllm.contract.layer_cases import Layer, kernel_of, manager_of, run_and_check, run_kernel, step_of
+from tests.late import await_others, tell
 
 
 def steps(context: RankContext, *cases: Layer) -> list[Any]:
@@ -219,6 +220,22 @@ def check_waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext)
         timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         assert op.timeouts.step_secs == timeout > 60
         assert manager.arena.rendezvous.timeout_secs == timeout
+
+
+def check_ranks_wait_for_the_first_layer_as_long_as_the_group_does(context: RankContext) -> None:
+    with manager_of(context) as manager:
+        if context.rank == 1:
+            await_others(context, "the end of rank 0's patience")
+            return
+        rendezvous = manager.arena.rendezvous
+
+        def wait_shortly() -> float:
+            rendezvous.timeout_secs = 0.5
+            return rendezvous.timeout_secs
+
+        with replaced(manager, "_wait_as_the_group_does", wait_shortly), refused(RankTimeoutError, "within 0.5 s"):
+            kernel_of(Layer(), manager)
+        tell(context, "the end of rank 0's patience")
 
 
 def check_layers_are_built_whatever_the_default_device_is(context: RankContext) -> None:
