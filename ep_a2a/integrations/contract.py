@@ -2,7 +2,7 @@
 
 An integration's contract.toml lists the names by what the integration does with them:
 
-used: must be there. A field may also be set in a method (`self.name = ...`).
+used: must be there, defined or imported. A field may also be set in a method (`self.name = ...`).
 called: must take the arguments of our call. Further parameters need a default.
 wrapped: must have the parameters that our wrapper reads. The wrapper passes all arguments on.
 overridden: must have exactly the known parameters, because the engine calls ours. Classes: no further abstract methods.
@@ -108,6 +108,8 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _named(node: ast.stmt) -> dict[str, ast.AST]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name: node}
+    if isinstance(node, ast.ImportFrom):
+        return {each.asname or each.name: node for each in node.names}
     return {target.id: node for target in _targets(node) if isinstance(target, ast.Name)}
 
 
@@ -152,10 +154,6 @@ def _has_decorator(node: Function, name: str) -> bool:
     return any(name in (getattr(each, "id", None), getattr(each, "attr", None)) for each in node.decorator_list)
 
 
-def _judge_use(node: ast.AST, _: str) -> str:
-    return ""
-
-
 def _judge_call(node: ast.AST, call: str) -> str:
     if not isinstance(node, ast.FunctionDef):
         return "is no plain function"
@@ -169,6 +167,8 @@ def _judge_call(node: ast.AST, call: str) -> str:
 
 
 def _judge_wrapper(node: ast.AST, names: str) -> str:
+    if not isinstance(node, ast.FunctionDef):
+        return "is no plain function"
     lacking = set(filter(None, names.split(", "))) - set(_text_of(node).split(", "))
     return f"takes ({_text_of(node)}), without {', '.join(sorted(lacking))}" if lacking else ""
 
@@ -183,7 +183,7 @@ def _judge_override(node: ast.AST, wanted: str) -> str:
 
 
 JUDGES: dict[str, Callable[[ast.AST, str], str]] = {
-    "used": _judge_use,
+    "used": lambda *_: "",
     "called": _judge_call,
     "wrapped": _judge_wrapper,
     "overridden": _judge_override,

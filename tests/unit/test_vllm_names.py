@@ -67,7 +67,7 @@ def outer():
 FITTING = [
     *(
         ("used", name, "")
-        for name in ("Thing", "Thing.field", "Thing.assigned", "Thing.annotated", "under_if", "function")
+        for name in ("Thing", "Thing.field", "Thing.assigned", "Thing.annotated", "under_if", "function", "Literal")
     ),
     *(("called", "function", call) for call in ("a, c=", "a, b, c=", "a, b=, c=, d=")),
     *(("called", "open_function", call) for call in ("a", "a, b, c, d=")),
@@ -92,6 +92,8 @@ OTHERS = [
     ("called", "function", "a, c=, e=", "unexpected keyword argument 'e'"),
     ("called", "Thing.field", "", "is no plain function"),
     ("called", "asynchronous", "", "is no plain function"),
+    ("called", "Literal", "", "is no plain function"),
+    ("wrapped", "asynchronous", "", "is no plain function"),
     ("wrapped", "function", "a, e, f", "takes (a, b, *, c, d), without e, f"),
     ("overridden", "Thing.method", "self, first", "takes (self, first, second) instead of (self, first)"),
     ("overridden", "Thing.quality", "self", "takes (property) instead of (self)"),
