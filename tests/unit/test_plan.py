@@ -302,6 +302,8 @@ def test_assumptions_are_said():
 def test_more_experts_per_token_than_there_are_is_refused():
     with pytest.raises(TopKError, match="<= 4, the number of experts; got 8"):
         plan_op(experts=4, topk=8)
+    with pytest.raises(ConfigError, match=r"'num_experts_per_tok'.* <= 4, the number of experts; got 8"):
+        model_of(DEEPSEEK | {"n_routed_experts": 4})
 
 
 def test_nodes():

@@ -128,12 +128,17 @@ def model_of(values: Mapping[str, Any], files: ModelFiles | None = None) -> MoeM
             "none" + (f" in a config of model_type {values['model_type']!r}" if "model_type" in values else ""),
             "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
         )
+    num_experts, num_per_token = _number(text, experts), _required(text, topk)
+    if num_per_token > num_experts:
+        raise ConfigError(
+            f"{_names(topk)} <= {num_experts}, the number of experts", str(num_per_token), "Correct config.json."
+        )
     quantization = (_found(config, key, dict, "config.json") for config in configs for key in QUANTIZATION_KEYS)
     return MoeModel(
         str(text.get("model_type") or values.get("model_type") or ""),
         _required(text, hidden),
-        _number(text, experts),
-        _required(text, topk),
+        num_experts,
+        num_per_token,
         _dtype([values, text]),
         next(filter(None, quantization), {}),
         family.shares_tokens,
