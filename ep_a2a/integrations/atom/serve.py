@@ -25,11 +25,7 @@ def main(arguments: list[str]) -> None:
         ConfigError: the list is empty.
     """
     if not arguments:
-        raise ConfigError(
-            "the name of ATOM's module and its options",
-            "none",
-            "For example: python -m ep_a2a.integrations.atom.serve atom.entrypoints.openai_server --model MODEL",
-        )
+        raise ConfigError("ATOM's module and its options", "none", "Add atom.entrypoints.openai_server --model MODEL.")
     sys.argv = arguments
     # this stays the main module, for the processes that ATOM spawns
     runpy.run_module(arguments[0], run_name="__main__")
