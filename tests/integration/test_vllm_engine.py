@@ -71,6 +71,8 @@ ENGINES = {
     "prompts in parts": Engine("qwen3_moe", 2, ("--chunk", "16")),
     # MLA, shared experts, experts chosen by groups
     "deepseek_v3": Engine("deepseek_v3", 2),
+    # without effect: vLLM adds up on each rank
+    "data parallel size 1": Engine("qwen3_moe", 1, ("--expert-parallel",)),
     # sums of another order are rounded otherwise, and still the same token is by far the likeliest
     "bfloat16": Engine("qwen3_moe", 2, dtype="bfloat16"),
     # virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens
