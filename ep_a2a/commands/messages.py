@@ -138,6 +138,5 @@ def check_environment() -> None:
     Raises:
         EnvironmentVariableError: one cannot be used.
     """
-    for variable in env.VARIABLES:
-        variable.get()
+    env.check_values()
     log_level()
