@@ -224,10 +224,10 @@ def check_waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext)
 
 def check_ranks_wait_for_the_first_layer_as_long_as_the_group_does(context: RankContext) -> None:
     with manager_of(context) as manager:
+        rendezvous = manager.arena.rendezvous
         if context.rank == 1:
             await_others(context, "the end of rank 0's patience")
             return
-        rendezvous = manager.arena.rendezvous
 
         def wait_shortly() -> float:
             rendezvous.timeout_secs = 0.5
