@@ -186,19 +186,11 @@ def run_and_count_splits(folder: Path, model: Path, action: Action, engine: dict
 @pytest.mark.parametrize("mode", [pytest.param(CAPTURED, id="graphs"), pytest.param(EAGER, id="eager")])
 def test_a_known_text_goes_on_to_its_end(tmp_path, mode, options):
     """In bfloat16, with a model that knows it by heart: with whole steps, and with dual batch overlap."""
-    action = known("first")
+    action = tokens("first", num_tokens=24) | {"known": True}
     path = trained_model(Path(sys.executable), "qwen3_moe")
-    check_known(run_and_count_splits(tmp_path, path, action, mode | SHORT | options), action)
-
-
-def known(label: str) -> Action:
-    """Of prompts that trained models go on with by heart."""
-    return tokens(label, num_tokens=24) | {"known": True}
-
-
-def check_known(done: Run, action: Action) -> None:
+    done = run_and_count_splits(tmp_path, path, action, mode | SHORT | options)
     expected = known_prompts(action["num_prompts"], action["num_tokens"])
-    for number, completion in done.completions(action["label"]).items():
+    for number, completion in done.completions("first").items():
         got = completion["tokens"]
         assert got == expected[number][1][: len(got)], number
 
