@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from triton import knobs
 
@@ -24,10 +24,14 @@ ANNOUNCE_AFTER_SECS = 2.0
 POLL_SECS = 0.2
 
 logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 def compile_all(kernels: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], config: EpDispatchCombineConfig) -> None:
     """Compiles and loads kernels; nothing is launched.
+
+    The ranks of a node share the work by Triton's disk cache. Of W ranks, rank r compiles kernels r, r + W, … first.
+    It finds the others' in the cache then, if all ranks pass the same list.
 
     Where Triton compiles for more than ANNOUNCE_AFTER_SECS, the first rank of each node says once how many kernels are
     left. The message has level INFO. It goes to stderr where that is a terminal, or EP_A2A_LOG_LEVEL is INFO, unless
@@ -43,11 +47,26 @@ def compile_all(kernels: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], confi
     waiting = [(kernel, args) for kernel, args in kernels if not kernel.is_compiled]
     if not waiting:
         return
+    num_ranks = min(config.gpu_per_node, config.world_size)
+    own = config.rank % config.gpu_per_node
     watch = _Watch([kernel for kernel, _ in waiting])
-    with watch.running() if config.rank % config.gpu_per_node == 0 else contextlib.nullcontext():
-        for kernel, args in waiting:
+    with watch.running() if own == 0 else contextlib.nullcontext():
+        for kernel, args in in_shares(waiting, own, num_ranks):
             watch.begin()
             kernel.compile(args)
+
+
+def in_shares(items: Sequence[Item], own: int, num_shares: int) -> list[Item]:
+    """Items own, own + num_shares, … first. The others follow, the first of each share in front of its second.
+
+    Workers that end their shares at the same time go on at different items.
+    """
+
+    def turn(place: int) -> tuple[bool, int, int]:
+        behind = (place - own) % num_shares
+        return behind > 0, place // num_shares, behind
+
+    return [items[place] for place in sorted(range(len(items)), key=turn)]
 
 
 class _Watch:

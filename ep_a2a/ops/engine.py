@@ -124,8 +124,7 @@ class Engine(Protocol):
     def compile(self) -> None:
         """Compile and load every kernel that whole calls without own launch numbers can reach; launch nothing.
 
-        Split calls are compiled when they are first used, or by warmup_split. Each rank begins elsewhere in the list,
-        so that ranks of one host find most kernels in Triton's disk cache.
+        Split calls are compiled when they are first used, or by warmup_split.
         """
         kernels = self.kernels
         if kernels.interpreted:
@@ -134,8 +133,7 @@ class Engine(Protocol):
             # here, because the other ranks learn of an error in this method
             self.use_tables(load_tables(arch_name(kernels.capability), kernels.config.world_size))
         found = [each for stages in kernels.compiled_stages for each in self.compiled_kernels(stages)]
-        first = kernels.config.rank % len(found)
-        compile_all(found[first:] + found[:first], kernels.config)
+        compile_all(found, kernels.config)
         kernels.compiled_bounds.add(kernels.bound)
 
     def compiled_kernels(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:

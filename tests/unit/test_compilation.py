@@ -164,6 +164,21 @@ def test_nothing_is_said_where_nothing_takes_long(
     assert all(kernel.is_compiled for kernel in kernels)
 
 
+@pytest.mark.parametrize(
+    ("rank", "gpu_per_node", "order"),
+    [
+        (0, 8, [0, 8, 1, 2, 3, 4, 5, 6, 7, 9]),
+        (1, 8, [1, 9, 2, 3, 4, 5, 6, 7, 0, 8]),
+        # nodes have disks of their own
+        (6, 4, [2, 6, 3, 0, 1, 7, 4, 5, 8, 9]),
+    ],
+)
+def test_ranks_of_a_node_compile_their_shares_first(rank: int, gpu_per_node: int, order: list[int]) -> None:
+    seen: list[tuple[str]] = []
+    compiled([FakeKernel(str(place), seen=seen) for place in range(10)], config_of(rank, gpu_per_node))
+    assert seen == [(str(place),) for place in order]
+
+
 def test_the_first_rank_of_each_node_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def text_of(kernel: FakeKernel, rank: int, gpu_per_node: int) -> str:
         return announced(monkeypatch, lambda: compiled([kernel], config_of(rank, gpu_per_node)))
