@@ -11,7 +11,6 @@ import typer
 from ep_a2a.cli import app, doctor
 from ep_a2a.cli.command import values_of
 from tests.cases import odd_inputs
-from tests.integration.programs import ROOT
 
 ON_CPU = ("--device cuda", "GPUs to tune on")
 
