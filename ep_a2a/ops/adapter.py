@@ -119,7 +119,8 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
     def _prepare_combine(self, step: OpenStep[AdapterStep], given: CombineInputs) -> RowsBack:
         inputs, lead = step.facts.inputs, tuple(step.dispatched.tokens.shape[:-1])
         rows, weights, indices, out, biases = given
-        if isinstance(weights, torch.Tensor) and weights.numel() == 0:
+        # beside no rows they are those of all rows, which other ranks pass, too
+        if isinstance(weights, torch.Tensor) and weights.numel() == 0 and 0 not in lead:
             weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and self._is_registered(rows):
             rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
@@ -131,7 +132,7 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         if out is not None:
             check_apart("out", out, rows, "the rows to be combined")
         rows = rows.view(*lead, rows.shape[-1])
-        weights = None if weights is None else weights.view(*lead, -1)
+        weights = None if weights is None else weights.view(*lead, weights.shape[-1])
         return RowsBack(rows, weights, inputs, out, biases)
 
     def _run_combine(

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
 from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.integrations.atom import activation
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem
 from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.deepep import (
@@ -37,7 +39,9 @@ from ep_a2a.managers.registry import aliases_of, available_backends, create_mana
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.gpu_maker import refuse_other_gpus
 from ep_a2a.ops import EpDispatchCombineOp
-from ep_a2a.ops.adapter import AdapterOp
+from ep_a2a.ops.adapter import AdapterOp, AdapterStep
+from ep_a2a.ops.arguments import CombineInputs, StepInputs
+from ep_a2a.ops.base_op import OpenStep
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.ignored_options import KERNEL_FIELDS
 from ep_a2a.routing import count_ids
@@ -107,6 +111,27 @@ def test_what_a_backend_cannot_do_is_said(can: dict[str, Any], changes: dict[str
     refusal = Capabilities(**can).refusal("some", config(**changes), 1)
     with pytest.raises(UnsupportedError, match=rf"{said}.*backend 'some' can do.*; got .*\. \w"):
         raise refusal
+
+
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_empty_weights_are_those_of_no_rows_or_none(num_rows):
+    """A library may return exactly the rows that came, and a rank without any combines as the others do."""
+    config, none = deepseek_v3(), torch.empty(0)
+    rows = torch.empty(num_rows, config.hidden_dim, dtype=config.combined_dtype)
+    ids = torch.empty(0, config.topk, dtype=torch.int32)
+    step = OpenStep(
+        AdapterStep(StepInputs(none, None, None, ids, 1, -1, False, 0), ids, None),
+        DispatchResult(rows, None, None, ids, none),
+    )
+    op = SimpleNamespace(
+        config=config,
+        device=rows.device,
+        _is_registered=lambda _: False,
+        _check_own=lambda *_: None,
+        _check_weights=lambda _: None,
+    )
+    given = CombineInputs(rows, torch.empty(0, config.topk), None, None, (None, None))
+    assert (AdapterOp._prepare_combine(op, step, given).weights is None) == (num_rows > 0)
 
 
 def test_what_a_backend_can_do_is_not_refused():

@@ -94,6 +94,26 @@ def test_weights_that_could_be_in_either_order_are_refused(given, dispatched, as
         given.of(as_many_rows, dispatched.weights, None, 1)
 
 
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize(
+    ("num_given", "own", "shape", "travel"),
+    [
+        (0, False, (0, TOPK), True),  # cut to what this rank has received: nothing, beside others that bring weights
+        (0, True, (0, TOPK), False),  # its own, of no tokens, which other ranks drop, too
+        (0, False, (0,), False),
+        (NUM_ROWS, False, (0, TOPK), False),
+    ],
+)
+def test_empty_weights(given, dispatched, registered, num_given, own, shape, travel):
+    weights = torch.empty(shape)
+    dispatched.result[4].fill_(0)
+    given.dispatched = Dispatched(weights if own else torch.empty(0, TOPK), 0, dispatched.result)
+    if registered:
+        given._registered[torch.float32] = SimpleNamespace(rows=dispatched.result[0])
+    got = given.of(dispatched.result[0][:num_given], weights, None, int(not registered))[1]
+    assert (None if got is None else got.shape) == ((NUM_ROWS, TOPK) if travel else None)
+
+
 @pytest.mark.parametrize("num_given", [0, 1, NUM_TOKENS, NUM_RECEIVED - 1])
 def test_rows_that_are_missing(given, dispatched, num_given):
     rows = dispatched.result[0]

@@ -89,21 +89,24 @@ class CombineInput:
         self.lost_rows.check()
         num_rows = self._config.max_num_expert_rows
         num_given = rows.shape[0] if isinstance(rows, torch.Tensor) and rows.dim() else num_rows
-        if self._are_own(weights, num_given):
+        if isinstance(weights, torch.Tensor) and not weights.numel():
+            weights = weights if self._are_cut_to_nothing(weights, num_given) else None
+        elif self._are_own(weights, num_given):
             warn_once("mori", COMBINE, "weights")
             weights = None
+        is_cut = isinstance(rows, torch.Tensor) and rows.dim() == 2 and num_given < num_rows
+        if is_cut and isinstance(weights, torch.Tensor) and weights.dim() == 2 and weights.shape[0] == num_given:
+            self._weights = weights = _extended(weights, num_rows, self._weights)
         if self._are_received(indices, num_given):
             warn_once("mori", COMBINE, "indices")
             indices = None
         external = self._config.use_external_inp_buf if use_external_inp_buf < 0 else bool(use_external_inp_buf)
         if not external and self._registered:
             return self._registered_rows(), weights, indices
-        if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or num_given >= num_rows:
+        if not is_cut:
             return rows, weights, indices
         if self.dispatched is not None:
             self.lost_rows.note(self.dispatched.result.total_recv, num_given)
-        if isinstance(weights, torch.Tensor) and weights.dim() == 2 and 0 < weights.shape[0] == num_given:
-            self._weights = weights = _extended(weights, num_rows, self._weights)
         if rows.shape[1] == self._config.hidden_dim and rows.dtype == self._config.combined_dtype:
             self._rows = rows = _extended(rows, num_rows, self._rows)
         return rows, weights, indices
@@ -119,6 +122,16 @@ class CombineInput:
             )
         return self._registered[dtype].rows
 
+    def _are_cut_to_nothing(self, weights: torch.Tensor, num_given: int) -> bool:
+        """Whether empty weights are received ones, cut as the rows are on a rank that has received none.
+
+        They travel then, as those of other ranks do. Other empty weights stand for none: beside rows, or this rank's
+        own of no tokens.
+        """
+        step = self.dispatched
+        fits = num_given == 0 and tuple(weights.shape) == (0, self._config.topk)
+        return fits and step is not None and weights is not step.weights
+
     def _are_own(self, weights: torch.Tensor | None, num_given: int) -> bool:
         """Whether weights are those of this rank's own tokens, and not in the order of the rows.
 
@@ -129,7 +142,7 @@ class CombineInput:
             InputError: the values are neither of the two, or the call is captured.
         """
         step = self.dispatched
-        if step is None or not isinstance(weights, torch.Tensor) or not weights.numel():
+        if step is None or not isinstance(weights, torch.Tensor):
             return False
         own, received = step.weights, step.result[1]
         if own is not None and weights.data_ptr() == own.data_ptr():
