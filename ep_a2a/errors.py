@@ -104,6 +104,18 @@ class UnsupportedError(EpA2AError, RuntimeError):
     remedy = "Choose another backend or kernel."
 
 
+class AbsentNameError(UnsupportedError, AttributeError):
+    """A library whose import name this package has taken (compat.install) lacks this name here."""
+
+    remedy = "Leave the name out."
+
+
+class AbsentModuleError(UnsupportedError, ModuleNotFoundError):
+    """A library whose import name this package has taken (compat.install) lacks this module or its name here."""
+
+    remedy = "Leave the import out."
+
+
 class InputError(EpA2AError, ValueError):
     """A tensor, or another argument of a call, does not fit; raised before anything is launched."""
 

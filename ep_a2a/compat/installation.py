@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import pkgutil
 import sys
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ep_a2a.compat.deep_ep_sizes import choose_edition
-from ep_a2a.errors import StateError, UnknownNameError
+from ep_a2a.errors import AbsentModuleError, AbsentNameError, StateError, UnknownNameError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-_OURS = "ep_a2a"
 _AITER, _TRITON = "ep_a2a.compat.aiter", "ep_a2a.compat.triton_distributed"
 _COMMUNICATORS = "aiter.dist.device_communicators"
 
@@ -35,6 +35,7 @@ MODULES = {
         "triton_dist.layers.nvidia.ep_ll_a2a_layer": _TRITON,
         "triton_dist.kernels.nvidia": f"{_TRITON}.kernels",
         "triton_dist.kernels.nvidia.low_latency_all_to_all_v2": f"{_TRITON}.kernels",
+        "triton_dist.utils": f"{_TRITON}.utils",
     },
 }
 """By library, which is also the name of its package: its modules, and ours that take their names.
@@ -42,8 +43,28 @@ MODULES = {
 Modules below one of ours are found below its new name, too.
 """
 
+_OWN_KERNELS = "Call EPLowLatencyAllToAllLayer; kernels of your own can be written in Triton"
+ABSENT = {
+    "mori": "docs/mori.md lists what there is; the rest needs amd-mori in a process without install('mori').",
+    "mori.cpp": "Use mori.ops and mori.shmem, which need no C++ module.",
+    "aiter": "There are groups, communicators, managers and casts; docs/atom.md runs ep_a2a's ops beside AITER itself.",
+    "aiter.fused_moe": "Run your own experts on the rows that dispatch returns; docs/atom.md runs AITER's.",
+    "aiter.test_common": "Compare by torch.testing.assert_close, and measure by `ep-a2a bench`.",
+    "deep_ep": "Use deep_ep.Buffer, which has both modes; docs/deepep.md lists what there is.",
+    "deep_ep_cpp": "Import Config and EventHandle from deep_ep; deep_ep.Buffer needs no C++ module.",
+    "triton_dist": "docs/triton_distributed.md lists what there is.",
+    "triton_dist.jit": f"{_OWN_KERNELS} (triton.jit).",
+    "triton_dist.language": f"{_OWN_KERNELS} (triton.language).",
+    "triton_dist.profiler_utils": "Use EPLowLatencyAllToAllLayer(enable_profiling=True), or `ep-a2a bench`.",
+    "triton_dist.test": "Compare by torch.testing.assert_close.",
+}
+"""Remedies for names that the libraries have and this package has not, also for the names below each."""
+
 _replaced: dict[str, dict[str, ModuleType]] = {}
 """By installed library: its modules that were imported before."""
+
+_their_names: dict[str, str] = {}
+"""By module of ours that has a library's name: that name."""
 
 
 def install(*libraries: str, replace: bool = False, deep_ep_edition: int | None = None) -> None:
@@ -76,6 +97,8 @@ def install(*libraries: str, replace: bool = False, deep_ep_edition: int | None 
         choose_edition(deep_ep_edition)
     for library in modules:
         _enter(library, modules[library])
+    if _Absent not in sys.meta_path:
+        sys.meta_path.append(_Absent)
 
 
 def uninstall(*libraries: str) -> None:
@@ -93,7 +116,7 @@ def uninstall(*libraries: str) -> None:
             continue
         for name in _names_of(library):
             del sys.modules[name]
-        sys.modules.update(_replaced.pop(library, {}))
+        sys.modules.update(_replaced.pop(library))
         if library == "deep_ep":
             choose_edition(None)
 
@@ -107,7 +130,12 @@ def _check_names(libraries: tuple[str, ...]) -> None:
 def _enter(library: str, modules: dict[str, ModuleType]) -> None:
     """Gives modules their new names, in place of all that the library has imported."""
     _replaced[library] = {name: sys.modules.pop(name) for name in _names_of(library)}
-    for name, module in sorted(modules.items()):
+    for name, module in sorted(modules.items(), key=lambda item: (item[0] not in MODULES[library], item[0])):
+        theirs = _their_names.setdefault(module.__name__, name)
+        vars(module).setdefault("__getattr__", functools.partial(refuse_name, theirs))
+        if not hasattr(module, "__path__"):
+            # `from module import name` asks the finders for absent names of packages only
+            module.__path__ = []
         parents = name.split(".")[:-1]
         for depth in range(1, len(parents) + 1):
             _add(".".join(parents[:depth]), None)
@@ -119,7 +147,8 @@ def _add(name: str, module: ModuleType | None) -> None:
     if module is None and name in sys.modules:
         return
     if module is None:
-        module = importlib.util.module_from_spec(ModuleSpec(f"{__name__}.{name}", None, is_package=True))
+        module = importlib.util.module_from_spec(ModuleSpec(name, None, is_package=True))
+        vars(module)["__getattr__"] = functools.partial(refuse_name, name)
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     if parent:
@@ -139,7 +168,7 @@ def _names_of(library: str) -> list[str]:
 
 
 def _is_ours(library: str) -> bool:
-    return getattr(sys.modules.get(library), "__name__", "").partition(".")[0] == _OURS
+    return library in _replaced
 
 
 def _place_of(library: str) -> str | None:
@@ -150,3 +179,29 @@ def _place_of(library: str) -> str | None:
     spec = importlib.util.find_spec(library)
     # a folder without __init__.py has no origin: such as a clone beside the script, whose package lies deeper
     return None if spec is None or spec.origin is None else f"one at {spec.origin}"
+
+
+def refuse_name(module: str, name: str) -> NoReturn:
+    """Raises AbsentNameError for a name below a library's module; with the module bound, a module's `__getattr__`."""
+    raise AbsentNameError(*_absence(f"{module}.{name}"))
+
+
+class _Absent:
+    """The last finder: says what to do about modules of installed libraries that nobody has found."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raises AbsentModuleError for such a module, named as the library's or below a module of ours."""
+        module, _, last = name.rpartition(".")
+        theirs = f"{_their_names[module]}.{last}" if module in _their_names else name
+        library = theirs.partition(".")[0]
+        if library in ABSENT and library.removesuffix("_cpp") in _replaced:
+            raise AbsentModuleError(*_absence(theirs))
+
+
+def _absence(name: str) -> tuple[str, str, str]:
+    """Returns the parts of an error."""
+    known = name
+    while known not in ABSENT:
+        known = known.rpartition(".")[0]
+    return f"a module or name of {name.partition('.')[0]} that ep_a2a has", name, ABSENT[known]

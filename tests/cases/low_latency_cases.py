@@ -295,7 +295,6 @@ def construction(context: RankContext, case: Case) -> None:
         mismatch = errors.UnsupportedError if last else errors.ConfigMismatchError
         refused(mismatch, "local_world_size", local_world_size=case.world_size + last)
         refused(errors.ConfigMismatchError, "max_num_inp_token_per_rank", max_m=case.max_tokens + last)
-        raised(errors.NotInitializedError, lambda: make_layer(context, case, None))
         contexts = create_ep_ll_a2a_ctx(
             case.max_tokens,
             case.hidden_dim,

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ep_a2a import compat, shmem
+from ep_a2a import compat
 from ep_a2a.quantization import quantize_per_1x128, quantize_per_token
 from ep_a2a.testing import RankContext
 
@@ -259,10 +259,11 @@ def direct(context: RankContext, port: str, quant_type: str) -> None:
 
 
 def low_latency(context: RankContext, port: str, folder: str, num_nodes: int = 1) -> None:
-    """The usage example, then the one with profiling, on nodes of equally many ranks."""
-    with alone(context, "triton_dist") as names:
+    """The usage example by itself, then in a public program's frame the one with profiling, on equally large nodes."""
+    # on a machine with GPUs a test on CPU must say so, and the programs have no word for it
+    is_cuda = mock.patch("torch.cuda.is_available", return_value=context.device.type == "cuda")
+    with alone(context, "triton_dist") as names, is_cuda:
         join(port, context)
-        shmem.shmem_torch_process_group_init(dist.group.WORLD.group_name, context.device)
         given = own_tokens(context)
         per_rank = NUM_EXPERTS // context.world_size
 
@@ -281,6 +282,13 @@ def low_latency(context: RankContext, port: str, folder: str, num_nodes: int = 1
         run_block("003_usage", names)
         values = scaled(*quantize_per_1x128(given["tokens"]))
         check_sums(names["combined"], values, given["topk_weights"], given["topk_ids"])
+        utils = importlib.import_module("triton_dist.utils")
+        utils.finalize_distributed()
+        launched = {"RANK": context.rank, "WORLD_SIZE": context.world_size, "LOCAL_RANK": context.rank}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": int(port) + 1}
+        with mock.patch.dict(os.environ, {name: str(value) for name, value in (launched | address).items()}):
+            group = utils.initialize_distributed()
+        assert (group.rank(), group.size()) == (context.rank, context.world_size)
         names["layer_arguments"] = {
             "max_m": 8,
             "hidden": HIDDEN_DIM,
@@ -302,5 +310,10 @@ def low_latency(context: RankContext, port: str, folder: str, num_nodes: int = 1
         for phase in ("dispatch", "combine"):
             assert Path(folder, "prof", f"ll_{phase}_RANK_{context.rank}.json").is_file()
         names["layer"].finalize()
-        shmem.shmem_finalize()
-        dist.destroy_process_group()
+        tensor = utils.nvshmem_create_tensor((2, 3), torch.bfloat16)
+        utils.nvshmem_barrier_all_on_stream()
+        utils.nvshmem_free_tensor_sync(tensor)
+        assert utils.is_shmem_initialized()
+        utils.finalize_distributed()
+        assert not dist.is_initialized()
+        assert not utils.is_shmem_initialized()

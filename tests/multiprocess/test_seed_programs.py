@@ -21,7 +21,8 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def port() -> str:
-    return str(free_port())
+    """The first of two."""
+    return str(free_port(2))
 
 
 def test_the_complete_example_of_mori(pool, port):

@@ -11,7 +11,7 @@ import pytest
 
 import ep_a2a.compat.mori as compat
 from ep_a2a.compat import deep_ep_sizes, install, installation, uninstall
-from ep_a2a.errors import StateError, UnknownNameError
+from ep_a2a.errors import StateError, UnknownNameError, UnsupportedError
 from tests.integration.programs import run_python, succeeded
 
 LIBRARIES = tuple(installation.MODULES)
@@ -32,6 +32,10 @@ NAMES = {
     "triton_dist.kernels.nvidia": "dispatch_kernel_v2 combine_kernel_v2 create_ep_ll_a2a_ctx",
     "triton_dist.kernels.nvidia.low_latency_all_to_all_v2": (
         "dispatch_kernel_v2 LowlatencyDispatchContext LowlatencyCombineContext DispatchMetaInfo"
+    ),
+    "triton_dist.utils": (
+        "initialize_distributed init_nvshmem_by_torch_process_group is_shmem_initialized finalize_distributed "
+        "nvshmem_barrier_all_on_stream nvshmem_create_tensor nvshmem_free_tensor_sync dist_print"
     ),
 }
 """What documents import, by module."""
@@ -122,17 +126,49 @@ def test_import_mori_is_the_compat_package():
         assert importlib.import_module(module.name) is importlib.import_module(ours)
 
 
-@pytest.mark.parametrize("name", ["mori.io", "mori.ccl", "mori.cco", "mori.ir", "mori.ops.dispatch_combine_v2"])
-def test_what_there_is_not_cannot_be_imported(name):
-    compat.install()
-    with pytest.raises(ImportError):
-        importlib.import_module(name)
+@pytest.mark.parametrize(
+    ("statement", "remedy"),
+    [
+        *((f"import {name}", "docs/mori.md") for name in ("mori.io", "mori.ccl", "mori.ops.dispatch_combine_v2")),
+        ("import mori.cpp", "mori.ops"),
+        ("from mori import cpp", "mori.ops"),
+        ("import mori; mori.cpp", "mori.ops"),
+        ("from aiter.fused_moe import fused_moe", "your own experts"),
+        ("import aiter.test_common", "ep-a2a bench"),
+        ("from aiter.dist.parallel_state import get_pp_group", "docs/atom.md"),
+        ("from deep_ep_cpp import Config", "from deep_ep"),
+        ("from deep_ep import LowLatencyBuffer", "deep_ep.Buffer"),
+        ("import deep_ep; deep_ep.LowLatencyBuffer", "deep_ep.Buffer"),
+        ("from triton_dist import jit", "triton.jit"),
+        ("import triton_dist; triton_dist.jit", "triton.jit"),
+        ("import triton_dist.language.extra", "triton.language"),
+        ("from triton_dist.profiler_utils import perf_func", "enable_profiling"),
+        ("from triton_dist.utils import sleep_async", "docs/triton_distributed.md"),
+        ("from triton_dist.kernels.nvidia import ag_gemm", "docs/triton_distributed.md"),
+    ],
+)
+def test_names_that_there_are_not_have_a_remedy(statement, remedy):
+    install(*LIBRARIES)
+    # what try-import and hasattr catch
+    kind = AttributeError if "; " in statement else ModuleNotFoundError
+    with pytest.raises(kind) as caught:
+        exec(statement, {})
+    assert isinstance(caught.value, UnsupportedError)
+    assert remedy in caught.value.remedy
+    assert caught.value.got in statement.replace(" import ", ".") + statement
 
 
-def test_what_there_is_not_is_no_attribute():
-    with pytest.raises(AttributeError, match=r"'io'.*docs/mori\.md"):
+def test_other_names_stay_absent_as_they_were():
+    with pytest.raises(AttributeError, match=r"mori\.io\. docs/mori\.md"):
         _ = compat.io
     assert {"ops", "shmem", "install"} <= set(dir(compat))
+    install("mori")
+    for name in ("deep_ep_cpp", "aiter.fused_moe", "mori_cpp"):
+        with pytest.raises(ModuleNotFoundError, match="No module named"):
+            importlib.import_module(name)
+    uninstall("mori")
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module("mori.io")
 
 
 def test_another_mori_is_not_replaced_by_accident(another):

@@ -33,7 +33,7 @@ MODULES = {
     "aiter": ("",),
     "deep_ep": ("",),
     "mori": ("ops", "ops.dispatch_combine", "shmem"),
-    "triton_distributed": ("",),
+    "triton_distributed": ("", "utils"),
 }
 KEPT_ON_PURPOSE = {
     # keeping them alive is all that is asked for

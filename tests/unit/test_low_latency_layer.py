@@ -13,6 +13,7 @@ from ep_a2a.compat.combine_time_weights import exchange_kernel
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.phases import make_config
 from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import NotInitializedError
 from tests.offline_compile import compile_kernel
 
 
@@ -58,6 +59,11 @@ ARGUMENTS = {
     EPLowLatencyAllToAllLayer.dispatch: "self send_tokens send_scales topk_indices",
     EPLowLatencyAllToAllLayer.combine: "self send_tokens topk_indices topk_weights dispatch_meta zero_copy",
 }
+
+
+def test_a_layer_needs_the_other_ranks_first():
+    with pytest.raises(NotInitializedError, match="initialize_distributed"):
+        EPLowLatencyAllToAllLayer(8, 256, 2, True, 0, 16, 2, 2)
 
 
 @pytest.mark.parametrize("function", ARGUMENTS)

@@ -33,9 +33,9 @@ def uninstall() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; of MORI it has ops and shmem (docs/mori.md)")
+    if name not in _LAZY:
+        installation.refuse_name(_NAME, name)
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, cast
 
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.triton_distributed.phases import PhaseBuffers, make_config, nodes_of
+from ep_a2a.compat.triton_distributed.utils import world_arena
 from ep_a2a.errors import EpA2AError, InputError
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.factory import OpFactory
-from ep_a2a.shmem import default_arena
 from ep_a2a.topology import gather_report
 
 if TYPE_CHECKING:
@@ -157,17 +157,17 @@ def create_ep_ll_a2a_ctx(
         world_size, rank: those of the arena's group.
         local_world_size: ranks of a node, which follow one another; a divisor of world_size. Less than a host has cuts
             virtual nodes. None = the ranks' hosts decide.
-        arena: allocates memory; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
+        arena: allocates memory; None takes the symmetric world's, which the first layer makes of all ranks.
 
     Raises:
         ConfigError: an argument is impossible, or local_world_size would put ranks of two hosts on one node.
         UnsupportedError: local_world_size does not divide world_size, or hosts have unequal numbers of ranks.
         ConfigMismatchError: arguments differ between ranks, or another rank could not come.
-        NotInitializedError: no arena is given and there is none.
+        NotInitializedError: no arena is given, and torch.distributed has not been initialised.
         RankTimeoutError: ranks did not come.
     """
     if arena is None:
-        arena = default_arena()
+        arena = world_arena()
     indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
     report = gather_report(arena.group, arena.device)
     try:

@@ -42,7 +42,7 @@ class EPLowLatencyAllToAllLayer:
             Combine takes and returns this dtype, or bfloat16 for float8_e4m3fn.
         enable_profiling: record spans inside the kernels and on the host, for dump_dispatch_trace and
             dump_combine_trace.
-        arena: allocates memory; None takes the one that ep_a2a.shmem.shmem_torch_process_group_init made.
+        arena: allocates memory; None takes the symmetric world's, which the first layer makes of all ranks.
 
     Attributes:
         dispatch_ctx, combine_ctx: the contexts, which know the buffers of the next dispatch and the next combine.
@@ -50,7 +50,7 @@ class EPLowLatencyAllToAllLayer:
     Raises:
         ConfigError: an argument is impossible. UnsupportedError: an argument is not supported.
         ConfigMismatchError: arguments differ between ranks, or another rank could not come.
-        NotInitializedError: no arena is given and there is none.
+        NotInitializedError: no arena is given, and torch.distributed has not been initialised.
         RankTimeoutError: ranks did not come.
     """
 
