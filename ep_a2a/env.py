@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ep_a2a.errors import EnvironmentVariableError, did_you_mean
+from ep_a2a.errors import EnvironmentVariableError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise EnvironmentVariableError(f"{self.name} to be {self.expects}", repr(text)) from error
+            raise EnvironmentVariableError(f"{self.name} to be {self.expects}", shown(text)) from error
 
 
 MAX_TIMEOUT_SECS = 1e9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,17 @@ MAX_TOKENS = (
     "the tokens per rank (max_num_inp_token_per_rank, handle kwarg max_num_tokens_per_dp_rank, option --max-tokens)"
 )
 """The bound that sizes an op's memory, by its names in a configuration, among handle kwargs and on the command line."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _LAST_LINE = re.compile(rf"\nSee {re.escape(REFERENCE)}#\w+\.")
+
+
+def shown(value: object) -> str:
+    """Returns a value as errors show it: its repr on one line, shortened where it is long or deeply nested."""
+    try:
+        return " ".join(_SHORT.repr(value).split())
+    except ValueError:
+        return f"{type(value).__name__} of very many digits"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import math
-import operator
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
@@ -25,7 +24,7 @@ from ep_a2a.config.enums import (
     QuantType,
     ScaleFormat,
 )
-from ep_a2a.config.requirements import require
+from ep_a2a.config.requirements import checked_integer, checked_seconds, require
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS, check_internode_transport
 from ep_a2a.errors import ConfigError, UnknownNameError
 
@@ -65,25 +64,6 @@ def parse_enum(kind: type[enum.Enum], value: Any, field_name: str) -> Any:
     except ValueError:
         names = ", ".join(repr(member.value) for member in kind)
         raise UnknownNameError(f"to be one of {names}", repr(value), field=field_name) from None
-
-
-def checked_integer(name: str, value: Any, minimum: int) -> int:
-    """Returns an integer of any type (numpy's, say) as an int; raises ConfigError unless it is at least `minimum`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < minimum:
-        raise ConfigError(f"to be an integer >= {minimum}", repr(value), field=name)
-    return number
-
-
-def checked_timeout_secs(value: Any, name: str = "timeout_secs") -> float:
-    """Returns a bound of waits; raises ConfigError unless it is above 0 and fits the kernels' clock."""
-    if isinstance(value, int | float) and 0 < value <= env.MAX_TIMEOUT_SECS:
-        return float(value)
-    expected = f"to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}"
-    raise ConfigError(expected, repr(value), field=name)
 
 
 @dataclass(frozen=True)
@@ -192,7 +172,7 @@ class EpDispatchCombineConfig:
         self._check_experts()
         for name in ("timeout_secs", "first_timeout_secs"):
             if getattr(self, name) is not None:
-                checked_timeout_secs(getattr(self, name), name)
+                checked_seconds(name, getattr(self, name))
         few = self.flagged_max_tokens
         require(few <= LOW_LATENCY_MAX_TOKENS, "flagged_max_tokens", f"<= {LOW_LATENCY_MAX_TOKENS}", str(few))
         if self.max_total_recv_tokens:

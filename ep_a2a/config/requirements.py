@@ -1,11 +1,43 @@
-"""The check that a config makes of its values."""
+"""The checks of values that callers give: integers, seconds, and what a config wants of its fields. Needs no torch."""
 
 from __future__ import annotations
 
-from ep_a2a.errors import ConfigError
+import numbers
+import operator
+from typing import Any
+
+from ep_a2a import env
+from ep_a2a.errors import ConfigError, shown
 
 HANDLE_KWARG_REMEDY = "Correct the handle kwarg."
 """The remedy of a config's error for those who gave handle kwargs."""
+
+
+def checked_integer(name: str, value: Any, minimum: int) -> int:
+    """Returns an integer of any type (numpy's, say) as an int; raises ConfigError unless it is at least `minimum`.
+
+    A bool is no number, nor is one in numpy or torch.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or _is_bool(value) or number < minimum:
+        raise ConfigError(f"to be an integer >= {minimum}", shown(value), field=name)
+    return number
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """Returns a bound of waits; raises ConfigError unless it is a number above 0 that fits the kernels' clock."""
+    is_number = isinstance(value, numbers.Real) and not _is_bool(value)
+    if is_number and 0 < value <= env.MAX_TIMEOUT_SECS:
+        return float(value)
+    expected = f"to be a number of seconds above 0, at most {env.MAX_TIMEOUT_SECS:g}"
+    raise ConfigError(expected, shown(value), field=name)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def require(condition: bool, field: str | None, expected: str, got: str) -> None:

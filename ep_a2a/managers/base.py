@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.config.op_config import checked_integer
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ClosedError, EpA2AError, StateError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.capabilities import Capabilities

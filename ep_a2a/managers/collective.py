@@ -10,7 +10,7 @@ import torch
 from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
-from ep_a2a.config.op_config import checked_integer
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import AlternationError, ConfigMismatchError, DeviceError, DtypeError, ShapeError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.base import All2AllManagerBase

@@ -9,9 +9,9 @@ import torch
 
 from ep_a2a.config import MAX_TOPK, Layout
 from ep_a2a.config.enums import picked_kernel
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import (
     AlternationError,
-    ConfigError,
     DeviceError,
     DtypeError,
     HostMemoryError,
@@ -276,9 +276,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         Raises:
             ConfigError: num_sms is not an integer >= 0.
         """
-        if not isinstance(num_sms, int) or isinstance(num_sms, bool) or num_sms < 0:
-            raise ConfigError("to be an integer >= 0", repr(num_sms), field="num_sms")
-        self._max_sms = num_sms
+        self._max_sms = num_sms = checked_integer("num_sms", num_sms, 0)
         for op in self.handle_cache.handles():
             op.set_max_sms(num_sms)
 

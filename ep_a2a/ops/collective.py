@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import Layout, QuantType
-from ep_a2a.config.op_config import checked_timeout_secs
+from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.ops.adapter import AdapterOp
@@ -190,7 +190,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
 
     def set_timeout(self, timeout_secs: float) -> None:
         """Bound the waits of calls on CPU from now on. On GPUs the process group's own time-out holds. Local."""
-        self._exchange.timeout_secs = checked_timeout_secs(timeout_secs)
+        self._exchange.timeout_secs = checked_seconds("timeout_secs", timeout_secs)
 
 
 def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, INTERNODE_TRANSPORTS, EpDispatchCombineKernelType, Layout
-from ep_a2a.config.op_config import checked_integer
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import (
     ClosedError,
     ConfigError,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.config.op_config import checked_integer
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ClosedError, InputError, StateError, UnsupportedError
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ep_a2a.config.op_config import checked_timeout_secs
+from ep_a2a.config.requirements import checked_seconds
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -38,7 +38,7 @@ class Timeouts:
         Raises:
             ConfigError: it is not a number of seconds that the kernels' clock can count.
         """
-        timeout_secs = checked_timeout_secs(timeout_secs)
+        timeout_secs = checked_seconds("timeout_secs", timeout_secs)
         return cls(timeout_secs, timeout_secs)
 
     def of_step(self, epoch: int) -> float:

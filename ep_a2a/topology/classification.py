@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
-from ep_a2a.config.op_config import checked_integer
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError
 
 if TYPE_CHECKING:

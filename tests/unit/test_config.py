@@ -56,7 +56,7 @@ def test_a_config_is_a_value():
 @pytest.mark.parametrize("name", INTEGER_MINIMUM)
 def test_integers(name):
     minimum = INTEGER_MINIMUM[name]
-    for value in (minimum - 1, 2.0, "2", True, None):
+    for value in (minimum - 1, 2.0, "2", True, None, np.True_, torch.tensor(True)):
         with pytest.raises(ConfigError, match=f"expected {name} to be an integer >= {minimum}") as caught:
             config_of(**{name: value})
         assert caught.value.got == repr(value)
@@ -73,7 +73,7 @@ def test_impossible_values_are_named(name):
 
 
 @pytest.mark.parametrize("name", ["timeout_secs", "first_timeout_secs"])
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", 1e10])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", 1e10, True, torch.tensor(5.0), np.True_])
 def test_timeouts_are_positive_numbers_that_fit(name, value):
     with pytest.raises(ConfigError, match=f"{name} to be a number of seconds above 0") as caught:
         config_of(**{name: value})

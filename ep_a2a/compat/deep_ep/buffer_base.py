@@ -14,7 +14,7 @@ from ep_a2a.compat.deep_ep.streams import CommStream
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
 from ep_a2a.compat.deep_ep_sizes import low_latency_bytes
 from ep_a2a.compat.parameters import remedy_of, warn_once
-from ep_a2a.config.op_config import checked_integer
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config import FP8_DTYPE, ScaleFormat
-from ep_a2a.errors import ConfigError
+from ep_a2a.config.requirements import checked_integer, require
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
@@ -205,8 +205,8 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
         Raises:
             ConfigError: num_sms is no even number >= 0.
         """
-        if not isinstance(num_sms, int) or isinstance(num_sms, bool) or num_sms < 0 or num_sms % 2:
-            raise ConfigError("to be an even integer >= 0", repr(num_sms), field="num_sms")
+        num_sms = checked_integer("num_sms", num_sms, 0)
+        require(num_sms % 2 == 0, "num_sms", "to be even", str(num_sms))
         self._num_sms = num_sms
 
     def max_sms_used(self) -> int | None:
