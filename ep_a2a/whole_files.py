@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and never through a link that another user has planted."""
+"""Reads the files that users name, and writes files whole or not at all, through no link of another user."""
 
 from __future__ import annotations
 
@@ -8,12 +8,45 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from ep_a2a.errors import UntrustedFolderError
+from ep_a2a.errors import ConfigError, UntrustedFolderError
 from ep_a2a.path_security import is_trusted
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+MAX_READ_BYTES = 64 << 20
 MAX_LINKS = 40
 """Links that Linux follows in one path."""
+
+
+def read_file(path: str | Path, what: str, remedy: str, parse: Callable[[str], T]) -> T:
+    """Returns what a parser makes of a text file that the user named.
+
+    Args:
+        path: the file. what: kind of the file, for errors. remedy: of errors.
+        parse: takes the text; raises ValueError of text that it cannot use.
+
+    Raises:
+        ConfigError: it is no regular file, larger than MAX_READ_BYTES, not in UTF-8, or cannot be read or parsed.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            # a pipe would hold who reads it
+            raise ValueError(f"no regular file: {stat.filemode(mode)}")
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_READ_BYTES + 1)
+        if len(content) > MAX_READ_BYTES:
+            raise ValueError(f"more than {MAX_READ_BYTES >> 20} MiB")
+        return parse(content.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        found = "values nested too deeply" if isinstance(error, RecursionError) else str(error)
+        found = getattr(error, "strerror", None) or found
+        raise ConfigError(f"{what} at {str(path)!r}", found, remedy) from error
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ep_a2a import env
-from ep_a2a.errors import ConfigError, did_you_mean
+from ep_a2a.errors import ConfigError, did_you_mean, shown
+from ep_a2a.whole_files import read_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DEFAULT_BACKEND = "ep_a2a"
 KEYS = ("all2all_backend",)
@@ -19,18 +23,13 @@ def read_config_file(path: str | Path) -> dict[str, str]:
     Raises:
         ConfigError: the file cannot be read or parsed, has an unknown key, or a value of the wrong type.
     """
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        found = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        remedy = "Correct config_file or EP_A2A_CONFIG."
-        raise ConfigError(f"a readable TOML file at {path}", found, remedy) from error
+    values = read_file(path, "a readable TOML file", "Correct config_file or EP_A2A_CONFIG.", tomllib.loads)
     for key, value in values.items():
         if key not in KEYS:
             remedy = did_you_mean(key, KEYS) or "Remove the key."
-            raise ConfigError(f"only the keys {', '.join(KEYS)} in {path}", repr(key), remedy)
+            raise ConfigError(f"only the keys {', '.join(KEYS)} in {path}", shown(key), remedy)
         if not isinstance(value, str) or not value:
-            raise ConfigError(f"{key} in {path} to be a name", repr(value))
+            raise ConfigError(f"{key} in {path} to be a name", shown(value))
     return values
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.errors import ConfigError
+from ep_a2a.errors import ConfigError, shown
+from ep_a2a.whole_files import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,10 +42,8 @@ def parse_table(path: Path, phase: str) -> list[Parts]:
     Raises:
         ConfigError: the file cannot be read, or is no table of this phase.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"a readable JSON file at {path}", str(error), REMEDY) from error
+    parse = functools.partial(json.loads, object_pairs_hook=_without_duplicates)
+    content = read_file(path, "a readable JSON file", REMEDY, parse)
     _fields(content, {"about": _text, "entries": _list}, str(path))
     entries = [_entry(entry, phase, f"entry {n} of {path}") for n, entry in enumerate(content["entries"])]
     seen: list[dict[str, Any]] = []
@@ -89,16 +89,16 @@ Check = tuple[str, "Callable[[Any], bool]"]
 def _fields(value: Any, required: dict[str, Check], where: str, optional: dict[str, Check] | None = None) -> None:
     """Raises where `value` is not an object with these fields and no others."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} to be an object", repr(value), REMEDY)
+        raise ConfigError(f"{where} to be an object", shown(value), REMEDY)
     known = required | (optional or {})
     for name in value:
         if name not in known:
-            raise ConfigError(f"only the fields {', '.join(known)} in {where}", repr(name), REMEDY)
+            raise ConfigError(f"only the fields {', '.join(known)} in {where}", shown(name), REMEDY)
     for name, (expected, check) in known.items():
         if name not in value and name in required:
             raise ConfigError(f"{name} in {where}", "nothing", REMEDY)
         if name in value and not check(value[name]):
-            raise ConfigError(f"{name} in {where} to be {expected}", repr(value[name]), REMEDY)
+            raise ConfigError(f"{name} in {where} to be {expected}", shown(value[name]), REMEDY)
 
 
 def _is_integer(value: Any) -> bool:

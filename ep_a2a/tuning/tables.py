@@ -231,7 +231,7 @@ def load_tables(arch: str, num_ranks: int) -> TunedTables:
         name = table_name(arch, num_ranks, phase)
         entries: dict[ShapeKey, TableEntry] = {}
         for path, origin in ((Path(own) / name, str(Path(own) / name)), (shipped_directory() / name, name)):
-            if (own or origin == name) and path.is_file():
+            if (own or origin == name) and path.exists():
                 for entry in read_table(path, phase, origin):
                     entries.setdefault(entry.key, entry)
         tables[phase] = tuple(entries.values())

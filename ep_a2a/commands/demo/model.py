@@ -17,6 +17,7 @@ import torch
 
 from ep_a2a.errors import ConfigError
 from ep_a2a.routing import softmax_topk
+from ep_a2a.whole_files import read_file
 
 SEED = 20240229
 INTERMEDIATE_DIM = 128
@@ -58,10 +59,7 @@ def read_text(path: Path | None, num_tokens: int) -> DemoText:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a text file in UTF-8 at {path}", str(error), "Pass --text with another file.") from error
+    return read_file(path, "a text file in UTF-8", "Pass --text with another file.", str)
 
 
 def _default_text() -> tuple[str, str]:

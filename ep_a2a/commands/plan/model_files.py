@@ -91,7 +91,7 @@ class ModelFiles:
             if file.is_file():
                 try:
                     tree = ast.parse(file.read_text(encoding="utf-8"))
-                except (OSError, ValueError, SyntaxError):
+                except (OSError, ValueError, SyntaxError, RecursionError):
                     return None
                 return _Module(name, tree, is_package=file.name == "__init__.py")
         return None
