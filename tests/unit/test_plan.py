@@ -252,6 +252,41 @@ def test_files_that_are_no_config(tmp_path):
     assert read_model(tmp_path) == read_model(file) == model_of(DEEPSEEK)
 
 
+@pytest.mark.parametrize("number", [True, [8, False], "8", 8.0, {"value": 8}, 10**4000])
+def test_what_is_no_whole_number_is_refused_with_its_key_and_file(tmp_path, number):
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "num_experts_per_tok": number}))
+    with pytest.raises(ConfigError, match="'num_experts_per_tok' to be a whole number") as caught:
+        read_model(tmp_path)
+    assert str(tmp_path / "config.json") in caught.value.remedy
+    assert len(caught.value.got) < 300
+
+
+def test_a_quantisation_that_config_json_lacks_is_read_from_the_file_beside_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    beside = tmp_path / "hf_quant_config.json"
+    for algorithm, is_mxfp8 in (("MXFP8", True), ("NVFP4", False)):
+        beside.write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        assert read_model(tmp_path).has_mxfp8_experts == is_mxfp8
+        assert read_model(tmp_path).quant_method == "modelopt"
+    beside.write_text('{"quantization": 1}')
+    with pytest.raises(ConfigError, match="by quantization in") as caught:
+        read_model(tmp_path)
+    assert str(beside) in caught.value.remedy
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "quantization_config": BLOCK_FP8}))
+    assert read_model(tmp_path).quant_method == "fp8"
+
+
+def test_mistrals_own_file_is_read(tmp_path):
+    moe = {"num_experts": 128, "num_experts_per_tok": 4, "num_shared_experts": 1}
+    values = {"dim": 7168, "hidden_dim": 16384, "moe": moe, "quantization": {"qformat_weight": "fp8_e4m3"}}
+    (tmp_path / "params.json").write_text(json.dumps(values))
+    model = read_model(tmp_path)
+    assert (model.hidden_dim, model.num_experts, model.topk, model.quant_method) == (7168, 128, 4, "fp8")
+    assert model.shares_tokens
+    moe["num_shared_experts"] = 0
+    assert not model_of(values).shares_tokens
+
+
 # --- what the layers themselves ask for ---
 
 

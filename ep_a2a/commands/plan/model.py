@@ -5,33 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a.commands.options import MOST_PLANNED
+from ep_a2a.commands.plan import quantization as quantizations
 from ep_a2a.commands.plan.families import find_family, table
 from ep_a2a.commands.plan.model_files import EXPERT_DTYPE_KEY
-from ep_a2a.config import FP8_DTYPE
-from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.commands.plan.quantization import REMEDY, found
+from ep_a2a.errors import ConfigError, UnsupportedError, shown
+from ep_a2a.whole_files import read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+    from types import SimpleNamespace
 
     from ep_a2a.commands.plan.model_files import ModelFiles
 
-REMEDY = "Correct the model's config.json."
+QUANTIZATION_FILE, MISTRAL_FILE = "hf_quant_config.json", "params.json"
+"""Files beside config.json, or in its place."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys of the language model in models with several kinds of input."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FP8_BITS = 8
+MAX_LAYERS = 128
+"""Layers that are looked at where a config does not say how many there are."""
 
 MXFP4_EXPERTS = "fp4"
 """A family's `expert_dtype` of experts in MXFP4, or in the format that `moe_quant_algo` names."""
+LAYER_KEYS, DENSE_LAYERS_KEY = ("num_hidden_layers", "num_layers", "n_layers"), "first_k_dense_replace"
 BLOCKS_KEY = "block_configs"
 """Key of a list with an object for each layer, in models whose layers differ."""
 
@@ -44,7 +49,7 @@ class MoeModel:
         model_type: the config's, "" where it has none.
         hidden_dim: elements of a row. num_experts: without redundant ones. topk: experts per token.
         dtype: of activations.
-        quantization: the config's quantisation, empty where there is none.
+        quantization: the experts' quantisation, empty where there is none.
         shares_tokens: tensor-parallel ranks of several replicas each bring a part of their replica's tokens.
         expert_dtype: the experts' own, in families whose experts may have another than `quantization` says; else None.
         read_by: whose model files name the keys; "" where all of this is a guess.
@@ -63,7 +68,7 @@ class MoeModel:
     @property
     def quant_method(self) -> str:
         """Name of the quantisation, "none" where there is none."""
-        return str(self.quantization.get("quant_method") or "none").lower().replace("_", "-")
+        return quantizations.method_of(self.quantization)
 
     @property
     def has_mxfp4_experts(self) -> bool:
@@ -73,24 +78,20 @@ class MoeModel:
     @property
     def has_mxfp8_experts(self) -> bool:
         """Whether the experts are MXFP8, as ModelOpt or a checkpoint of vLLM's short name says."""
-        return self.quant_method == "mxfp8" or "MXFP8" in str(self.quantization.get("quant_algo")).upper()
+        return quantizations.is_mxfp8(self.quantization)
 
     def activation_quant(self) -> SimpleNamespace | None:
         """Returns the part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they are not cast.
 
         It assumes experts that take quantised rows.
         """
-        if self.expert_dtype == MXFP4_EXPERTS:
-            return None
-        if self.quant_method == "fp8":
-            return _fp8_quant(self.quantization)
-        if self.quant_method == "compressed-tensors":
-            return _compressed_tensors_quant(self.quantization)
-        return None
+        return None if self.expert_dtype == MXFP4_EXPERTS else quantizations.activation_quant(self.quantization)
 
 
 def read_model(path: Path, files: ModelFiles | None = None) -> MoeModel:
-    """Reads the MoE layers from a config.json, or from the folder that it lies in.
+    """Reads the MoE layers from a config.json or params.json (Mistral), or from the folder that it lies in.
+
+    A quantisation that config.json lacks is read from the hf_quant_config.json beside it.
 
     Args:
         path: of the file or its folder.
@@ -101,82 +102,117 @@ def read_model(path: Path, files: ModelFiles | None = None) -> MoeModel:
         UnsupportedError: the model has no experts.
     """
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / MISTRAL_FILE).exists():
+        file = path / MISTRAL_FILE
+    values, remedy = _read_object(file), f"Correct {file}."
+    beside = file.with_name(QUANTIZATION_FILE)
+    if not any(config.get(key) for config in _with_nested(values) for key in QUANTIZATION_KEYS) and beside.exists():
+        values = {**values, QUANTIZATION_KEYS[0]: _read_object(beside)}
+        remedy = f"Correct {file} or {beside}."
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        found = (error.strerror or str(error)) if isinstance(error, OSError) else f"no JSON: {error}"
-        raise ConfigError(f"a model's config.json at {file}", found, "Name that file, or its folder.") from error
+        return model_of(values, files)
+    except ConfigError as error:
+        error.remedy = remedy
+        raise
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    values = read_file(file, "a model's config.json", "Name that file, or its folder.", json.loads)
     if not isinstance(values, dict):
         raise ConfigError(f"a JSON object in {file}", type(values).__name__, "Name the model's config.json.")
-    return model_of(values, files)
+    return values
 
 
 def model_of(values: Mapping[str, Any], files: ModelFiles | None = None) -> MoeModel:
     """Reads the MoE layers from a parsed config.json; arguments and errors as of read_model."""
-    configs = list(_with_nested(values))
-    architectures = [each for config in configs for each in _found(config, "architectures", list, "config.json")]
+    values = _without_mistrals_names(values)
+    configs = _with_nested(values)
+    architectures = [each for config in configs for each in found(config, "architectures", list, "config.json")]
     model_types = [str(config["model_type"]) for config in configs if config.get("model_type")]
-    found, read_by = find_family([str(each) for each in architectures], model_types, files)
+    known, read_by = find_family([str(each) for each in architectures], model_types, files)
     usual = table().usual
-    family = found or usual
+    family = known or usual
     # Transformers may write a number under another name than vLLM reads it by
     experts, topk, hidden = ((*getattr(family, name), *getattr(usual, name)) for name in ("experts", "topk", "hidden"))
-    text = next((config for config in configs if _number(config, experts) > 1), None)
+    text = next((config for config in configs if _number(config, experts)[0] > 1), None)
     if text is None:
         raise UnsupportedError(
             f"a model with experts: more than one by {_names(experts)}, there or in {_names(NESTED_KEYS)}",
-            "none" + (f" in a config of model_type {values['model_type']!r}" if "model_type" in values else ""),
+            "none" + (f" in a config of model_type {shown(values['model_type'])}" if "model_type" in values else ""),
             "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
         )
-    num_experts, num_per_token = _number(text, experts), _required(text, topk)
+    (num_experts, _), (num_per_token, field) = _number(text, experts), _required(text, topk)
     if num_per_token > num_experts:
-        raise ConfigError(
-            f"{_names(topk)} <= {num_experts}, the number of experts", str(num_per_token), "Correct config.json."
-        )
-    quantization = (_found(config, key, dict, "config.json") for config in configs for key in QUANTIZATION_KEYS)
+        raise ConfigError(f"<= {num_experts}, the number of experts", str(num_per_token), REMEDY, field=repr(field))
+    quantization = (found(config, key, dict, "config.json") for config in configs for key in QUANTIZATION_KEYS)
+    num_layers = _number(text, LAYER_KEYS)[0] or MAX_LAYERS
     return MoeModel(
         str(text.get("model_type") or values.get("model_type") or ""),
-        _required(text, hidden),
+        _required(text, hidden)[0],
         num_experts,
         num_per_token,
         _dtype([values, text]),
-        next(filter(None, quantization), {}),
+        quantizations.of_experts(
+            next(filter(None, quantization), {}), range(_number(text, (DENSE_LAYERS_KEY,))[0], num_layers)
+        ),
         family.shares_tokens,
         family.expert_dtype and str(values.get(EXPERT_DTYPE_KEY) or family.expert_dtype),
         read_by,
     )
 
 
-def _with_nested(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield values
-    for key in NESTED_KEYS:
-        if isinstance(nested := values.get(key), Mapping):
-            yield from _with_nested(nested)
+def _without_mistrals_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the values of Mistral's params.json by the names that vLLM gives them; others as they are."""
+    if "dim" not in values or not isinstance(moe := values.get("moe"), Mapping):
+        return values
+    quantization = found(values, "quantization", dict, MISTRAL_FILE)
+    if "qformat_weight" in quantization:
+        scheme = "dynamic" if quantization.get("qscheme_act") == "NO_SCALES" else "static"
+        quantization = {"quant_method": "fp8", "activation_scheme": scheme}
+    architecture = "MistralLarge3ForCausalLM" if moe.get("num_shared_experts") else "MixtralForCausalLM"
+    names = {"architectures": [architecture], "hidden_size": values["dim"], QUANTIZATION_KEYS[0]: quantization}
+    return {**values, **moe, **names}
 
 
-def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """Returns the first number above 0 by the keys, else 0; of a number per layer or block the largest."""
+def _with_nested(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns a config and those of the language models in it, outer ones first."""
+    configs = [values]
+    for config in configs:
+        configs += [nested for key in NESTED_KEYS if isinstance(nested := config.get(key), Mapping)]
+    return configs
+
+
+def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[int, str]:
+    """Returns the first number above 0 by the keys and its key, else 0; of a number per layer or block the largest.
+
+    Raises:
+        ConfigError: a value is neither a whole number nor a list of them.
+    """
     blocks = config.get(BLOCKS_KEY)
     for key in keys:
         for owners in ([config], blocks if isinstance(blocks, list) else []):
-            largest = max((number for owner in owners for number in _numbers(owner, key.split("."))), default=0)
+            largest = max((number for owner in owners for number in _numbers(owner, key)), default=0)
             if largest > 0:
-                return largest
-    return 0
+                return largest, key
+    return 0, ""
 
 
-def _numbers(value: Any, names: list[str]) -> list[int]:
-    """Returns the whole numbers that names lead to through nested objects."""
-    for name in names:
+def _numbers(value: Any, key: str) -> list[int]:
+    """Returns the whole numbers that a key leads to through nested objects."""
+    for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
-    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
+    numbers = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+    for each in numbers:
+        if type(each) is not int or each > MOST_PLANNED:
+            raise ConfigError(f"to be a whole number, at most {MOST_PLANNED}", shown(each), REMEDY, field=repr(key))
+    return numbers
 
 
-def _required(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    number = _number(config, keys)
+def _required(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[int, str]:
+    number, key = _number(config, keys)
     if not number:
         raise ConfigError(f"a number above 0 by {_names(keys)} beside the number of experts", "none", REMEDY)
-    return number
+    return number, key
 
 
 def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
@@ -187,60 +223,6 @@ def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
             dtype = DTYPES.get(str(name).removeprefix("torch."), torch.bfloat16)
             return torch.bfloat16 if dtype == torch.float32 else dtype
     return torch.bfloat16
-
-
-def _fp8_quant(quantization: Mapping[str, Any]) -> SimpleNamespace:
-    is_static = quantization.get("activation_scheme") == "static"
-    shape = _block_shape("weight_block_size", quantization.get("weight_block_size"))
-    return _quant(block_shape=shape, is_static=is_static)
-
-
-def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:
-    by_name = _found(quantization, "config_groups", dict, QUANTIZATION_KEYS[0])
-    groups = [_found(by_name, name, dict, "config_groups") for name in by_name]
-    for_experts = [each for each in groups if any("expert" in str(name) for name in _found(each, "targets", list))]
-    group: Mapping[str, Any] = next(iter(for_experts or groups), {})
-    inputs, weights = (_found(group, name, dict) for name in ("input_activations", "weights"))
-    if inputs.get("type") != "float" or inputs.get("num_bits") != FP8_BITS:
-        return None
-    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
-    if isinstance(block, str):
-        # _block_shape refuses what is no number
-        block = [int(size) if size.strip().isdecimal() else size for size in block.split("x")]
-    shape = _block_shape("block_structure", block)
-    by_token = shape is None and inputs.get("strategy") == "token"
-    return _quant(block_shape=shape, by_token=by_token, is_static=not inputs.get("dynamic"))
-
-
-def _found(values: Mapping[str, Any], key: str, kind: type, place: str = "a group of config_groups") -> Any:
-    """Returns the JSON object (dict) or list by a key, an empty one where there is none."""
-    found = values.get(key) or kind()
-    if not isinstance(found, kind):
-        what = "a list" if kind is list else "a JSON object"
-        raise ConfigError(f"{what} by {key} in {place}", repr(found), REMEDY)
-    return found
-
-
-def _block_shape(key: str, found: Any) -> list[int] | None:
-    """Returns rows and columns of a block of weights with one scale; None where there are no blocks."""
-    if found is None:
-        return None
-    are_sizes = isinstance(found, list) and all(type(size) is int and size > 0 for size in found)
-    if not are_sizes or len(found) != 2:
-        expected = f"two whole numbers above 0 by {key} in {QUANTIZATION_KEYS[0]}"
-        raise ConfigError(expected, repr(found), REMEDY)
-    sizes: list[int] = found
-    return sizes
-
-
-def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(
-        quant_dtype=FP8_DTYPE,
-        block_shape=block_shape,
-        per_act_token_quant=by_token,
-        a1_scale="static" if is_static else None,
-        a1_gscale=None,
-    )
 
 
 def _names(keys: tuple[str, ...]) -> str:

@@ -1,0 +1,143 @@
+"""Reads how vLLM quantises the experts of a model: for all of it, by layer, or with a list of what is left out."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ep_a2a.config import FP8_DTYPE
+from ep_a2a.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+REMEDY = "Correct the model's config.json."
+PLACE = "quantization_config"
+FP8_BITS = 8
+LEFT_OUT_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
+"""Keys of lists of modules that are not quantised."""
+BLOCK_FP8_ALGORITHMS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+"""ModelOpt's names, in models of several algorithms, for what vLLM serves as fp8 with blocks of weights."""
+EXPERT_LAYERS = re.compile(r"\.experts(\.|$)|\.moe\.(gate|up|down)_proj")
+ROOTS = ("model.", "language_model.model.", "model.language_model.", "backbone.")
+BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "moe", "ffn", "mixer")
+"""Names of a MoE layer's experts are root, "layers.N.", block, ".experts"."""
+
+
+def of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
+    """Returns the experts' quantisation as config.json holds it where the whole model has that one; {} for none.
+
+    Args:
+        values: of quantization_config, or of ModelOpt's hf_quant_config.json.
+        layers: numbers of the layers that may have experts.
+
+    Raises:
+        ConfigError: a value is of another type than vLLM reads.
+    """
+    if "quantization" in values:
+        values = {"quant_method": "modelopt", **found(values, "quantization", dict, PLACE)}
+    left_out = [name for key in LEFT_OUT_KEYS for name in found(values, key, list, PLACE)]
+    experts = [f"{root}layers.{layer}.{block}.experts" for root in ROOTS for layer in layers for block in BLOCKS]
+    is_modelopt = is_mxfp8(values) or "quant_algo" in values
+    if any(_means_one(str(name), experts, is_modelopt=is_modelopt) for name in left_out):
+        return {"quant_method": f"{values.get('quant_method')} without the experts"}
+    if _algorithm(values) != "MIXED_PRECISION":
+        return values
+    by_layer = found(values, "quantized_layers", dict, PLACE)
+    own = [found(by_layer, name, dict, "quantized_layers") for name in by_layer if EXPERT_LAYERS.search(name)]
+    # the op's memory serves the layer whose rows take most: one that is not cast
+    layer: Mapping[str, Any] = min(own, key=lambda each: _algorithm(each) in BLOCK_FP8_ALGORITHMS, default={})
+    if _algorithm(layer) not in BLOCK_FP8_ALGORITHMS:
+        return {**values, "quant_algo": _algorithm(layer)} if layer else {}
+    size = layer.get("group_size", 128)
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
+
+
+def activation_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:
+    """Returns the part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they are not cast."""
+    method = method_of(quantization)
+    if method == "fp8":
+        is_static = quantization.get("activation_scheme") == "static"
+        shape = _block_shape("weight_block_size", quantization.get("weight_block_size"))
+        return _quant(block_shape=shape, is_static=is_static)
+    return _compressed_tensors_quant(quantization) if method == "compressed-tensors" else None
+
+
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """Returns the name of a quantisation, "none" where there is none."""
+    name = str(quantization.get("quant_method") or "none").lower().replace("_", "-")
+    return name.encode(errors="replace").decode()
+
+
+def is_mxfp8(quantization: Mapping[str, Any]) -> bool:
+    """Whether weights are MXFP8, as ModelOpt or a checkpoint of vLLM's short name says."""
+    return method_of(quantization) == "mxfp8" or "MXFP8" in _algorithm(quantization)
+
+
+def found(values: Mapping[str, Any], key: str, kind: type, place: str) -> Any:
+    """Returns the JSON object (dict) or list by a key, an empty one where there is none."""
+    value = values.get(key) or kind()
+    if not isinstance(value, kind):
+        what = "a list" if kind is list else "a JSON object"
+        raise ConfigError(f"{what} by {key} in {place}", shown(value), REMEDY)
+    return value
+
+
+def _algorithm(values: Mapping[str, Any]) -> str:
+    return str(values.get("quant_algo")).upper()
+
+
+def _means_one(entry: str, modules: list[str], *, is_modelopt: bool) -> bool:
+    """Whether an entry of a list of modules that are not quantised means experts out of `modules`, as vLLM reads it."""
+    if entry.startswith("re:"):
+        try:
+            pattern = re.compile(entry[3:])
+        except re.error as error:
+            raise ConfigError(f"a pattern behind re: in {PLACE}", f"{shown(entry)}: {error}", REMEDY) from error
+        return any(pattern.match(f"{module}.0.down_proj") for module in modules)
+    if is_modelopt:
+        return any(entry in module or module in entry or fnmatch(module, entry) for module in modules)
+    return "experts" in entry and any(module in entry for module in modules)
+
+
+def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:
+    by_name = found(quantization, "config_groups", dict, PLACE)
+    groups = [found(by_name, name, dict, "config_groups") for name in by_name]
+    place = "a group of config_groups"
+    for_experts = [
+        each for each in groups if any("expert" in str(name) for name in found(each, "targets", list, place))
+    ]
+    group: Mapping[str, Any] = next(iter(for_experts or groups), {})
+    inputs, weights = (found(group, name, dict, place) for name in ("input_activations", "weights"))
+    if inputs.get("type") != "float" or inputs.get("num_bits") != FP8_BITS:
+        return None
+    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+    if isinstance(block, str):
+        # _block_shape refuses what is no number
+        block = [int(size) if re.fullmatch(" *[0-9]{1,9} *", size) else size for size in block.split("x")]
+    shape = _block_shape("block_structure", block)
+    by_token = shape is None and inputs.get("strategy") == "token"
+    return _quant(block_shape=shape, by_token=by_token, is_static=not inputs.get("dynamic"))
+
+
+def _block_shape(key: str, sizes: Any) -> list[int] | None:
+    """Returns rows and columns of a block of weights with one scale; None where there are no blocks."""
+    if sizes is None:
+        return None
+    are_sizes = isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)
+    if not are_sizes or len(sizes) != 2:
+        raise ConfigError(f"two whole numbers above 0 by {key} in {PLACE}", shown(sizes), REMEDY)
+    shape: list[int] = sizes
+    return shape
+
+
+def _quant(*, block_shape: list[int] | None, by_token: bool = False, is_static: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        quant_dtype=FP8_DTYPE,
+        block_shape=block_shape,
+        per_act_token_quant=by_token,
+        a1_scale="static" if is_static else None,
+        a1_gscale=None,
+    )
