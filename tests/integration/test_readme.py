@@ -16,7 +16,7 @@ GUIDES = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("deepep
 IMPORTS = re.findall(r"^(?:from|import) ep_a2a\.compat.*$", GUIDES, re.MULTILINE)
 NUM_RANKS = 4
 MAX_WORDS = 1100
-MAX_PROGRAM_LINES = 12
+MAX_PROGRAM_LINES = 13
 MODEL = '{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_experts": 64, '
 MODEL += '"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 4, "torch_dtype": "bfloat16"}'
 
