@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 @functools.cache
 def log_once(logger: logging.Logger, level: int, message: str) -> None:
-    """Logs a message the first time in a process."""
-    logger.log(level, "%s", message)
+    """Logs a message the first time in a process, with the caller's place."""
+    logger.log(level, "%s", message, stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,10 +20,8 @@ VLLM_BACKEND = "allgather_reducescatter"
 logger = logging.getLogger("vllm.ep_a2a")
 """vLLM configures loggers below its own name only."""
 
-
-def warn_once(message: str) -> None:
-    """Logs a warning once per process."""
-    log_once(logger, logging.WARNING, message)
+warn_once = functools.partial(log_once, logger, logging.WARNING)
+"""Logs a warning, its one argument, once per process."""
 
 
 def replacement(function: F) -> F:

@@ -48,15 +48,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Messages(logging.Handler):
-    """Collects what a logger is told from WARNING on."""
+    """Collects what a logger is told from a level on, and the files that tell it."""
 
-    def __init__(self, logger: str) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, logger: str, level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self.texts: list[str] = []
+        self.files: set[str] = set()
         logging.getLogger(logger).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        self.files.add(record.filename)
 
 
 def is_patched(target: str) -> bool:

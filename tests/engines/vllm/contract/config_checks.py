@@ -283,6 +283,7 @@ def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
         for _ in range(2):
             VllmConfig(parallel_config=chosen(enable_expert_parallel=ep, data_parallel_size=size))
         said[ep, size] = list(messages.texts)
+        assert messages.files <= {"parallel_config.py"}
     assert said == {(False, 1): [ONE_REPLICA], (False, 2): [WITHOUT_EP], (True, 1): [ONE_REPLICA], (True, 2): []}
     for flag in ("--data-parallel-size", "--enable-expert-parallel", "--all2all-backend ep_a2a"):
         assert flag in ONE_REPLICA
