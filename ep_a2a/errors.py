@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import reprlib
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 REFERENCE = "docs/errors.md"
@@ -19,6 +21,7 @@ MAX_TOKENS = (
 """The bound that sizes an op's memory, by its names in a configuration, among handle kwargs and on the command line."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_max_tokens_name: ContextVar[str] = ContextVar("max_tokens_name", default=MAX_TOKENS)
 _LAST_LINE = re.compile(rf"\nSee {re.escape(REFERENCE)}#\w+\.")
 
 
@@ -39,6 +42,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def without_section(text: str) -> str:
     """Returns a text without the lines by which errors of this package name their section."""
     return _LAST_LINE.sub("", text)
+
+
+@contextlib.contextmanager
+def max_tokens_named(name: str) -> Iterator[None]:
+    """Lets remedies of errors that are made meanwhile say `name` for MAX_TOKENS.
+
+    Each interface that users come through names its own option or argument; of nested ones the outermost counts.
+    """
+    outer = _max_tokens_name.get()
+    token = _max_tokens_name.set(name if outer == MAX_TOKENS else outer)
+    try:
+        yield
+    finally:
+        _max_tokens_name.reset(token)
 
 
 class EpA2AError(Exception):
@@ -62,8 +79,7 @@ class EpA2AError(Exception):
     def __init__(self, expected: str, got: str, remedy: str | None = None, *, field: str | None = None) -> None:
         self.field = field
         self._expected, self.got = without_section(expected), without_section(got)
-        if remedy is not None:
-            self.remedy = remedy
+        self.remedy = (self.remedy if remedy is None else remedy).replace(MAX_TOKENS, _max_tokens_name.get())
         # a subclass whose own text fails can still be raised
         super().__init__(EpA2AError.__str__(self))
 

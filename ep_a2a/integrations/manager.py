@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import env
-from ep_a2a.errors import StateError
+from ep_a2a.errors import StateError, max_tokens_named
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.token_format import handle_kwargs
 from ep_a2a.managers.native import NativeAll2AllManager
@@ -62,11 +62,13 @@ class EngineManager(NativeAll2AllManager):
 
     Attributes:
         logger: gets one line per shape on rank 0: backend, kernels, topology, bytes of buffers.
+        tokens_option: the engine's option that bounds the tokens of a step, for errors.
         counters: of the layers; None by default.
         combines_in_halves: whether shared experts run between the halves of combine; False by default.
     """
 
     logger = logging.getLogger(__name__)
+    tokens_option = "the tokens of a step"
 
     def __init__(self, cpu_group: ProcessGroup, num_micro_batches: int = 1, split_max_sms: int = 0) -> None:
         env.check_values()
@@ -142,7 +144,8 @@ class EngineManager(NativeAll2AllManager):
         if not self._ops:
             # with that patience: ranks learn about each other's GPUs with less
             self.arena.rendezvous.barrier("the first layer")
-        op: EpDispatchCombineOp = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
+        with max_tokens_named(self.tokens_option):
+            op: EpDispatchCombineOp = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._ops:
             self._ops.append(op)
             if self._step_timeout_secs is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
-from ep_a2a.errors import ConfigError, InputError, NotInitializedError, UnknownNameError
+from ep_a2a.errors import ConfigError, InputError, NotInitializedError, UnknownNameError, max_tokens_named
 from ep_a2a.managers.native import NativeAll2AllManager
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def make_op(
         "layout": layout,
     }
     try:
-        op: EpDispatchCombineOp = manager.get_handle(kwargs)
+        with max_tokens_named("max_tokens"):
+            op: EpDispatchCombineOp = manager.get_handle(kwargs)
     except (ConfigError, UnknownNameError) as error:
         error.field = ARGUMENT_OF_KWARG.get(error.field or "", error.field)
         if isinstance(error, ConfigError):

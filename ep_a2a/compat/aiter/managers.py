@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat.mori.ops import EpDispatchCombineOp
 from ep_a2a.config.file import DEFAULT_BACKEND
+from ep_a2a.errors import max_tokens_named
 from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager as AgRsAll2AllManager
 from ep_a2a.managers.base import Cache
 from ep_a2a.managers.external.deepep import DeepEPHighThroughputAll2AllManager as DeepEPHTAll2AllManager
@@ -63,7 +64,8 @@ class AiterAll2AllManager:
         """
 
         wanted = {name: value for name, value in kwargs.items() if name != "gpu_per_node"}
-        native = self.manager.get_handle(wanted, index)
+        with max_tokens_named("max_num_tokens_per_dp_rank"):
+            native = self.manager.get_handle(wanted, index)
         # a handle holds its op, so no other op has this id while the handle lives
         op: EpDispatchCombineOp = self.handle_cache.get_or_create(
             id(native), lambda: EpDispatchCombineOp.around(native)

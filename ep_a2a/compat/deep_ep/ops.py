@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
-from ep_a2a.errors import ConfigError, EpA2AError, TooManyTokensError
+from ep_a2a.errors import ConfigError, EpA2AError, TooManyTokensError, max_tokens_named
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.node_grid import NodeGrid
@@ -156,8 +156,10 @@ class Ops:
         """Returns the op of this shape on the memory of this index. Collective when it is new."""
         key = shape, index
         if key not in self._ops:
-            op = self._ops[key] = self.manager.get_handle(self._handle_kwargs(shape), index)
-            if shape.layout is Layout.EXPERT_MAJOR:
+            low_latency = shape.layout is Layout.EXPERT_MAJOR
+            with max_tokens_named("num_max_dispatch_tokens_per_rank" if low_latency else "max_num_tokens_per_rank"):
+                op = self._ops[key] = self.manager.get_handle(self._handle_kwargs(shape), index)
+            if low_latency:
                 # before the exchange, which synchronises the device and cannot be captured: the ones are valid on all
                 # streams and no part of a captured graph
                 self.unit_weights[op] = torch.ones(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ep_a2a import shmem
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
+from ep_a2a.errors import max_tokens_named
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
@@ -43,7 +44,8 @@ class World:
         if not topology.internode and config.kernel_type is not KernelType.IntraNode:
             warn_once("mori", "ops.EpDispatchCombineConfig", "kernel_type")
             config = replace(config, kernel_type=KernelType.IntraNode)
-        return self._factory.make(config, topology, None)
+        with max_tokens_named("max_num_inp_token_per_rank"):
+            return self._factory.make(config, topology, None)
 
     def _topology(self, config: EpDispatchCombineConfig) -> Topology:
         """Returns the nodes that the op spans."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.triton_distributed.phases import PhaseBuffers, make_config, nodes_of
 from ep_a2a.compat.triton_distributed.utils import world_arena
-from ep_a2a.errors import EpA2AError, InputError
+from ep_a2a.errors import EpA2AError, InputError, max_tokens_named
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.topology import gather_report
@@ -181,7 +181,8 @@ def create_ep_ll_a2a_ctx(
         agree_on_config(None, arena.rendezvous, indices[0], error)
         raise
     cast_group = fp8_gsize if online_quant_fp8 and not config.casts_in_dispatch else 0
-    phases = [PhaseBuffers(op, cast_group) for op in _make_ops(config, topology, arena, indices)]
+    with max_tokens_named("max_m"):
+        phases = [PhaseBuffers(op, cast_group) for op in _make_ops(config, topology, arena, indices)]
     return (
         LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),
         LowlatencyCombineContext(phases, online_quant_fp8, fp8_gsize),

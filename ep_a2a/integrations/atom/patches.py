@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat import mori
-from ep_a2a.errors import UnsupportedError
+from ep_a2a.errors import UnsupportedError, max_tokens_named
 from ep_a2a.integrations.atom.manager import install_manager
 from ep_a2a.integrations.atom.options import check_options
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
@@ -89,7 +89,8 @@ def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize
     manager = install_manager(parallel_state.get_ep_group().device_communicator)
     kwargs = handle_kwargs(moe, manager, envs.ATOM_MORI_COMBINE_QUANT)
     indices = (1, 2, 0) if ubatching.tbo_enabled() else (0,)
-    *halves, whole = (Dispatcher(op, op) for op in (manager.get_handle(kwargs, index) for index in indices))
+    with max_tokens_named("--max-num-batched-tokens"):
+        *halves, whole = [Dispatcher(op, op) for op in (manager.get_handle(kwargs, index) for index in indices)]
     kernels = _atom("model_ops.fused_moe.modular_kernel")
     return AtomPrepareAndFinalize(whole, halves, kernels, ubatching)
 

@@ -20,6 +20,7 @@ from ep_a2a.integrations.token_format import RAW, LayerShape, agreed_bound, toke
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKENS_OPTION = "--chunked-prefill-size"
 LEAST_MAX_TOKENS = 4096
 """SGLang's bound of a rank's decode requests and of its dummy runs, which it settles after the layers are built."""
 
@@ -28,6 +29,7 @@ LEAST_MAX_TOKENS = 4096
 def manager_of(group: Any) -> EngineManager:
     """Returns the manager of an SGLang GroupCoordinator; the first call makes it."""
     manager = EngineManager(group.cpu_group)
+    manager.tokens_option = TOKENS_OPTION
     manager.device, manager.device_group = torch.device(group.device), group.device_group
     # its first rank streams the tokens of all
     manager.tp_group = get_attn_tp_group()
@@ -107,7 +109,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         counts, sharing = get_dp_global_num_tokens(), self._attn_tp_size
         if counts is None or len(counts) == 1:
             counts, sharing = [num_tokens], 1
-        return agreed_bound(max(counts), sharing, self._most, "--chunked-prefill-size")
+        return agreed_bound(max(counts), sharing, self._most, TOKENS_OPTION)
 
     def combine(self, combine_input: Any) -> Tensor:
         """Returns the sums [T, H] of this rank's tokens.

@@ -21,6 +21,7 @@ class VllmAll2AllManager(EngineManager):
     """
 
     logger = logger
+    tokens_option = "--max-num-batched-tokens"
     support_fault_tolerance = False
 
     def __init__(self, communicator: Any, vllm_manager: Any, num_micro_batches: int = 1) -> None:

@@ -224,7 +224,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
         num_tokens = None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
         most = self._dispatcher.op.config.max_num_inp_token_per_rank
-        return agreed_bound(num_tokens, self._moe.moe_parallel_config.sp_size, most, "--max-num-batched-tokens")
+        return agreed_bound(num_tokens, self._moe.moe_parallel_config.sp_size, most, self._manager.tokens_option)
 
     def _rows_for_experts(self, received: Received, expert_map: torch.Tensor | None, quant_config: Any) -> Any:
         """Returns what `prepare` does; quant_config: None where the experts quantise."""
