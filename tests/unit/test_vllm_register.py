@@ -12,6 +12,7 @@ import pytest
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import plugin as name
 from ep_a2a.integrations.vllm import register, support
+from ep_a2a.log_once import log_once
 from tests.engines.vllm.contract.wheels import ROOT
 
 OTHERS = (
@@ -73,6 +74,20 @@ def test_processes_that_vllm_starts_are_not_checked_again(other_vllm, monkeypatc
     monkeypatch.setattr(name, "_add_name", lambda: None)
     monkeypatch.setattr(name.multiprocessing, "parent_process", lambda: "vLLM")
     register()
+
+
+@pytest.mark.parametrize(("value", "num_warnings"), [("ep_a2a", 1), ("allgather_reducescatter", 0)])
+def test_the_variable_of_older_vllms_is_said_to_do_nothing(other_vllm, monkeypatch, caplog, value, num_warnings):
+    log_once.cache_clear()
+    monkeypatch.setattr(sys, "argv", OTHERS[0])
+    monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", value)
+    for _ in range(2):
+        register()
+    assert len(caplog.records) == num_warnings
+    for record in caplog.records:
+        assert "--all2all-backend ep_a2a" in record.message
+        # the place that warns, not the function that logs
+        assert record.filename == "plugin.py"
 
 
 def fake_vllm(monkeypatch, backends) -> SimpleNamespace:

@@ -7,9 +7,11 @@ import re
 import sys
 from typing import Any, Literal, get_args, get_origin
 
+from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement, warn_once
 
+OLD_VARIABLE = "VLLM_ALL2ALL_BACKEND"
 CHOICE = re.compile(rf"--all2all[-_]backend[= ]{BACKEND_NAME}\b")
 
 
@@ -23,10 +25,13 @@ def register() -> None:
     """
     is_chosen = CHOICE.search(" ".join(sys.argv[1:]))
     # processes that multiprocessing starts have their parent's command line
-    if is_chosen and multiprocessing.parent_process() is None:
+    is_first = multiprocessing.parent_process() is None
+    if is_chosen and is_first:
         from ep_a2a.integrations.vllm.support import check
 
         check()
+    if is_first and env.other_variable(OLD_VARIABLE) == BACKEND_NAME:
+        warn_once(f"{OLD_VARIABLE} has no effect: choose the backend by --all2all-backend {BACKEND_NAME}")
     try:
         _add_name()
     except Exception as error:
