@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,15 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     if config is None or not is_ep or config.parallel_config.all2all_backend != BACKEND_NAME:
         return original(*args, **kwargs)
     parallel = config.parallel_config
-    # the platform's class knows only vLLM's names
+    # the platform's class knows only vLLM's names, and logs the one that it is given
     parallel.all2all_backend = VLLM_BACKEND
+    vllm_logger = logging.getLogger(original.__module__)
+    vllm_logger.addFilter(_says_nothing_of_managers)
     try:
         communicator = original(*args, **kwargs)
     finally:
         parallel.all2all_backend = BACKEND_NAME
+        vllm_logger.removeFilter(_says_nothing_of_managers)
     communicator.all2all_backend = BACKEND_NAME
     if not (communicator.use_all2all and parallel.enable_expert_parallel):
         return communicator
@@ -57,6 +61,10 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     communicator.all2all_manager = VllmAll2AllManager(communicator, communicator.all2all_manager, num_micro_batches)
     logger.debug("the communicator of %s carries the ep_a2a manager", communicator.unique_name)
     return communicator
+
+
+def _says_nothing_of_managers(record: logging.LogRecord) -> bool:
+    return "all2all manager" not in str(record.msg)
 
 
 def original_communicator_class() -> Any:

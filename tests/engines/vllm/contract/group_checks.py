@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import logging
 import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -74,7 +75,10 @@ def check_the_communicator_of_experts_carries_our_manager() -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
     for kind in (CPU, CUDA):
+        vllm_says = Messages(f"{COMMUNICATORS}.{kind.partition('.')[0]}", logging.INFO)
         with communicator_of(kind=kind) as communicator:
+            assert not [text for text in vllm_says.texts if "manager" in text], "the log names one backend"
+            assert not logging.getLogger(f"{COMMUNICATORS}.{kind.partition('.')[0]}").filters
             assert class_name(communicator) == kind.partition(".")[2]
             assert communicator.use_all2all
             assert communicator.all2all_backend == NAME
