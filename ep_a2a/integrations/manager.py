@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a import env
-from ep_a2a.errors import StateError, max_tokens_named
+from ep_a2a import __version__, env
+from ep_a2a.errors import EpA2AError, RankTimeoutError, StateError, max_tokens_named
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.token_format import handle_kwargs
 from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.memory.agreement import described
+from ep_a2a.memory.peers import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -48,6 +51,27 @@ def read_counters(managers: Iterable[EngineManager], names: Mapping[int, str]) -
     )
 
 
+@contextlib.contextmanager
+def dead_ranks_named() -> Iterator[None]:
+    """Turns an error of the engine's own exchanges into one that names the ranks whose processes have ended.
+
+    Raises:
+        RankTimeoutError: an error came that is none of this package, and processes of the group have ended.
+    """
+    try:
+        yield
+    except Exception as error:
+        for manager in () if isinstance(error, EpA2AError) else live_managers:
+            if gone := manager.gone_ranks():
+                raise RankTimeoutError(
+                    "every rank of the expert-parallel group to live",
+                    f"{described(Verdict(gone), manager.rank)}. Seen here: {type(error).__name__}: {error}",
+                    "Read the logs of the named ranks, and start the engine again.",
+                    gone,
+                ) from error
+        raise
+
+
 class EngineManager(NativeAll2AllManager):
     """Makes the dispatchers of an engine's MoE layers. Layers of one shape share ops, which live until `destroy`.
 
@@ -61,7 +85,7 @@ class EngineManager(NativeAll2AllManager):
         EnvironmentVariableError: an EP_A2A_* variable cannot be parsed.
 
     Attributes:
-        logger: gets one line per shape on rank 0: backend, kernels, topology, bytes of buffers.
+        logger: gets one line per shape on rank 0: kernels, topology, buffers, tokens, their format, waits, version.
         tokens_option: the engine's option that bounds the tokens of a step, for errors.
         counters: of the layers; None by default.
         combines_in_halves: whether shared experts run between the halves of combine; False by default.
@@ -96,9 +120,12 @@ class EngineManager(NativeAll2AllManager):
         parts = self._num_micro_batches
         ranks = {"rank": self.rank, "world_size": self.world_size}
         of_part, of_step = (handle_kwargs(token_format, shape.of_micro_batch(n), **ranks) for n in (parts, 1))
+        num_known = len(self._ops)
         # the op of whole steps is the last one of a shape
         others = [self.get_handle(of_part, index) for index in range(1, parts)]
         ops = [self.get_handle(of_step), *others]
+        if len(self._ops) > num_known and self.rank == 0:
+            self._log(ops[0], token_format.advice)
         if parts > 1:
             # kernels for the bound are compiled
             for op in ops:
@@ -150,22 +177,23 @@ class EngineManager(NativeAll2AllManager):
             self._ops.append(op)
             if self._step_timeout_secs is not None:
                 op.set_timeout(self._step_timeout_secs)
-            if self.rank == 0 and index == 0:
-                self._log(op, kwargs.get("gpu_per_node"))
         return op
 
-    def _log(self, op: EpDispatchCombineOp, gpu_per_node: int | None) -> None:
-        found = self.explain(gpu_per_node, op.config.max_num_inp_token_per_rank)
-        transport = op.config.internode_transport
-        self.logger.info(
-            "%s: %s kernels%s (%s), %s; %.1f MiB of buffers on this device",
-            found["backend"],
-            found["kernel"],
-            "" if transport == "auto" else f" over {transport}",
-            found["kernel_reason"],
+    def _log(self, op: EpDispatchCombineOp, advice: str) -> None:
+        config, cast = op.config, op.config.dispatch_quant.value
+        found = self.explain(config.gpu_per_node, config.max_num_inp_token_per_rank)
+        transport = "" if config.internode_transport == "auto" else f" over {config.internode_transport}"
+        interpreter = " in Triton's interpreter" if op.device.type == "cpu" else ""
+        wire = str(config.data_type).removeprefix("torch.") if cast == "none" else cast
+        facts = (
+            f"{found['backend']}: {found['kernel']} kernels{transport}{interpreter} ({found['kernel_reason']})",
             found["topology"],
-            self.num_buffer_bytes / MIB,
+            f"{self.num_buffer_bytes / MIB:.1f} MiB of buffers on this device",
+            f"at most {config.max_num_inp_token_per_rank} tokens per rank, as {wire}{advice and f' ({advice})'}",
+            f"waits end after {config.timeout_secs:g} s, after warm-up {env.TIMEOUT_SECS.get():g} s",
+            f"version {__version__}",
         )
+        self.logger.info("%s", "; ".join(facts))
 
     def _wait_as_the_group_does(self) -> float:
         """Gives the rendezvous the process group's time-out, and returns it in seconds."""
@@ -191,6 +219,10 @@ class EngineManager(NativeAll2AllManager):
     def poison_words(self) -> list[torch.Tensor]:
         """The word of each op that kernels write failures of any rank to: int32 [1], code << 16 | accused rank."""
         return [op.memory.poison.word for op in self._ops]
+
+    def gone_ranks(self) -> tuple[int, ...]:
+        """Returns the ranks whose processes have ended; waits a second for deaths that are only just seen."""
+        return self.arena.rendezvous.peers.settle() if self._ops else ()
 
     def close_open_steps(self) -> None:
         """Closes ops that an error has left between dispatch and combine, so that later calls raise and do not wait."""

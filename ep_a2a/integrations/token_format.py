@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.config import FP8_DTYPE
@@ -21,12 +21,14 @@ class TokenFormat:
         scale_format: format of that cast's scales.
         quantize_after: the engine's function quantises received rows, because dispatch has no such cast.
         by_whole_tensor: that function takes one scale from all rows, so rows without a token must be zeros.
+        advice: for the log: the engine's option by which fewer bytes would travel, and why; "" where there is none.
     """
 
     cast: str
     scale_format: str = "float32"
     quantize_after: bool = False
     by_whole_tensor: bool = False
+    advice: str = field(default="", compare=False)
 
     @property
     def dtype(self) -> torch.dtype | None:

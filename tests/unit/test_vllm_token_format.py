@@ -93,6 +93,12 @@ def test_how_tokens_travel(config, expected):
     assert format_of(config, deferred=True) == RAW
 
 
+@pytest.mark.parametrize(("config", "is_told"), [(PER_BLOCK, True), (PER_TOKEN, False), (QuantConfig("nvfp4"), False)])
+def test_experts_that_double_the_bytes_are_said(config, is_told):
+    assert ("--moe-backend deep_gemm" in format_of(config, deferred=True).advice) == is_told
+    assert not format_of(config).advice
+
+
 def test_hidden_sizes():
     assert format_of(PER_TOKEN, 2880).cast == "fp8_per_token"
     assert format_of(PER_BLOCK, 2880) == AFTER

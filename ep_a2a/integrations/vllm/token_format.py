@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, MX_GROUP_SIZE
 from ep_a2a.integrations.token_format import RAW, TokenFormat
+
+TWICE_THE_BYTES = "the experts that vLLM chose cast rows themselves: --moe-backend deep_gemm halves the bytes"
 
 
 def token_format_of(
@@ -19,8 +22,11 @@ def token_format_of(
         expects_unquantized: the experts quantise themselves (vLLM's defer_input_quant).
         powers_of_two: vLLM's block quantisation rounds scales up to powers of two on this GPU.
     """
-    if quant_config is None or quant_config.quant_dtype is None or expects_unquantized:
+    if quant_config is None or quant_config.quant_dtype is None:
         return RAW
+    if expects_unquantized:
+        other = token_format_of(quant_config, hidden_dim, expects_unquantized=False, powers_of_two=powers_of_two)
+        return replace(RAW, advice=TWICE_THE_BYTES if other.cast == "fp8_per_1x128" else "")
     transposed = getattr(quant_config, "is_scale_transposed", False)
     if quant_config.quant_dtype == FP8_DTYPE and quant_config.a1_scale is None:
         block = quant_config.block_shape

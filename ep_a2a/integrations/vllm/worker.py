@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.integrations.manager import live_managers, read_counters
+from ep_a2a.integrations.manager import dead_ranks_named, live_managers, read_counters
 from ep_a2a.integrations.vllm.common import is_replacement, logger, replacement
 from ep_a2a.integrations.vllm.stages import live_stages
 
@@ -67,7 +67,8 @@ def _checked(call: Callable[..., Any], *, sends: bool = False) -> Callable[..., 
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            output = call(self, *args, **kwargs)
+            with dead_ranks_named():
+                output = call(self, *args, **kwargs)
         except BaseException as error:
             # whatever failed, a layer may have dispatched and not combined
             for manager in live_managers:
@@ -99,7 +100,8 @@ def _then_shorten_waits(warm_up: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(warm_up)
     def warm_up_and_shorten(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = warm_up(self, *args, **kwargs)
+        with dead_ranks_named():
+            result = warm_up(self, *args, **kwargs)
         for manager in live_managers:
             manager.end_warm_up(env.TIMEOUT_SECS.get())
         return result

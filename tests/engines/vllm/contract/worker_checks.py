@@ -21,6 +21,7 @@ class Manager:
         self.error: Exception | None = None
         self.num_checks = 0
         self.num_closings = 0
+        self.gone: tuple[int, ...] = ()
         self.waits: list[float] = []
         self.rank, self.world_size = 1, 2
         self.counters: Any = None
@@ -29,6 +30,9 @@ class Manager:
         self.num_checks += 1
         if self.error is not None:
             raise self.error
+
+    def gone_ranks(self) -> tuple[int, ...]:
+        return self.gone
 
     def close_open_steps(self) -> None:
         self.num_closings += 1
@@ -158,6 +162,10 @@ def check_errors_of_the_step_itself_arrive_as_they_are(manager: Manager) -> None
     with refused(ZeroDivisionError, "the model's own"):
         _checked(fail)(object())
     assert manager.num_closings == 1
+    # one of vLLM's own exchanges says that a connection was closed, not whose
+    manager.gone = (3,)
+    with refused(TimeoutError, "rank 3 is gone", "the model's own"):
+        _checked(fail)(object())
 
 
 @with_manager
