@@ -6,7 +6,7 @@ the libraries they show nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ep_a2a
+from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, FlashInferTwoSidedAll2AllManager
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.managers.external.mori import MoriLowLatencyAll2AllManager
 from ep_a2a.managers.external.pplx import PplxAll2AllManager
@@ -99,6 +100,126 @@ class PplxAllToAll:
         self._origins = []
 
 
+@dataclass
+class Options:
+    """flashinfer.moe_ep's BootstrapConfig, MoEEpCommParams and configs, as far as they are passed."""
+
+    world_size: int = 0
+    rank: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    max_tokens_per_rank: int = 0
+    hidden_size: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    extra_payload_bytes_per_token: int = 0
+    use_low_precision_combine: bool = False
+    comm_backend: Any = None
+
+
+class TorchDistBackend:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+
+class NVLinkAlltoAll:
+    """What both communications of flashinfer.moe_ep 0.7.4 have in common: rows of a source in any order, no copies."""
+
+    compact = False
+
+    def __init__(self, bootstrap: Options, params: Options, config: Options) -> None:
+        self.rank, self.params, self.config = bootstrap.rank, params, config
+        self._origins: list[tuple[int, int, int]] | None = None
+
+    def _gather(self, own: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size(self.config.comm_backend.group)
+        dist.all_gather_object(everyone, own, group=self.config.comm_backend.group)
+        return everyone
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        hidden_states_scale: torch.Tensor | None = None,
+        runtime_max_tokens_per_rank: int,
+    ) -> SimpleNamespace:
+        assert self._origins is None
+        assert 0 < runtime_max_tokens_per_rank <= self.params.max_tokens_per_rank
+        assert topk_ids.dtype == torch.int32
+        assert self.compact or bool(((topk_ids >= 0) & (topk_ids < self.params.num_experts)).all())
+        everyone = self._gather((hidden_states, topk_ids, topk_weights, hidden_states_scale))
+        self._origins, self._num_tokens = [], len(hidden_states)
+        self._num_rows = len(everyone) * runtime_max_tokens_per_rank
+        num_local = self.params.num_experts // len(everyone)
+        for source, (_, ids, *_) in enumerate(everyone):
+            came = (ids.div(num_local, rounding_mode="floor") == self.rank).any(1).nonzero().flatten().tolist()
+            start = len(self._origins) if self.compact else source * runtime_max_tokens_per_rank
+            self._origins += [(start + row, source, token) for row, token in enumerate(reversed(came))]
+        received = []
+        for payload, own in enumerate((hidden_states, topk_ids, topk_weights, hidden_states_scale)):
+            if own is None:
+                received.append(None)
+                continue
+            assert (own.shape[1] * own.itemsize) % (16 if payload in (0, 3) else 4) == 0
+            rows = own.new_empty(self._num_rows, own.shape[1])
+            rows.view(torch.uint8).fill_(0xFF)
+            for row, source, token in self._origins:
+                rows[row] = everyone[source][payload][token]
+            received.append(rows)
+        if self.compact:
+            ids = received[1]
+            ids[ids.div(num_local, rounding_mode="floor") != self.rank] = -1
+        names = ("hidden_states", "topk_ids", "topk_weights", "hidden_states_scale")
+        return SimpleNamespace(**dict(zip(names, received, strict=True)))
+
+    def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self._num_rows, self.params.hidden_size, dtype=dtype)
+
+    def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
+        assert self._origins is not None
+        rows = [(source, token, expert_output[row]) for row, source, token in self._origins]
+        result = expert_output.new_zeros(self._num_tokens, self.params.hidden_size)
+        for part in self._gather(rows):
+            for source, token, row in part:
+                if source == self.rank:
+                    result[token] += row
+        self._origins = None
+        return result if output is None else output.copy_(result)
+
+    def destroy(self) -> None:
+        assert self._origins is None
+
+
+class NVLinkTwoSidedAlltoAll(NVLinkAlltoAll):
+    compact = True
+
+
+class NVLinkOneSidedAlltoAll072(NVLinkAlltoAll):
+    """As release 0.7.2.post1 names the bound of a step."""
+
+    def dispatch(self, *rows: torch.Tensor, max_tokens_per_rank: int, **scales: Any) -> SimpleNamespace:  # type: ignore[override]
+        return super().dispatch(*rows, runtime_max_tokens_per_rank=max_tokens_per_rank, **scales)
+
+
+def flashinfer_modules(one_sided: type[NVLinkAlltoAll] = NVLinkAlltoAll) -> dict[str, Any]:
+    """Modules of FlashInfer by name, for sys.modules."""
+    moe_ep = SimpleNamespace(
+        BootstrapConfig=Options,
+        MoEEpCommParams=Options,
+        NVLinkOneSidedConfig=Options,
+        NVLinkTwoSidedConfig=Options,
+        NVLinkOneSidedAlltoAll=one_sided,
+        NVLinkTwoSidedAlltoAll=NVLinkTwoSidedAlltoAll,
+    )
+    return {
+        "flashinfer": SimpleNamespace(),
+        "flashinfer.comm": SimpleNamespace(),
+        "flashinfer.comm.mnnvl": SimpleNamespace(TorchDistBackend=TorchDistBackend),
+        "flashinfer.moe_ep": moe_ep,
+    }
+
+
 class InterNodeV1LLOp(EpDispatchCombineOp):
     """MORI's op, on our kernels, with what InterNodeV1LL takes for granted (src/ops/dispatch_combine/internode_v1.cpp).
 
@@ -149,6 +270,20 @@ class PplxManager(PplxAll2AllManager):
 
     library = PplxStandIn("pplx_kernels", "pplx-kernels", "")
     capabilities = replace(PplxAll2AllManager.capabilities, runs_on_cpu=True)
+
+
+class FlashInferOneSidedManager(FlashInferOneSidedAll2AllManager):
+    """FlashInfer's manager; its modules are those of `flashinfer_modules`."""
+
+    library = StandIn("flashinfer", "flashinfer-python", "")
+    capabilities = replace(FlashInferOneSidedAll2AllManager.capabilities, runs_on_cpu=True)
+
+
+class FlashInferTwoSidedManager(FlashInferTwoSidedAll2AllManager):
+    """As FlashInferOneSidedManager."""
+
+    library = StandIn("flashinfer", "flashinfer-python", "")
+    capabilities = replace(FlashInferTwoSidedAll2AllManager.capabilities, runs_on_cpu=True)
 
 
 class MoriLowLatencyManager(MoriLowLatencyAll2AllManager):

@@ -24,7 +24,7 @@ class Release:
     """One version of a package.
 
     Attributes:
-        package, version: as pip takes them.
+        package, version: as pip takes them; version "": the newest.
         below: folders of the wheel that are kept; () = all.
         suffixes: ends of the names of files that are kept.
         python: the Python whose wheel is taken. abis: its ABI tags. Neither is this process's: only files are read.
@@ -53,21 +53,21 @@ class Release:
             if not (folder / f"{name}-{self.version}.dist-info" / "METADATA").exists():
                 with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                     unpacked = Path(temporary) / "unpacked"
-                    _unpack(self._download(Path(temporary)), unpacked, self.below, self.suffixes)
+                    _unpack(self.download(Path(temporary)), unpacked, self.below, self.suffixes)
                     shutil.rmtree(folder, ignore_errors=True)
                     unpacked.rename(folder)
         return folder
 
-    def _download(self, folder: Path) -> Path:
+    def download(self, folder: Path) -> Path:
         """The wheel, whatever machine this is: nothing compiled in it is used."""
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version", self.python, "--implementation", "cp"]
         command += [part for abi in self.abis for part in ("--abi", abi)]
         command += [part for name in PLATFORMS for part in ("--platform", f"{name}_x86_64")]
-        what = f"{self.package} {self.version}"
+        what = f"{self.package}=={self.version}" if self.version else self.package
         try:
             done = subprocess.run(
-                [*command, "--dest", str(folder), f"{self.package}=={self.version}"],
+                [*command, "--dest", str(folder), what],
                 capture_output=True,
                 text=True,
                 timeout=DOWNLOAD_TIMEOUT_SECS,
@@ -79,6 +79,18 @@ class Release:
             said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise Unavailable(f"pip cannot download {what}: {said[-1]}")
         return next(folder.glob("*.whl"))
+
+
+def newest(release: Release, folder: Path) -> str:
+    """Unpacks the newest release of a package into a folder; returns its version.
+
+    Raises:
+        Unavailable: pip cannot download it.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        wheel = release.download(Path(temporary))
+        _unpack(wheel, folder, release.below, release.suffixes)
+    return wheel.name.split("-")[1]
 
 
 def _unpack(wheel: Path, folder: Path, below: tuple[str, ...], suffixes: tuple[str, ...]) -> None:

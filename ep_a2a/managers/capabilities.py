@@ -56,7 +56,7 @@ class Capabilities:
             to another expert as well, which counts it, and combine multiplies that result by 0.
         recv_counts: received rows are counted by source.
         weight_sums: combine takes received weights and returns their sums.
-        source_positions: "yes": get_dispatch_src_token_pos is local; "collective": to be called on all ranks; "no".
+        source_positions: whether get_dispatch_src_token_pos says where rows come from: "yes" or "no".
         token_dtypes, combine_dtypes: names of torch dtypes of the rows given to dispatch and to combine.
         dispatch_casts: dispatch_quant types it takes. cast: "inside" its kernels or "before" them, by torch.
         scale_formats: formats of the scales that a cast makes.

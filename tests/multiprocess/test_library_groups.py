@@ -3,18 +3,16 @@
 import contextlib
 import datetime
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, UnsupportedError
-from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, FlashInferTwoSidedAll2AllManager
 from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
-from tests.library_stand_ins import MoriLowLatencyManager, StandIn
+from tests.library_stand_ins import FlashInferOneSidedManager, FlashInferTwoSidedManager, MoriLowLatencyManager
 
 HIDDEN_DIM = 32
 SOON_SECS, TIMEOUT = 30.0, datetime.timedelta(seconds=60)
@@ -30,19 +28,11 @@ def not_built(*_: Any) -> Any:
     raise NotBuilt
 
 
-class OneSided(FlashInferOneSidedAll2AllManager):
-    """FlashInfer's manager up to its library, which needs GPUs."""
-
-    library = StandIn("flashinfer", "flashinfer-python", "")
-    capabilities = replace(FlashInferOneSidedAll2AllManager.capabilities, runs_on_cpu=True)
+class OneSided(FlashInferOneSidedManager):
     op_type = not_built
 
 
-class TwoSided(FlashInferTwoSidedAll2AllManager):
-    """As OneSided."""
-
-    library = StandIn("flashinfer", "flashinfer-python", "")
-    capabilities = replace(FlashInferTwoSidedAll2AllManager.capabilities, runs_on_cpu=True)
+class TwoSided(FlashInferTwoSidedManager):
     op_type = not_built
 
 

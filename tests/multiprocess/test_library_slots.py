@@ -1,7 +1,9 @@
 """Slots without an expert on libraries whose kernels want one in every slot."""
 
 import functools
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,15 @@ import torch
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
-from tests.library_stand_ins import MoriLowLatencyManager, PplxManager
+from tests.library_stand_ins import (
+    FlashInferOneSidedManager,
+    FlashInferTwoSidedManager,
+    MoriLowLatencyManager,
+    NVLinkAlltoAll,
+    NVLinkOneSidedAlltoAll072,
+    PplxManager,
+    flashinfer_modules,
+)
 
 WORLD_SIZE = 2
 HIDDEN_DIM, PPLX_HIDDEN_DIM = 32, 512
@@ -85,3 +95,42 @@ def mori_low_latency_between_nodes(context: RankContext, *, has_weights: bool) -
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_mori_low_latency_between_nodes_gets_an_expert_of_the_same_rank(has_weights: bool) -> None:
     run_ranks(functools.partial(mori_low_latency_between_nodes, has_weights=has_weights), WORLD_SIZE)
+
+
+def flashinfer_parity(context: RankContext, *, layout: str, one_sided: type[NVLinkAlltoAll]) -> None:
+    kind = FlashInferTwoSidedManager if layout == "compact" else FlashInferOneSidedManager
+    with mock.patch.dict(sys.modules, flashinfer_modules(one_sided)), mock.patch("torch.cuda.synchronize"):
+        parity_cases.run_manager(context, kind(context.group), layout, HIDDEN_DIM)
+        # scales, no weights, a token whose slots all name no expert, rows that lie in the library's memory
+        manager = kind(context.group)
+        manager.device = context.device
+        kwargs = parity_cases.handle_kwargs(context, layout, HIDDEN_DIM)
+        op = manager.get_handle(kwargs | {"scale_dim": 4, "scale_type_size": 4})
+        x = torch.arange(3.0)[:, None].expand(-1, HIDDEN_DIM).to(torch.bfloat16).contiguous()
+        scales = x[:, :4].float() + context.rank
+        ids = torch.tensor([[-1, NUM_EXPERTS], [4, -7], [1, 4]], dtype=torch.int32)
+        rows, weights, received_scales, received_ids, _ = op.dispatch(x, None, scales, ids)
+        assert weights is None
+        valid = parity_cases.valid_rows(op, rows, received_ids)
+        source = op.get_dispatch_src_token_pos() // op.max_num_tokens_to_send()
+        expected = rows.flatten(0, -2)[valid.flatten(), :4].float()
+        if layout == "compact":
+            expected += source[:, None]
+            out = rows.clone()
+        else:
+            expected += valid.nonzero()[:, :1]
+            out = op.get_registered_combine_input_buffer(torch.bfloat16)
+            out.copy_(rows.flatten(0, 1))
+        assert torch.equal(received_scales.flatten(0, -2)[valid.flatten()], expected)
+        assert op.combine(out, None, ids)[0][:3, 0].tolist() == [0.0, 1.0, 4.0]
+        manager.destroy()
+
+
+@pytest.mark.parametrize(
+    ("layout", "one_sided"),
+    [("rank_major", NVLinkAlltoAll), ("rank_major", NVLinkOneSidedAlltoAll072), ("compact", NVLinkAlltoAll)],
+)
+def test_flashinfer_gets_an_expert_in_every_slot_or_a_rank_that_is_none(
+    layout: str, one_sided: type[NVLinkAlltoAll]
+) -> None:
+    run_ranks(functools.partial(flashinfer_parity, layout=layout, one_sided=one_sided), WORLD_SIZE)

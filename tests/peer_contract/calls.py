@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ep_a2a
-
-MANAGERS = Path(ep_a2a.__file__).parent / "managers" / "external"
+MANAGERS = Path(__file__).parent.parent.parent / "ep_a2a" / "managers" / "external"
 PINNED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("pinned.toml").read_text(encoding="utf-8"))
 MODULES = ("mori", "deep_ep", "nvshmem", "pplx_kernels")
+CALLED_FIELDS = "got"
+"""The variable of what a call has returned as an object with fields."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Call:
 def calls_of(module: str) -> dict[str, list[Call]]:
     """All calls of libraries in `managers/<module>.py`, by what is called, as the source spells it."""
     tree = ast.parse((MANAGERS / f"{module}.py").read_text(encoding="utf-8"))
-    imported, unpacked = _imported(tree), _unpacked(tree)
+    imported, unpacked = {name for _, name in imports_of(module)}, _unpacked(tree)
     found: dict[str, list[Call]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _is_native(node.func, imported):
@@ -47,7 +47,7 @@ def calls_of(module: str) -> dict[str, list[Call]]:
     return found
 
 
-def attributes_of(module: str) -> dict[str, set[str]]:
+def attributes_of(module: str, roots: tuple[str, ...] = ("native", "handle")) -> dict[str, set[str]]:
     """Attributes that are read, not called, of objects of a library, by the object as the source spells it."""
     tree = ast.parse((MANAGERS / f"{module}.py").read_text(encoding="utf-8"))
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -55,7 +55,7 @@ def attributes_of(module: str) -> dict[str, set[str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in called and isinstance(node.ctx, ast.Load):
             root = _spelled(node.value)
-            if root.removeprefix("self._").startswith(("native", "handle")):
+            if root.removeprefix("self._").startswith(roots):
                 found.setdefault(root, set()).add(node.attr)
     return found
 
@@ -76,13 +76,15 @@ def _spelled(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    return {
-        alias.asname or alias.name
+def imports_of(module: str) -> list[tuple[str, str]]:
+    """Names that `managers/<module>.py` imports from a library, as (module, name)."""
+    tree = ast.parse((MANAGERS / f"{module}.py").read_text(encoding="utf-8"))
+    return [
+        (node.module, alias.name)
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flashinfer"
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "flashinfer"
         for alias in node.names
-    }
+    ]
 
 
 def _unpacked(tree: ast.Module) -> dict[int, int]:
@@ -95,11 +97,13 @@ def _unpacked(tree: ast.Module) -> dict[int, int]:
 
 
 def _names(keyword: ast.keyword, tree: ast.Module) -> tuple[str, ...]:
-    """The keyword's name; for `**name` the keys of the dictionary it is; "**" for `**function()`."""
+    """The keyword's name; for `**dictionary` its keys, spelled if they are variables; "**" for `**function()`."""
     if keyword.arg is not None:
         return (keyword.arg,)
     if isinstance(keyword.value, ast.Call):
         return ("**",)
+    if isinstance(keyword.value, ast.Dict):
+        return tuple(_spelled(key) for key in keyword.value.keys if key is not None)
     wanted = _spelled(keyword.value)
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None

@@ -37,7 +37,6 @@ from ep_a2a.commands.bench.layer_kernels import (
 from ep_a2a.commands.measure.session import Received
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.managers.external.flashinfer import row_alignment
 from ep_a2a.managers.external.libraries import Library
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
@@ -255,6 +254,7 @@ LOW_LATENCY = functools.partial(deepep.unavailable, low_latency=True)
         (flashinfer.unavailable, {"combine_quant": "fp8_blockwise"}, "fp8_direct_cast"),
         (flashinfer.unavailable, {"combine_quant": "fp8_direct_cast", "dtype": torch.float16}, "bfloat16"),
         (flashinfer.unavailable, {"routing": "some_dropped"}, "dropped"),
+        (flashinfer.unavailable, {"quant_type": "fp8_per_token"}, "bytes of a token's scales that is a multiple of 16"),
         (flashinfer.unavailable, {"num_experts": 3, "topk": 2}, "multiple of 4"),
         (LOW_LATENCY, {"num_tokens": 511, "max_num_tokens": 511}, None),
         (LOW_LATENCY, {"num_tokens": 512, "max_num_tokens": 512}, "at most 511"),
@@ -272,11 +272,6 @@ def test_what_libraries_cannot_do(unavailable: Any, changes: dict[str, Any], rea
 def test_libraries_need_gpus() -> None:
     for module in (flashinfer, deepep):
         assert module.unavailable(workload(), torch.device("cpu")) == "needs GPUs"
-
-
-@pytest.mark.parametrize(("width", "expected"), [(1, 4), (6, 8), (56, 16), (7168, 16)])
-def test_alignment_of_payload_rows(width: int, expected: int) -> None:
-    assert row_alignment(width, torch.float32) == expected
 
 
 @pytest.mark.parametrize(

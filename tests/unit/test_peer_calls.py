@@ -1,47 +1,60 @@
 """Calls of DeepEP and pplx-kernels in the managers, against the signatures that were read in their sources."""
 
 import itertools
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from ep_a2a.managers.external import deepep
 from tests.peer_contract.calls import PINNED, attributes_of, calls_of
+from tests.peer_contract.compare import pinned, problems
 from tests.peer_contract.python_source import Signature, parsed
 
-CALLS: dict[str, dict[str, list[str]]] = {module: PINNED["calls"][module] for module in ("deepep", "pplx")}
+AT_COMMITS = ("deepep", "pplx")
 
 
-def pinned(name: str) -> Signature:
-    entries: list[dict[str, Any]] = [*PINNED["deep_ep"]["function"], *PINNED["pplx_kernels"]["function"]]
-    entry = next(each for each in entries if each["name"] == name)
-    return Signature(parsed(", ".join(each.replace("=", "=0") for each in entry["parameters"])), entry.get("returned"))
-
-
-@pytest.mark.parametrize("module", CALLS)
+@pytest.mark.parametrize("module", AT_COMMITS)
 def test_every_call_fits_the_signature_that_was_read(module: str) -> None:
-    calls = calls_of(module)
-    assert set(calls) == set(CALLS[module])
+    calls, targets = calls_of(module), PINNED[module]["calls"]
+    assert set(calls) == set(targets)
     for spelled, made in calls.items():
-        for call, name in itertools.product(made, CALLS[module][spelled]):
-            signature = pinned(name)
+        for call, name in itertools.product(made, targets[spelled]):
+            signature = pinned(module, name)
             assert signature.problem(call.num_positional, call.keywords) == "", (spelled, call)
             assert call.num_taken in (None, signature.num_returned), (spelled, call)
 
 
 def test_every_pinned_signature_is_called() -> None:
-    names = {each["name"] for part in ("deep_ep", "pplx_kernels") for each in PINNED[part]["function"]}
-    assert names == {name for calls in CALLS.values() for each in calls.values() for name in each}
+    for module in AT_COMMITS:
+        names = {each["name"] for each in PINNED[module]["function"]}
+        assert names == {name for each in PINNED[module]["calls"].values() for name in each}
 
 
 def test_members_of_handles_are_where_they_are_read() -> None:
-    handles = PINNED["deep_ep"]["handles"]
+    handles = PINNED["deepep"]["handles"]
     one_node, several_nodes = handles["one_node"], handles["several_nodes"]
     assert one_node[deepep.PREFIX_MATRIX] == "rank_prefix_matrix"
     assert one_node[deepep.SOURCE_TOKENS] == "recv_src_idx"
     assert several_nodes[deepep.GLOBAL_PREFIX] == "recv_gbl_rank_prefix_sum"
     assert handles["low_latency"][deepep.RANGES] == "packed_recv_layout_range"
     assert attributes_of("deepep") == {"self._handle": set(handles["elastic"])}
+
+
+def test_names_that_a_release_lacks_are_told(tmp_path: Path) -> None:
+    said = list(problems("flashinfer", tmp_path))
+    file = "flashinfer/moe_ep/backends/split/comm/nvlink_one_sided/communication.py"
+    assert f"NVLinkOneSidedAlltoAll.dispatch: is not in {file}" in said
+    assert "flashinfer.moe_ep.BootstrapConfig: is not there" in said
+    assert "MoEEpDispatchResult.topk_ids: is not in flashinfer/moe_ep/core/comm/communication.py" in said
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("class NVLinkOneSidedAlltoAll:\n    def dispatch(self, hidden_states, ids, topk_weights): ...\n")
+    said = [each for each in problems("flashinfer", tmp_path) if each.startswith("NVLinkOneSidedAlltoAll.dispatch")]
+    taken, wanted = ("hidden_states, ids, topk_weights", "hidden_states, topk_ids, topk_weights")
+    assert said == [
+        f"NVLinkOneSidedAlltoAll.dispatch: takes {taken} by position, not {wanted}",
+        "NVLinkOneSidedAlltoAll.dispatch: got an unexpected keyword argument 'hidden_states_scale'",
+    ]
 
 
 def test_a_call_that_does_not_fit_is_found() -> None:

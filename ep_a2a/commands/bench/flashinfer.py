@@ -1,6 +1,7 @@
 """Runs FlashInfer's one-sided all-to-all over NVLink (TensorRT-LLM's kernels), with experts' rows in its workspace.
 
-The library's dispatch takes cast tokens: a round trip casts them once, untimed, when it is made.
+The library's dispatch takes cast tokens: a round trip casts them once, untimed, when it is made. It marks padding in a
+launch of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.bench.contenders import Contender, library_refusal
-from ep_a2a.commands.bench.layer import PAD_ID, layer_over
+from ep_a2a.commands.bench.layer import layer_over
 from ep_a2a.commands.measure.session import InputsRoundTrip, Received
 from ep_a2a.config import QuantType
-from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, NVLinkOneSided
+from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, NVLinkOneSided, wire_view
 
 if TYPE_CHECKING:
     from ep_a2a.commands.measure.workload import Inputs, Workload
@@ -33,27 +34,22 @@ class FlashInferRoundTrip(InputsRoundTrip):
         super().__init__(workload, context, inputs)
         self._fp8_combine = workload.combine_quant == QuantType.FP8_DIRECT_CAST
         self._step_tokens = max(1, workload.num_tokens)
-        payloads = {"x": self.sent, "ids": self._ids, "weights": self._weights}
-        if self.scales is not None:
-            payloads["scales"] = self.scales
+        payloads = [each for each in (self.sent, self.scales, self._ids, self._weights) if each is not None]
         self._native = NVLinkOneSided(
-            {name: (each.shape[1], each.dtype) for name, each in payloads.items()},
+            hidden_dim=workload.hidden_dim,
+            dtype=workload.dtype,
+            payload_bytes=sum(each.shape[1] * each.itemsize for each in payloads),
             num_experts=workload.num_experts,
             topk=workload.topk,
             max_num_tokens=max(1, workload.max_num_tokens),
-            combine_row_bytes=workload.hidden_dim * workload.dtype.itemsize,
             group=context.group,
-            rank=context.rank,
-            world_size=context.world_size,
+            fp8_combine=self._fp8_combine,
         )
-        self._payloads = self._native.packed(payloads)
+        self._wire_scales = None if self.scales is None else wire_view(self.scales)
         self._out = torch.empty_like(self._x)
         dispatched = self.dispatch()
-        if self._fp8_combine:
-            lead = context.world_size, self._step_tokens, workload.hidden_dim
-            self._rows = torch.zeros(lead, dtype=workload.dtype, device=context.device)
-        else:
-            self._rows = self._native.combine_rows(self._step_tokens, workload.hidden_dim, workload.dtype).zero_()
+        rows = self._native.combine_rows(workload.dtype)
+        self._rows = torch.zeros_like(rows) if self._fp8_combine else rows.zero_()
         self.combine(dispatched)
         self.details = {
             "version": importlib.metadata.version("flashinfer-python"),
@@ -61,29 +57,31 @@ class FlashInferRoundTrip(InputsRoundTrip):
             "dispatch": "tokens as they are" if self.scales is None else "tokens cast before",
         }
 
-    def dispatch(self) -> dict[str, torch.Tensor]:
-        """Sends tokens, scales, ids and router weights; returns them as received, `[W, max(T, 1), n]` by name."""
-        return self._native.dispatch(self._ids, self._payloads, self._step_tokens)
+    def dispatch(self) -> Received:
+        """Sends tokens, scales, ids and router weights; returns them as received, with ids of -1 in the padding."""
+        got = self._native.dispatch(
+            wire_view(self.sent), self._ids, self._weights, self._wire_scales, self._step_tokens
+        )
+        scales = None if self.scales is None else got.hidden_states_scale.view(self.scales.dtype)
+        return Received(got.hidden_states.view(self.sent.dtype), scales, got.topk_ids, got.topk_weights, self._rows)
 
     def combine(self, dispatched: Any) -> torch.Tensor:
         """Combines the experts' rows, which lie ready."""
-        in_workspace = not self._fp8_combine
-        return self._native.combine(
-            self._rows, self._step_tokens, self._out, in_workspace=in_workspace, fp8=self._fp8_combine
-        )
+        # The class reads those in place that it was asked for in this step.
+        rows = self._rows if self._fp8_combine else self._native.combine_rows(self._workload.dtype)
+        self._native.combine(rows, self._out)
+        return self._out
 
-    def run_identity_experts(self, dispatched: dict[str, torch.Tensor]) -> None:
+    def run_identity_experts(self, dispatched: Received) -> None:
         """Leaves the received rows as the experts'; those past them may hold anything."""
-        self._rows.copy_(self._rows_of(dispatched["x"], dispatched.get("scales")))
+        self._rows.copy_(self._rows_of(dispatched.rows, dispatched.scales))
 
-    def received(self, dispatched: dict[str, torch.Tensor]) -> Received:
-        """Returns the received rows, after a small launch that marks the padding among the ids."""
-        self._native.mark_padding(dispatched["ids"], PAD_ID)
-        flat = {name: each.flatten(0, 1) for name, each in dispatched.items()}
-        return Received(flat["x"], flat.get("scales"), flat["ids"], flat["weights"], self._rows.flatten(0, 1))
+    def received(self, dispatched: Received) -> Received:
+        """Returns what dispatch returned."""
+        return dispatched
 
     def close(self) -> None:
-        """Unmaps the workspace once no rank uses it. Collective."""
+        """Gives the workspace back once no rank uses it. Collective."""
         self._rows = self._out
         self._native.close()
 
@@ -98,7 +96,7 @@ def unavailable(workload: Workload, device: torch.device) -> str | None:
 
 
 CONTENDERS = (Contender("flashinfer", FlashInferRoundTrip, layer_over(FlashInferRoundTrip), unavailable),)
-"""`flashinfer.comm`'s MoeAlltoAll: dispatch pushes each token once per distinct rank, combine pulls.
+"""`flashinfer.moe_ep`'s NVLinkOneSidedAlltoAll: dispatch pushes each token once per distinct rank, combine pulls.
 
 Rows arrive in layout rank_major in no particular order. Combine is zero-copy; with an fp8 combine wire
 (fp8_direct_cast, no scales) it is staged, since the cast in place would destroy the rows.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import replace
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,174 +19,53 @@ from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, Sing
 from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed import ProcessGroup
 
     from ep_a2a.ops.adapter import RowsBack
     from ep_a2a.ops.arguments import StepInputs
     from ep_a2a.topology import Topology
 
-ONE_SIDED = Library(
+LIBRARY = Library(
     "flashinfer",
     "flashinfer-python",
-    "pip install 'flashinfer-python>=0.7'",
-    "0.7",
-    needs=("comm.mapping:Mapping", "comm.mnnvl:MnnvlConfig", "comm.trtllm_moe_alltoall:MoeAlltoAll"),
+    "pip install 'flashinfer-python>=0.7.2'",
+    "0.7.2",
+    needs=(
+        "comm.mnnvl:TorchDistBackend",
+        "moe_ep:BootstrapConfig",
+        "moe_ep:MoEEpCommParams",
+        "moe_ep:NVLinkOneSidedAlltoAll",
+        "moe_ep:NVLinkTwoSidedAlltoAll",
+    ),
 )
-TWO_SIDED = replace(ONE_SIDED, needs=(*ONE_SIDED.needs[:2], "comm.trtllm_alltoall:MnnvlMoe"))
 
 WORKSPACES = SingleGroupGuard("FlashInfer's workspaces", by_ranks=True)
 """Both classes find a process's workspaces by sizes and rank, not by group. A process agrees on fabric handles once, so
 later groups must have the same ranks."""
 
 TOPKS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
-"""Values of K that the one-sided kernels are instantiated for."""
+"""Values of K that the one-sided kernels of every release are instantiated for."""
 MAX_RANKS = 64
-_OUTLIVE_WORKSPACES: list[Any] = []
-"""FlashInfer hangs a workspace's description on its tensor, and torch reads it once the tensor has let go of it."""
-WORKSPACE_ALIGNMENT_BYTES = 128
-NO_EXPERT = -1
 WORD_BYTES = 16
-"""Bytes of the widest store of FlashInfer's dispatch."""
+"""Bytes of the widest store: rows of another size would leave the payload behind them misaligned before 0.7.4."""
+WORKSPACE_ALIGNMENT_BYTES = 256
+ROUTING_BYTES = 8
+"""Bytes that FlashInfer reserves for each expert of a token: an id and a weight."""
 POSITION_WORDS = 4
-"""int32 words of a position that travels: FlashInfer moves rows of a multiple of 16 bytes."""
+"""int32 words of a position beside the scales: the two-sided kernels move rows of a multiple of 16 bytes."""
+STEP_BOUNDS = ("runtime_max_tokens_per_rank", "max_tokens_per_rank")
+"""Names of dispatch's bound on the tokens of a step: from 0.7.4 on, and before."""
 
 
-class NVLinkOneSided:
-    """FlashInfer's MoeAlltoAll for one set of payloads. dispatch and combine alternate and never wait on the host.
+def bootstrap_of(group: ProcessGroup) -> Any:
+    """Returns FlashInfer's description of a group."""
+    from flashinfer.moe_ep import BootstrapConfig
 
-    Construction is collective.
-
-    Args:
-        payloads: by name, (elements, dtype) of each tensor that travels with a token; rows of any number of bytes.
-        num_experts: experts over all ranks, owned linearly.
-        topk: experts per token.
-        max_num_tokens: most tokens of a rank in any step, >= 1.
-        combine_row_bytes: bytes of the rows that combine sums.
-        group: all ranks. rank, world_size: this one, and their number.
-        index: objects whose steps overlap need different ones; those of one size and index share a workspace.
-    """
-
-    def __init__(
-        self,
-        payloads: Mapping[str, tuple[int, torch.dtype]],
-        *,
-        num_experts: int,
-        topk: int,
-        max_num_tokens: int,
-        combine_row_bytes: int,
-        group: ProcessGroup,
-        rank: int,
-        world_size: int,
-        index: int = 0,
-    ) -> None:
-        from flashinfer.comm.mnnvl import MnnvlConfig
-        from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
-
-        self._group, self._world_size = group, world_size
-        # FlashInfer packs payloads without gaps. In order of falling alignment, each starts at a multiple of its own.
-        ordered = sorted(payloads.items(), key=lambda item: -row_alignment(*item[1]))
-        self._dtypes = {name: dtype for name, (_, dtype) in ordered}
-        row_bytes = sum(elements * dtype.itemsize for elements, dtype in payloads.values())
-        workspace_bytes = moe_a2a_get_workspace_size_per_rank(world_size, max_num_tokens, row_bytes, combine_row_bytes)
-        # The class caches workspaces by size, so each index gets a size of its own.
-        workspace_bytes += index * WORKSPACE_ALIGNMENT_BYTES
-        self._native: Any = MoeAlltoAll(
-            ep_mapping(rank, world_size),
-            max_num_tokens,
-            topk,
-            num_experts,
-            workspace_size_per_rank=workspace_bytes,
-            mnnvl_config=MnnvlConfig(comm_backend=comm_backend(group)),
-        )
-        # Each rank has zeroed its own counters; no rank may write to them before all have.
-        dist.barrier(group)
-
-    def packed(self, payloads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the payloads [T, n] as `dispatch` takes them; some of the declared ones may be missing."""
-        return {name: payloads[name].view(torch.uint8) for name in self._dtypes if name in payloads}
-
-    @outside_graphs
-    def dispatch(
-        self, ids: torch.Tensor, packed: Mapping[str, torch.Tensor], step_tokens: int
-    ) -> dict[str, torch.Tensor]:
-        """Sends payloads, and returns the received ones, [W, step_tokens, n] by name.
-
-        Their addresses depend on the payloads and step_tokens.
-
-        Args:
-            ids: int32 [T, K], an expert in every slot.
-            packed: from `packed`.
-            step_tokens: the most tokens that any rank brings to the step, equal on all ranks.
-        """
-        received = self._native.dispatch(ids, list(packed.values()), step_tokens)
-        return {name: each.view(self._dtypes[name]) for name, each in zip(packed, received, strict=True)}
-
-    def mark_padding(self, ids: torch.Tensor, pad_id: int) -> None:
-        """Overwrites received ids past the received rows, by one launch. For use between dispatch and combine."""
-        from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_sanitize_expert_ids
-
-        native = self._native
-        moe_a2a_sanitize_expert_ids(ids, native.workspace, native.metainfo, native.ep_rank, pad_id)
-
-    def combine_rows(self, step_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory [W, step_tokens, H] that combine reads in place. For use between dispatch and combine."""
-        rows: torch.Tensor = self._native.get_combine_payload_tensor_in_workspace(step_tokens, hidden_dim, dtype)
-        return rows.view(self._world_size, step_tokens, hidden_dim)
-
-    @outside_graphs
-    def combine(
-        self, rows: torch.Tensor, step_tokens: int, out: torch.Tensor, *, in_workspace: bool, fp8: bool = False
-    ) -> torch.Tensor:
-        """Sums rows [W, step_tokens, H] of the ranks that each token went to, into out [T, H].
-
-        Args:
-            rows: from `combine_rows` if in_workspace, else any.
-            step_tokens: as given to dispatch.
-            out: contiguous.
-            in_workspace: combine reads rows in place, else it copies them first.
-            fp8: cast rows to fp8 on the wire, without scales.
-        """
-        result: torch.Tensor = self._native.combine(
-            rows, step_tokens, payload_in_workspace=in_workspace, output=out, use_low_precision=fp8
-        )
-        return result
-
-    def close(self) -> None:
-        """Unmaps the workspace once no rank uses it. Collective."""
-        torch.cuda.synchronize()
-        dist.barrier(self._group)
-        # The class caches workspaces for the life of the process, so a sweep over sizes would use up memory. An object
-        # that shares this workspace may have closed it: then the cache does not have it.
-        native, self._native = self._native, None
-        if any(each is native._WORKSPACE for each in native._WORKSPACE_CACHE.values()):
-            _OUTLIVE_WORKSPACES.append(getattr(native.workspace, "_capsule_wrapper", None))
-            native._reset_workspace()
-
-
-def row_alignment(elements: int, dtype: torch.dtype) -> int:
-    """Returns the largest power of two up to WORD_BYTES that divides a row's bytes."""
-    row_bytes = elements * dtype.itemsize
-    return min(row_bytes & -row_bytes, WORD_BYTES)
-
-
-def ep_mapping(rank: int, world_size: int) -> Any:
-    """Returns FlashInfer's description of a group on one node with expert parallelism only."""
-    from flashinfer.comm.mapping import Mapping as NativeMapping
-
-    return NativeMapping(
-        world_size=world_size,
-        rank=rank,
-        gpus_per_node=world_size,
-        tp_size=world_size,
-        moe_tp_size=1,
-        moe_ep_size=world_size,
-    )
+    return BootstrapConfig(world_size=dist.get_world_size(group), rank=dist.get_rank(group))
 
 
 def comm_backend(group: ProcessGroup) -> Any:
-    """Returns a backend by which FlashInfer exchanges file descriptors over this group; it is never split."""
+    """Returns a backend by which FlashInfer exchanges handles of memory over this group; it is never split."""
     from flashinfer.comm.mnnvl import TorchDistBackend
 
     class WholeGroup(TorchDistBackend):  # type: ignore[misc]
@@ -195,6 +73,112 @@ def comm_backend(group: ProcessGroup) -> Any:
             return self
 
     return WholeGroup(group)
+
+
+def step_bound(native: Any) -> str:
+    """Returns the name of the argument by which `native.dispatch` takes the most tokens of any rank in a step."""
+    known = inspect.signature(native.dispatch).parameters
+    return next(name for name in STEP_BOUNDS if name in known)
+
+
+def wire_view(rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows [T, n] as FlashInfer takes them: elements of one byte, whatever they are, as bytes."""
+    return rows.view(torch.uint8) if rows.itemsize == 1 else rows
+
+
+class NVLinkOneSided:
+    """FlashInfer's NVLinkOneSidedAlltoAll. dispatch and combine alternate and never wait on the host.
+
+    Construction is collective.
+
+    Args:
+        hidden_dim, dtype: of the rows that combine sums.
+        payload_bytes: of all that travels with a token, at least as many as are sent.
+        num_experts: experts over all ranks, owned linearly.
+        topk: experts per token.
+        max_num_tokens: most tokens of a rank in any step, >= 1.
+        group: all ranks.
+        fp8_combine: cast rows to fp8 on the wire, without scales. Rows in the workspace are cast in place.
+        index: objects whose steps overlap need different ones; those of one size and index share a workspace.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        payload_bytes: int,
+        num_experts: int,
+        topk: int,
+        max_num_tokens: int,
+        group: ProcessGroup,
+        fp8_combine: bool = False,
+        index: int = 0,
+    ) -> None:
+        from flashinfer.moe_ep import MoEEpCommParams, NVLinkOneSidedAlltoAll, NVLinkOneSidedConfig
+
+        self._group = group
+        reserved = hidden_dim * dtype.itemsize + ROUTING_BYTES * topk
+        params = MoEEpCommParams(
+            num_experts=num_experts,
+            top_k=topk,
+            max_tokens_per_rank=max_num_tokens,
+            hidden_size=hidden_dim,
+            dtype=dtype,
+        )
+        config = NVLinkOneSidedConfig(
+            # The class shares workspaces of one size, so each index gets a size of its own.
+            extra_payload_bytes_per_token=max(0, payload_bytes - reserved) + index * WORKSPACE_ALIGNMENT_BYTES,
+            use_low_precision_combine=fp8_combine,
+            comm_backend=comm_backend(group),
+        )
+        self._native: Any = NVLinkOneSidedAlltoAll(bootstrap_of(group), params, config)
+        self._step_bound = step_bound(self._native)
+
+    @outside_graphs
+    def dispatch(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        routing: torch.Tensor,
+        scales: torch.Tensor | None,
+        step_tokens: int,
+    ) -> Any:
+        """Sends rows, and returns the received ones as [W * step_tokens, n], ids -1 in those without a token.
+
+        Their addresses depend on the rows sent and step_tokens.
+
+        Args:
+            tokens: [T, n], as of `wire_view`.
+            ids: int32 [T, K], an expert in every slot. The token goes to their ranks.
+            routing: float32 [T, n], weights or anything else that goes with a token; `topk_weights` of the result.
+            scales: [T, n], as of `wire_view`; rows of a multiple of WORD_BYTES.
+            step_tokens: the most tokens that any rank brings to the step, equal on all ranks.
+        """
+        return self._native.dispatch(
+            tokens, ids, routing, hidden_states_scale=scales, **{self._step_bound: step_tokens}
+        )
+
+    def combine_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory [W * step_tokens, H] that combine reads in place. For use between dispatch and combine."""
+        rows: torch.Tensor = self._native.get_combine_input_buffer(dtype)
+        return rows
+
+    @outside_graphs
+    def combine(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Sums rows [W * step_tokens, H] of the ranks that each token went to, into out [T, H].
+
+        Args:
+            rows: of `combine_rows` of this step, which are read in place, or any.
+            out: contiguous.
+        """
+        self._native.combine(rows, output=out)
+
+    def close(self) -> None:
+        """Gives the workspace back once no rank uses it. Collective. Before 0.7.4 the process keeps it."""
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+        self._native.destroy()
 
 
 class FlashInferOneSidedOp(LibraryDispatchCombineOp):
@@ -207,56 +191,64 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> NVLinkOneSided:
         config, device = self.config, self.device
         num_most, topk = config.max_num_inp_token_per_rank, config.topk
-        payloads = {
-            "tokens": (config.hidden_dim, config.wire_dtype),
-            "ids": (topk, torch.int32),
-            "weights": (topk, torch.float32),
-            "positions": (1, torch.int32),
-        }
-        if config.num_scales:
-            payloads["scales"] = (config.num_scales * config.scale_bytes, torch.uint8)
         own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
         self._own_positions = own + config.rank * self.max_num_tokens_to_send()
+        self._no_weights = torch.zeros(num_most, topk, device=device)
         self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
-        self._received: dict[str, torch.Tensor] = {}
+        self._received_positions = self._own_positions[:0]
         self._workspace_rows: torch.Tensor | None = None
+        self._fp8_combine = config.combine_quant is QuantType.FP8_DIRECT_CAST
+        routing_bytes = ROUTING_BYTES * topk + torch.int32.itemsize
         self._exchange = NVLinkOneSided(
-            payloads,
+            hidden_dim=config.hidden_dim,
+            dtype=config.combined_dtype,
+            payload_bytes=(
+                config.hidden_dim * config.wire_dtype.itemsize
+                + config.num_scales * config.scale_bytes
+                + topk * torch.int32.itemsize
+                + routing_bytes
+            ),
             num_experts=config.total_experts,
             topk=topk,
             max_num_tokens=num_most,
-            combine_row_bytes=config.hidden_dim * config.combined_dtype.itemsize,
             group=manager.cpu_group,
-            rank=config.rank,
-            world_size=config.world_size,
+            fp8_combine=self._fp8_combine,
             index=index,
         )
         return self._exchange
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
-        config = self.config
-        sent = {"tokens": step.tokens, "ids": step.ids, "positions": self._own_positions[: step.num_tokens]}
-        if step.weights is not None:
-            sent["weights"] = step.weights
-        if step.scales is not None:
-            sent["scales"] = step.scales.view(torch.uint8)
+        config, num_tokens = self.config, step.num_tokens
         routed = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
-        received = self._exchange.dispatch(routed, self._exchange.packed(sent), step.step_tokens)
-        self._exchange.mark_padding(received["positions"], NO_EXPERT)
-        came = received["positions"] >= 0
-        ids = torch.where(came, received["ids"], step.pad_id)
-        self._received = received
+        # FlashInfer moves four payloads at most. These rows have an odd number of words, so any word may begin them.
+        # They are no K weights, which keeps out the transport of compute capability 10 that leaves gaps between rows.
+        weights = self._no_weights[:num_tokens] if step.weights is None else step.weights
+        sent = torch.cat([step.ids, weights.view(torch.int32), self._own_positions[:num_tokens]], 1)
+        scales = None if step.scales is None else wire_view(step.scales)
+        got = self._exchange.dispatch(
+            wire_view(step.tokens), routed, sent.view(torch.float32), scales, step.step_tokens
+        )
+        by_source = (config.world_size, step.step_tokens, -1)
+        came = got.topk_ids.view(by_source)[..., :1] >= 0
+        routing = got.topk_weights.view(torch.int32).view(by_source)
+        ids, received_weights, positions = routing.split([config.topk, config.topk, 1], dim=-1)
+        self._received_positions = torch.where(came, positions, -1).flatten()
         counts = came.flatten(1).sum(1, dtype=torch.int32)
-        scales = None if step.scales is None else received["scales"].view(step.scales.dtype)
-        return ReceivedRows(received["tokens"], scales, ids, received.get("weights"), per_source=counts)
+        return ReceivedRows(
+            got.hidden_states.view(step.tokens.dtype).view(by_source),
+            None if step.scales is None else got.hidden_states_scale.view(step.scales.dtype).view(by_source),
+            torch.where(came, ids, step.pad_id),
+            received_weights.contiguous().view(torch.float32),
+            per_source=counts,
+        )
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
         rows, step = given.rows, given.step
         result = self._result[: step.num_tokens] if given.out is None else given.out
-        in_place = self._is_registered(rows)
-        fp8 = self.config.combine_quant is QuantType.FP8_DIRECT_CAST
-        # a cast in place would destroy the rows
-        self._exchange.combine(rows, step.step_tokens, result, in_workspace=in_place and not fp8, fp8=fp8)
+        if self._fp8_combine and self._is_registered(rows):
+            # a cast in place would destroy the rows
+            rows = rows.clone()
+        self._exchange.combine(rows.flatten(0, -2), result)
         self._workspace_rows = None
         named = conversions.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
         return CombineResult(result.masked_fill_(~named, 0), None)
@@ -267,35 +259,36 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Returns rows [W * step_tokens, H] of the workspace, for this step. Raises StateError between steps."""
         self._check_buffer_request(dtype, hidden_dim)
-        inputs = self._open_inputs
-        if inputs is None:
+        if self._open_inputs is None:
             raise StateError("a dispatch before the combine buffer is asked for", "none", "Ask for it after dispatch.")
-        self._workspace_rows = self._exchange.combine_rows(inputs.step_tokens, self.config.hidden_dim, dtype)
-        return self._workspace_rows.flatten(0, 1)
+        self._workspace_rows = self._exchange.combine_rows(dtype)
+        return self._workspace_rows
 
     def _positions(self) -> torch.Tensor:
-        positions = self._received["positions"].flatten()
-        return positions[positions >= 0]
+        return self._received_positions[self._received_positions >= 0]
 
     def _destroy(self) -> None:
-        self._received, self._workspace_rows = {}, None
+        self._workspace_rows = None
         self._exchange.close()
 
 
 class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
-    """FlashInfer's MoeAlltoAll, which vLLM calls flashinfer_nvlink_one_sided."""
+    """FlashInfer's NVLinkOneSidedAlltoAll, which vLLM calls flashinfer_nvlink_one_sided."""
 
     backend = "flashinfer_nvlink_one_sided"
-    library = ONE_SIDED
+    library = LIBRARY
     op_type = FlashInferOneSidedOp
     group_guard = WORKSPACES
     capabilities = Capabilities(
         layouts=(Layout.RANK_MAJOR.value,),
         row_order="source",
         weight_sums=False,
+        scale_row_multiple=WORD_BYTES,
         combine_casts=("none", "fp8_direct_cast"),
         combine_cast_dtypes=("bfloat16",),
+        hidden_multiple=WORD_BYTES,
         topks=TOPKS,
+        topk_within_experts=True,
         even_experts=True,
         single_node=True,
         max_ranks=MAX_RANKS,
@@ -303,6 +296,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         notes=(
             "a token without an expert is a row without ids on its own rank",
             "one set of ranks per process",
+            "before flashinfer-python 0.7.4 a workspace stays until the process ends",
         ),
     )
 
@@ -311,86 +305,76 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
     """An op of layout compact, with rows ordered by source; those of a source come in any order."""
 
     def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
-        from flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory
+        from flashinfer.moe_ep import MoEEpCommParams, NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 
-        config, most = self.config, self.config.max_num_inp_token_per_rank
+        config, most, group = self.config, self.config.max_num_inp_token_per_rank, manager.cpu_group
         own = torch.arange(most, dtype=torch.int32, device=self.device)[:, None]
         self._own_positions = (own + config.rank * self.max_num_tokens_to_send()).repeat(1, POSITION_WORDS)
         self._no_weights = torch.zeros(most, config.topk, device=self.device)
-        native = manager.library.load("comm.trtllm_alltoall").MnnvlMoe
-        mapping = ep_mapping(config.rank, config.world_size)
-        mnnvl_config = MnnvlConfig(comm_backend=comm_backend(manager.cpu_group))
-        MnnvlMemory.initialize()
-        with warnings.catch_warnings():
-            # later versions have no other function for these workspaces
-            warnings.filterwarnings("ignore", "MnnvlMoe is deprecated", DeprecationWarning)
-            self._workspace = native.get_moe_workspaces(mapping=mapping, config=mnnvl_config)
-            self._prepare_workspace = native.get_moe_prepare_workspace(mapping=mapping, config=mnnvl_config)
+        self._ranks = torch.arange(config.world_size, dtype=torch.int32, device=self.device)[:, None]
+        self._received_positions = self._own_positions[:0, 0]
+        params = MoEEpCommParams(
+            num_experts=config.total_experts,
+            top_k=config.topk,
+            max_tokens_per_rank=most,
+            hidden_size=config.hidden_dim,
+            dtype=config.combined_dtype,
+        )
+        options = NVLinkTwoSidedConfig(comm_backend=comm_backend(group))
+        native: Any = NVLinkTwoSidedAlltoAll(bootstrap_of(group), params, options)
+        self._step_bound = step_bound(native)
         return native
 
     def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
-        config, experts = self.config, self.config.total_experts
+        experts, num_tokens = self.config.total_experts, step.num_tokens
         # an id that is the number of experts belongs to no rank
         ids = torch.where(conversions.valid_ids(step.ids, experts), step.ids, experts)
-        self._handle, recv_ids, weights, _ = self._native.mnnvl_moe_alltoallv_prepare_without_allgather(
-            expert_ids=ids,
-            scales=self._no_weights[: step.num_tokens] if step.weights is None else step.weights,
-            expert_statics=None,
-            workspace=self._prepare_workspace,
-            max_token_count_per_rank=step.step_tokens,
-            ep_rank=config.rank,
-            ep_size=config.world_size,
-            expert_count=experts,
-            slot_count=experts,
-            top_k=config.topk,
-        )
-        tokens = self._alltoallv(step.tokens)
-        scales = None if step.scales is None else self._alltoallv(step.scales)
-        counts = conversions.counts_from_prefix(self._handle.recv_rank_count_cumsum)
-        recv_ids = conversions.padded_ids(
-            torch.where(recv_ids == experts, step.pad_id, recv_ids), counts.sum(0, keepdim=True), step.pad_id
-        )
-        return ReceivedRows(tokens, scales, recv_ids, weights, per_source=counts)
-
-    def _alltoallv(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exchanges rows [T, n]. Returns those for this rank, [W * step_tokens, n], dense by source."""
+        # positions travel beside the scales
+        beside = self._own_positions[:num_tokens]
+        if step.scales is not None:
+            beside = torch.cat([step.scales.view(torch.int32), beside], 1)
         # as bfloat16, a dtype that FlashInfer moves, whatever the rows hold
-        received: torch.Tensor = self._native.mnnvl_moe_alltoallv(
-            x=rows.view(torch.bfloat16),
-            alltoall_info=self._handle,
-            workspace=self._workspace,
-            ep_rank=self.config.rank,
-            ep_size=self.config.world_size,
+        got = self._native.dispatch(
+            step.tokens.view(torch.bfloat16),
+            ids,
+            self._no_weights[:num_tokens] if step.weights is None else step.weights,
+            hidden_states_scale=beside.view(torch.bfloat16),
+            **{self._step_bound: step.step_tokens},
         )
-        return received.view(rows.dtype)
+        came = (got.topk_ids >= 0).any(1)
+        received = got.hidden_states_scale.view(torch.int32)
+        positions = torch.where(came, received[:, -1], -1)
+        self._received_positions = positions
+        sources = positions.div(self.max_num_tokens_to_send(), rounding_mode="floor")
+        scales = None
+        if step.scales is not None:
+            scales = received[:, :-POSITION_WORDS].contiguous().view(step.scales.dtype)
+        return ReceivedRows(
+            got.hidden_states.view(step.tokens.dtype),
+            scales,
+            torch.where(got.topk_ids < 0, step.pad_id, got.topk_ids),
+            got.topk_weights,
+            per_source=(sources == self._ranks).sum(1, dtype=torch.int32),
+        )
 
     def _bring_back(self, given: RowsBack) -> CombineResult:
-        result = self._native.mnnvl_moe_alltoallv_combine(
-            x=given.rows,
-            alltoall_info=self._handle,
-            workspace=self._workspace,
-            ep_rank=self.config.rank,
-            ep_size=self.config.world_size,
-            top_k=self.config.topk,
-            token_count=given.step.num_tokens,
-        )
-        return self._combine_result(result, given)
+        return self._combine_result(self._native.combine(given.rows), given)
 
     def _positions(self) -> torch.Tensor:
-        inputs = self._open_inputs
-        assert inputs is not None
-        rows = self._alltoallv(self._own_positions[: inputs.num_tokens].contiguous())
-        return rows[: int(self._total_recv), 0]
+        return self._received_positions[self._received_positions >= 0]
+
+    def _destroy(self) -> None:
+        self._native.destroy()
 
 
 class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
-    """FlashInfer's MnnvlMoe, which vLLM calls flashinfer_all2allv and flashinfer_nvlink_two_sided.
+    """FlashInfer's NVLinkTwoSidedAlltoAll, which vLLM calls flashinfer_all2allv and flashinfer_nvlink_two_sided.
 
     The library has one pair of workspaces per process.
     """
 
     backend = "flashinfer_nvlink_two_sided"
-    library = TWO_SIDED
+    library = LIBRARY
     op_type = FlashInferTwoSidedOp
     group_guard = WORKSPACES
     capabilities = Capabilities(
@@ -399,15 +383,13 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         ids="local",
         micro_batches=False,
         weight_sums=False,
-        source_positions="collective",
-        scale_row_multiple=16,
+        scale_row_multiple=WORD_BYTES,
+        hidden_multiple=WORD_BYTES,
+        topk_within_experts=True,
         experts_multiple=4,
         even_experts=True,
         min_ranks=2,
         single_node=True,
         was_run="two H200s, with flashinfer-python 0.7.2.post1",
-        notes=(
-            "one set of ranks per process",
-            "its class is deprecated since 0.7.1",
-        ),
+        notes=("one set of ranks per process",),
     )

@@ -139,7 +139,7 @@ class LibraryDispatchCombineOp(AdapterOp):
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """The source of each received row: int32 [total_recv], source rank * (W * M) + token. Synchronises.
 
-        Must be called between dispatch and combine; on all ranks if source_positions is "collective".
+        Must be called between dispatch and combine.
 
         Raises:
             UnsupportedError: the library does not say.
