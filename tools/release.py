@@ -1,5 +1,7 @@
 """Builds sdist and wheel from the last commit, checks them, and tries the wheel as install_matrix.py does.
 
+What the backends call of other projects' libraries is compared with the newest release of each first.
+
     python tools/release.py dist
 
 Nothing is written to the folder before every check has passed. Standard library only; `build` and `twine` are
@@ -92,6 +94,19 @@ def check_contents(wheel: Path) -> None:
         raise ReleaseError(f"the wheel lacks {', '.join(sorted(missing))}; see pyproject.toml, [tool.setuptools]")
 
 
+def check_peers() -> None:
+    """Raises where the managers call what the newest release of a library does not have."""
+    sys.path.insert(0, str(PROJECT))
+    from tests.peer_contract.compare import newest_problems
+
+    misfits, missing = newest_problems()
+    for line in missing:
+        print(f"not compared with the newest release: {line}", file=sys.stderr)
+    if misfits:
+        text = "\n".join(misfits)
+        raise ReleaseError(f"managers/external calls what newest releases do not have; mend it or pinned.toml:\n{text}")
+
+
 def main() -> None:
     """Makes the release into the folder named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -100,6 +115,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         version = check_tree()
+        check_peers()
         with tempfile.TemporaryDirectory(prefix="ep_a2a_release_") as name:
             files = build(Path(name))
             wheel = next(path for path in files if path.suffix == ".whl")
