@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ep_a2a.config import num_owned_experts
-from ep_a2a.errors import ConfigError, DtypeError, ShapeError, TopKError
+from ep_a2a.config.requirements import checked_integer
+from ep_a2a.errors import DtypeError, ShapeError, TopKError
 
 RoutingCase = Callable[[int, int, int, int, torch.Generator], torch.Tensor]
 """A routing: (num_tokens T, topk K, num_experts, world_size, CPU generator) -> ids int32 `[T, K]`, -1 = dropped."""
@@ -163,10 +164,8 @@ def softmax_topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _require_counts(num_experts: int, world_size: int) -> None:
-    if num_experts < 0:
-        raise ConfigError(">= 0", str(num_experts), field="num_experts")
-    if world_size < 1:
-        raise ConfigError(">= 1", str(world_size), field="world_size")
+    checked_integer("num_experts", num_experts, 0)
+    checked_integer("world_size", world_size, 1)
 
 
 def _require_matrix(name: str, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import distributed_c10d
 
+from ep_a2a.config.requirements import MAX_BYTES, checked_integer
 from ep_a2a.errors import InputError, NotInitializedError, StateError, UnknownNameError
 from ep_a2a.memory.arena import Arena, default_device
 
@@ -102,8 +103,7 @@ def shmem_malloc(num_bytes: int) -> torch.Tensor:
     Raises:
         InputError: num_bytes is not positive.
     """
-    if num_bytes <= 0:
-        raise InputError("num_bytes > 0", str(num_bytes))
+    checked_integer("num_bytes", num_bytes, 1, MAX_BYTES, InputError)
     memory = default_arena().symmetric_memory(num_bytes)
     _allocations[memory.local.data_ptr()] = memory
     return memory.local
@@ -122,9 +122,7 @@ def shmem_ptr_p2p(tensor: torch.Tensor, dest_pe: int) -> int:
         InputError: the tensor is not from shmem_malloc, or there is no such rank.
     """
     addresses = _allocation_of(tensor).peer_addresses
-    if not 0 <= dest_pe < len(addresses):
-        raise InputError(f"dest_pe to be a rank, 0 to {len(addresses) - 1}", str(dest_pe))
-    return addresses[dest_pe]
+    return addresses[checked_integer("dest_pe", dest_pe, 0, len(addresses) - 1, InputError)]
 
 
 def find_allocation(address: int) -> tuple[SymmetricMemory, int] | None:

@@ -16,7 +16,7 @@ from ep_a2a.config import (
     parse_enum,
 )
 from ep_a2a.config.enums import inter_node_kernel
-from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY
+from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY, checked_integer
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
     """
     _check_names(kwargs)
     data_type, combine_dtype = _dtypes(kwargs)
-    world_size = kwargs["num_ep_ranks"]
     values: dict[str, Any] = {field: kwargs[name] for name, field in CONFIG_FIELD_OF_KWARG.items()}
     if topology_internode:
         values |= INTER_NODE_LAUNCH | {"kernel_type": inter_node_kernel(kwargs["max_num_tokens_per_dp_rank"])}
@@ -76,10 +75,11 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
         "scale_type_size": kwargs.get("scale_type_size", 0),
         "max_token_type_size": widest,
         "warp_num_per_block": WARPS_PER_BLOCK,
-        "gpu_per_node": min(MORI_GPUS_PER_NODE, world_size) if topology_internode else world_size,
     }
     given = {name: kwargs[name] for name in ("gpu_per_node", "quant_type", *EXTRA_KWARGS) if name in kwargs}
     try:
+        world_size = checked_integer("num_ep_ranks", kwargs["num_ep_ranks"], 1)
+        values["gpu_per_node"] = min(MORI_GPUS_PER_NODE, world_size) if topology_internode else world_size
         return EpDispatchCombineConfig(**values | given)
     except ConfigError as error:
         error.field = KWARG_OF_CONFIG_FIELD.get(error.field or "", error.field)

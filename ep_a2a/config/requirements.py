@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
 from typing import Any
 
 from ep_a2a import env
-from ep_a2a.errors import ConfigError, shown
+from ep_a2a.errors import ConfigError, EpA2AError, shown
 
 HANDLE_KWARG_REMEDY = "Correct the handle kwarg."
 """The remedy of a config's error for those who gave handle kwargs."""
 
 
-def checked_integer(name: str, value: Any, minimum: int) -> int:
-    """Returns an integer of any type (numpy's, say) as an int; raises ConfigError unless it is at least `minimum`.
+MAX_INTEGER = (1 << 31) - 1
+"""The largest number that kernels take."""
+MAX_BYTES = (1 << 63) - 1
 
-    A bool is no number, nor is one in numpy or torch.
+
+def checked_integer(
+    name: str, value: Any, minimum: int, maximum: int = MAX_INTEGER, kind: type[EpA2AError] = ConfigError
+) -> int:
+    """Returns an integer of any type (numpy's, say) as an int.
+
+    Raises:
+        kind: it is less than `minimum` or more than `maximum`, or no integer; a bool is none, nor one of numpy's.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or _is_bool(value) or number < minimum:
-        raise ConfigError(f"to be an integer >= {minimum}", shown(value), field=name)
+    number = value if type(value) is int else None
+    if number is None and not _is_bool(value):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if number is None or number < minimum:
+        raise kind(f"to be an integer >= {minimum}", shown(value), field=name)
+    if number > maximum:
+        raise kind(f"<= {maximum}", shown(value), field=name)
     return number
 
 

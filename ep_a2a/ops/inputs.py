@@ -23,6 +23,7 @@ from ep_a2a.errors import (
     TooManyTokensError,
     TopKError,
     UnsupportedError,
+    shown,
 )
 from ep_a2a.kernels.layout import WORD_BYTES
 from ep_a2a.kernels.ring_shape import BY_PUTS
@@ -122,7 +123,7 @@ def signature(*tensors: object) -> Hashable:
 def check_integer(name: str, value: int) -> None:
     """Raise InputError unless the value is an int that fits into 32 bits; a bool is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
-        raise InputError(f"{name} to be an integer of 32 bits", repr(value))
+        raise InputError(f"{name} to be an integer of 32 bits", shown(value))
 
 
 def check_tag(tag: int) -> None:

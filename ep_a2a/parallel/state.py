@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ep_a2a import env
 from ep_a2a.config.file import choose_backend
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, StateError
 from ep_a2a.log_once import log_once
 from ep_a2a.managers.registry import check_backend_name
@@ -64,17 +65,18 @@ class _Setup:
     def check(self, data_parallel_rank: int, rank: int) -> None:
         """Raises ConfigError for sizes below 1 and for ranks that the sizes do not allow."""
         for name, value in asdict(self).items():
-            if name.endswith("_size") and value < 1:
-                raise ConfigError(">= 1", str(value), field=name)
+            if name.endswith("_size"):
+                checked_integer(name, value, 1)
         decode_size, tensor_size = self.decode_context_parallel_size, self.tensor_model_parallel_size
         if tensor_size % decode_size:
             raise ConfigError(
                 f"to divide TP size {tensor_size}", str(decode_size), field="decode_context_parallel_size"
             )
-        if not 0 <= data_parallel_rank < self.data_parallel_size:
-            raise ConfigError(f"0 <= data_parallel_rank < {self.data_parallel_size}", str(data_parallel_rank))
-        if not 0 <= rank < self.ranks_per_replica:
-            raise ConfigError(f"0 <= rankID < {self.ranks_per_replica}, the ranks of one DP replica", str(rank))
+        if checked_integer("data_parallel_rank", data_parallel_rank, 0) >= self.data_parallel_size:
+            raise ConfigError(f"< {self.data_parallel_size}", str(data_parallel_rank), field="data_parallel_rank")
+        if checked_integer("rankID", rank, 0) >= self.ranks_per_replica:
+            expected = f"< {self.ranks_per_replica}, the ranks of one DP replica"
+            raise ConfigError(expected, str(rank), field="rankID")
 
 
 @dataclass(frozen=True)

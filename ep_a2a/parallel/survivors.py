@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import ConfigError, InputError, RankTimeoutError
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.subgroups import make_subgroup
@@ -120,7 +121,7 @@ def survivors(
     experts = _checked(experts_of_ranks, world_size)
     left = tuple(rank for rank in range(world_size) if rank not in gone)
     try:
-        group = make_subgroup(former, left, timeout_secs, store=store)
+        group = make_subgroup(former, left, checked_seconds("timeout_secs", timeout_secs), store=store)
     except RankTimeoutError as failure:
         failure.missing_ranks = tuple(sorted(gone.union(failure.missing_ranks)))
         raise

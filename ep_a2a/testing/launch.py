@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import env
+from ep_a2a.config.requirements import checked_integer, checked_seconds
 from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
 from ep_a2a.interrupts import interrupts_held
 from ep_a2a.log_once import log_once
@@ -134,12 +135,11 @@ class RankPool:
         num_gpus: int | None = None,
         mps: bool = True,
     ) -> None:
-        if world_size < 1:
-            raise ConfigError(">= 1", str(world_size), field="world_size")
+        checked_integer("world_size", world_size, 1)
         if device not in _DEFAULT_BACKENDS:
             raise ConfigError("to be 'cpu' or 'cuda'", repr(device), field="device")
-        if device == "cuda" and num_gpus is not None and num_gpus < 1:
-            raise ConfigError(">= 1", str(num_gpus), field="num_gpus")
+        if num_gpus is not None:
+            checked_integer("num_gpus", num_gpus, 1)
         visible = torch.cuda.device_count() if device == "cuda" else 0
         if device == "cuda" and visible == 0:
             raise UnsupportedError("a GPU", "none that torch can use", "Use device='cpu'.")
@@ -150,8 +150,8 @@ class RankPool:
         self.note = sharing_note(world_size, num_gpus)
         self.backend = backend or _DEFAULT_BACKENDS["cpu" if self.ranks_per_gpu > 1 else device]
         self.device = device
-        self.timeout_secs = timeout_secs
-        self.grace_secs = grace_secs
+        self.timeout_secs = checked_seconds("timeout_secs", timeout_secs)
+        self.grace_secs = checked_seconds("grace_secs", grace_secs)
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._workers: list[_Worker] = []
         self._daemon: MpsDaemon | None = None

@@ -60,7 +60,7 @@ def test_ranks_meet_no_daemon_that_is_not_trusted(monkeypatch: pytest.MonkeyPatc
 def test_a_pool_of_no_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for number in (0, -1):
-        with pytest.raises(ConfigError, match="num_gpus >= 1"):
+        with pytest.raises(ConfigError, match="num_gpus to be an integer >= 1"):
             RankPool(2, device="cuda", num_gpus=number)
 
 

@@ -14,8 +14,8 @@ from ep_a2a.compat.deep_ep.streams import CommStream
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
 from ep_a2a.compat.deep_ep_sizes import low_latency_bytes
 from ep_a2a.compat.parameters import remedy_of, warn_once
-from ep_a2a.config.requirements import checked_integer
-from ep_a2a.errors import ClosedError, ConfigError, UnsupportedError
+from ep_a2a.config.requirements import checked_integer, require
+from ep_a2a.errors import ClosedError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -99,8 +99,7 @@ class BufferBase:
         Raises:
             ConfigError: an odd or a negative number.
         """
-        if new_num_sms % 2 or new_num_sms < 0:
-            raise ConfigError("an even number of multiprocessors", str(new_num_sms))
+        require(checked_integer("new_num_sms", new_num_sms, 0) % 2 == 0, None, "an even number", str(new_num_sms))
         BufferBase.num_sms = BufferBase._max_sms = new_num_sms
 
     @staticmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 
 from ep_a2a.compat.deep_ep_sizes import ChunkConfig, chunk_configs, num_nvl_peers, nvl_ring_bytes, rdma_hint_bytes
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError
 
 
@@ -21,7 +22,8 @@ class Config(ChunkConfig):
 
     def __post_init__(self) -> None:
         rdma_send = self.num_max_rdma_chunked_send_tokens
-        _require(self.num_sms >= 0, "num_sms >= 0", self.num_sms)
+        for name, value in asdict(self).items():
+            checked_integer(name, value, 0)
         _require(
             0 < self.num_max_nvl_chunked_send_tokens < self.num_max_nvl_chunked_recv_tokens,
             "0 < num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens",

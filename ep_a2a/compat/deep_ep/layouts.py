@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a import env
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import InputError
 from ep_a2a.routing import count_ids, destination_mask, owner_of_experts
 
@@ -53,7 +54,7 @@ def rank_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 def check_num_experts(num_experts: int, num_ranks: int) -> None:
     """Raises InputError unless each rank has the same number of experts."""
-    if num_experts <= 0 or num_experts % num_ranks:
+    if checked_integer("num_experts", num_experts, 1, kind=InputError) % num_ranks:
         raise InputError(f"num_experts to be a multiple of the {num_ranks} ranks", str(num_experts))
 
 
