@@ -93,6 +93,7 @@ def our_manager_by_the_setter(context: RankContext, backend: str) -> None:
         assert not manager.internode
         op = manager.get_handle(aiter_kwargs(context))
         assert manager.get_handle(aiter_kwargs(context, gpu_per_node=context.world_size)) is op
+        assert manager.get_handle(aiter_kwargs(context, low_latency=True)) is op
         assert manager.get_handle(aiter_kwargs(context), index=1) is not op
         assert op.native.config.kernel_type.name == "IntraNode"
         for seed in range(2):

@@ -6,7 +6,7 @@
 
 renew tests/signatures/<name>.json: of mori all public names, of the others the names that the table has. To read one
 more, add it with any text: "name", "function:what in its body", or "text what"; see `describe`. Nothing of these
-projects is imported or kept but such facts.
+projects is imported or kept but such facts. "later" in a table names what was read in another commit.
 """
 
 import ast

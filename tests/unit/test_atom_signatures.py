@@ -1,6 +1,7 @@
 """ep_a2a.integrations.atom against the pinned facts of ATOM and AITER, and the shape of both that tests run on."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -52,7 +53,10 @@ def test_what_was_read_is_named_and_found():
         assert repository in table["source"]
         assert re.fullmatch("[0-9a-f]{40}", table["version"])
         assert MISSING not in [text for names in table["files"].values() for text in names.values()]
-        assert table["version"][:8] in (PACKAGE.parents[2] / "docs" / "atom.md").read_text()
+        page = (PACKAGE.parents[2] / "docs" / "atom.md").read_text()
+        assert [commit for commit in (table["version"], *table["later"]) if commit[:8] not in page] == []
+        names = {name for names in table["files"].values() for name in names}
+        assert names.issuperset(name for read in table["later"].values() for name in read)
 
 
 # --- the switch, on the shape of ATOM ---
@@ -132,7 +136,7 @@ def test_our_configuration_takes_what_atom_and_aiter_set():
     set_by_atom = pinned(f"{FUSED}/mori_prepare_finalize.py", "init_mori_op:EpDispatchCombineConfig calls")
     bind(EpDispatchCombineConfig, set_by_atom)
     communicators = "aiter/dist/device_communicators"
-    set_by_aiter = pinned(f"{communicators}/all2all.py", "MoriAll2AllManager._make_all2all_kwargs:returned keys")
+    set_by_aiter = pinned(f"{communicators}/all2all.py", "MoriAll2AllManager._make_all2all_kwargs:kwargs keys")
     inspect.signature(EpDispatchCombineConfig).bind(**dict.fromkeys(names_of(set_by_aiter)))
 
 
@@ -158,7 +162,7 @@ def test_handle_kwargs_are_those_of_atom_and_aiter(combine_quant):
     by_atom = pinned("atom/model_ops/moe.py", "FusedMoEMethodBase._maybe_make_prepare_finalize:all_to_all_args keys")
     assert set(kwargs) == set(names_of(by_atom))
     by_aiter = pinned("aiter/dist/device_communicators/all2all.py", "MoriAll2AllManager._make_all2all_kwargs")
-    assert set(kwargs) == set(names_of(by_aiter)) - {"self"}
+    assert set(kwargs) == set(names_of(by_aiter)) - {"self", "low_latency"}
     config = config_from_handle_kwargs(kwargs, topology_internode=False)
     assert (config.quant_type, config.data_type, config.combined_dtype) == (combine_quant, *[torch.bfloat16] * 2)
 
@@ -278,11 +282,14 @@ def choices(option: str) -> list[str]:
     return values
 
 
-def test_every_value_of_the_options_is_served():
-    """--all2all-backend sets enable_low_latency and nothing else; ours are the same kernels either way."""
-    assert set(choices("--all2all-backend")) == {"high-throughput", "low-latency"}
-    for value in (None, *choices("--all2all-backend")):
-        check_options(config(enable_low_latency=value == "low-latency"), ENVS)
+def test_every_value_of_the_options_is_served_but_rccl():
+    """MORI's two modes are the same kernels here; with "none" ATOM asks for no prepare/finalize."""
+    backends = {"high-throughput": "mori", "low-latency": "mori", "rccl": "rccl", "none": "none"}
+    assert set(choices("--all2all-backend")) == set(backends)
+    for value, backend in {None: "auto", **backends}.items():
+        chosen = config(enable_low_latency=value == "low-latency", moe_all2all_backend=backend)
+        with pytest.raises(UnsupportedError, match="rccl") if backend == "rccl" else contextlib.nullcontext():
+            check_options(chosen, ENVS)
     for value in (None, *choices("--enable-tbo")):
         check_options(config(enable_tbo=value is not None, enable_tbo_decode=value == "all"), ENVS)
     for value in ("none", "fp8_direct_cast", "fp8_blockwise"):

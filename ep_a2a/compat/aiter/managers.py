@@ -56,14 +56,14 @@ class AiterAll2AllManager:
     def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
         """Returns the op for AITER's handle kwargs, with MORI's interface. Collective when it is new.
 
-        As in AITER, the hosts of the ranks decide which kernels run. `gpu_per_node` has no effect.
+        The hosts of the ranks decide which kernels run. `gpu_per_node` and `low_latency` have no effect.
 
         Args:
             kwargs: AITER's, see config_from_handle_kwargs. `quant_type` is the cast of combine's rows.
             index: ops whose steps overlap need different indices.
         """
 
-        wanted = {name: value for name, value in kwargs.items() if name != "gpu_per_node"}
+        wanted = {name: value for name, value in kwargs.items() if name not in ("gpu_per_node", "low_latency")}
         with max_tokens_named("max_num_tokens_per_dp_rank"):
             native = self.manager.get_handle(wanted, index)
         # a handle holds its op, so no other op has this id while the handle lives
@@ -83,7 +83,8 @@ class MoriAll2AllManager(AiterAll2AllManager):
 
     Args:
         cpu_group: the expert-parallel group, able to move CPU tensors (gloo).
+        skip_shmem_init: without effect: there is no heap of MORI's.
     """
 
-    def __init__(self, cpu_group: dist.ProcessGroup) -> None:
+    def __init__(self, cpu_group: dist.ProcessGroup, skip_shmem_init: bool = False) -> None:
         super().__init__(create_manager(DEFAULT_BACKEND, cpu_group))

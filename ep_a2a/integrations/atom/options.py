@@ -9,9 +9,9 @@ from ep_a2a.errors import UnsupportedError
 
 
 def check_options(config: Any, envs: Any) -> None:
-    """Refuses settings that would need MORI's own kernels.
+    """Refuses settings that would need MORI's own kernels, or RCCL's exchange.
 
-    ATOM's own `--all2all-backend` is not checked: both of its values run the same kernels here.
+    Both modes of MORI that `--all2all-backend` names run the same kernels here; with "none" layers exchange nothing.
 
     Args:
         config: ATOM's Config, or None. envs: atom.utils.envs.
@@ -23,6 +23,8 @@ def check_options(config: Any, envs: Any) -> None:
     mega = getattr(config, "moe_backend", "standard") == "mega"
     combine_quant = envs.ATOM_MORI_COMBINE_QUANT
     refused = {
+        # no field of ATOM's Config before its pull request 2110
+        "--all2all-backend rccl": (getattr(config, "moe_all2all_backend", "") == "rccl", "that is ATOM's own exchange"),
         "--moe-backend mega": (mega, "its kernels move tokens themselves, with MORI"),
         "ATOM_MORI_V2=1": (envs.ATOM_MORI_V2, "that is MORI's second op interface"),
         "ATOM_MORI_FP4_DISPATCH=1": (envs.ATOM_MORI_FP4_DISPATCH, "fp4 rows do not travel here"),

@@ -19,6 +19,7 @@ class Config:
     enable_tbo: bool = False
     enable_tbo_decode: bool = False
     enable_low_latency: bool = False
+    moe_all2all_backend: str = "auto"
     moe_backend: str = "standard"
 
 

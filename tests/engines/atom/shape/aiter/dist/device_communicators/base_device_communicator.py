@@ -11,8 +11,8 @@ class Cache:
     def __init__(self):
         self._handles = WeakValueDictionary()
 
-    def get_or_create(self, kwargs, func):
-        key = tuple(sorted(kwargs.items()))
+    def get_or_create(self, kwargs, func, index=0):
+        key = (tuple(sorted(kwargs.items())), index)
         handle = self._handles.get(key)
         if handle is None:
             handle = self._handles[key] = func(**kwargs)
@@ -33,7 +33,7 @@ class All2AllManagerBase:
         self.dp_rank, self.dp_world_size = self.dp_group.rank_in_group, self.dp_group.world_size
         self.internode = False
 
-    def get_handle(self, kwargs):
+    def get_handle(self, kwargs, index=0):
         raise NotImplementedError
 
     def dispatch(self, hidden_states, router_logits, is_sequence_parallel=False):
