@@ -116,13 +116,6 @@ FIRST_TIMEOUT_SECS = Variable(
     "a positive number of seconds",
     "The same for an op's first step, in which other ranks may still be loading (first_timeout_secs), if it is longer.",
 )
-TUNING_DIR = Variable(
-    "EP_A2A_TUNING_DIR",
-    "",
-    str,
-    "a folder, or none",
-    "Folder of tuned tables that take precedence over the shipped configs/*.json; none = no tables, analytic launches.",
-)
 COUNTERS = Variable(
     "EP_A2A_COUNTERS",
     0,

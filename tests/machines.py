@@ -33,7 +33,6 @@ H200_HOST = Machine(
         vllm_entry_point=True,
         atom_entry_point=True,
         packages=PACKAGES | {"cuda-bindings": "13.0", "nvidia-nccl-cu13": "2.28.9"},
-        tuned_tables=("sm_90_intra_node_ep2_combine.json",),
     ),
     torch=Torch("2.11.0+cu130", cuda_build="13.0", num_gpus=NUM_GPUS),
     triton=Imported("3.6.0"),

@@ -84,7 +84,7 @@ ROOMS: tuple[tuple[str, tuple[Box, ...]], ...] = (
         "ground",
         (
             Box(270, 230, "interface, reference", "contract, oracle"),
-            Box(530, 210, "tuning, routing"),
+            Box(530, 210, "policy, routing"),
             Box(790, 210, "config, env, errors"),
         ),
     ),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import SimpleNamespace
 
-COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", "doctor")
+COMMANDS = ("demo", "bench", "trace", "plan", "backends", "doctor")
 """In the order of `--help`."""
 OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
 """Errors of writing to stdout; those of files have a name."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ep_a2a import env
 from ep_a2a.errors import UnknownNameError, UnsupportedError
-from ep_a2a.tuning.tables import shipped_directory
 
 FILE_NAME = "deep_ep_sizes.toml"
 EDITIONS = {2025: "April 2025", 2026: "July 2026"}
@@ -68,7 +68,10 @@ class DeepEpHints:
 @functools.cache
 def deep_ep_table() -> dict[str, Any]:
     """Returns the parsed data file: `constants`, `sizes`, `configs_2025` and `configs_2026`."""
-    return tomllib.loads((shipped_directory() / FILE_NAME).read_text(encoding="utf-8"))
+    # configs/ lies inside an installed package, in a checkout beside it
+    package = Path(__file__).resolve().parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return tomllib.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
 
 
 def choose_edition(edition: int | None) -> None:

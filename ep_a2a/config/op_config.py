@@ -100,7 +100,7 @@ class EpDispatchCombineConfig:
         first_timeout_secs: bound of the waits inside kernels in the first step after construction or reset, unless
             timeout_secs is longer; None reads EP_A2A_FIRST_TIMEOUT_SECS (default 300).
         num_experts: experts over all ranks; 0 = W * E. Owned linearly: the first num_experts % W ranks own one more.
-        launch: "auto" takes launch numbers from the policy, "manual" from this config.
+        launch: "auto" computes launch numbers from the shape of each step, "manual" takes those of this config.
         max_sms: most multiprocessors that a launch may occupy; 0 = all. A launch with several roles takes 4 at least.
         dispatch_quant_type: the cast inside dispatch where quant_type names a combine cast; None = by quant_type.
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes; "float32" where there is none.

@@ -9,7 +9,6 @@ from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.ops.inputs import scales_travel
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
-from ep_a2a.tuning.tables import arch_name, load_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
     from ep_a2a.ops.op_kernels import OpKernels
-    from ep_a2a.tuning.tables import TunedTables
 
 
 Launched = tuple["CompiledKernel", tuple[Any, ...], int]
@@ -101,11 +99,6 @@ class Engine(Protocol):
         if kernels.made and kernels.bound not in kernels.compiled_bounds:
             self.compile()
 
-    def use_tables(self, tables: TunedTables) -> None:
-        """Look launch numbers up in these tables from now on; `compile` then compiles the kernels they can name."""
-        self.kernels.tables = tables
-        self.kernels.forget_plans()
-
     def record_spans(self) -> None:
         """Launch kernels that note when their programs begin and end, from now on."""
         kernels = self.kernels
@@ -129,9 +122,6 @@ class Engine(Protocol):
         kernels = self.kernels
         if kernels.interpreted:
             return
-        if kernels.tables is None:
-            # here, because the other ranks learn of an error in this method
-            self.use_tables(load_tables(arch_name(kernels.capability), kernels.config.world_size))
         found = [each for stages in kernels.compiled_stages for each in self.compiled_kernels(stages)]
         compile_all(found, kernels.config)
         kernels.compiled_bounds.add(kernels.bound)

@@ -11,7 +11,7 @@ from ep_a2a.kernels.constants import Expand, constants
 from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kernel, reduce_experts_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.ops.row_constants import scale_constants
-from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
+from ep_a2a.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

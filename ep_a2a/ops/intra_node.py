@@ -26,7 +26,7 @@ from ep_a2a.ops.inputs import elements_of
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
 from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
-from ep_a2a.tuning.policy import (
+from ep_a2a.policy import (
     DISPATCH_WARPS,
     FLAG_PROGRAMS,
     MAX_COUNTED_ALONE,
@@ -65,7 +65,7 @@ THREADS_BESIDE_DISPATCH = {4: 512, 8: 384}
 on the stack. By the bytes that an element has at all ranks together, which threads hold; with more there is no room."""
 LOOK_BACK_LANES, SHARED_LOOK_BACK_LANES = 2048, 512
 """Words that a program reads at once to learn how many rows the programs before it send; and a small one."""
-RECEIVING = Launch(1, DISPATCH_WARPS, "one program receives")
+RECEIVING = Launch(1, DISPATCH_WARPS)
 
 
 class IntraNodeEngine(Engine):
@@ -128,13 +128,10 @@ class IntraNodeEngine(Engine):
     def launch_of(self, phase: Phase, num_tokens: int, step_tokens: int, wish: LaunchWish = NO_WISH) -> Launch:
         """Launch numbers of a call."""
         kernels = self.kernels
-        config, tables, num_sms = kernels.config, kernels.tables, kernels.num_sms
-        launch = choose_launch(
-            config, phase, num_tokens, step_tokens, num_sms, *wish, tables, kernels.max_sms, shares_sm=kernels.shares_sm
+        config, num_sms = kernels.config, kernels.num_sms
+        return choose_launch(
+            config, phase, num_tokens, step_tokens, num_sms, *wish, kernels.max_sms, shares_sm=kernels.shares_sm
         )
-        if tables is not None:
-            tables.log_source(config, phase.value, step_tokens, launch.reason)
-        return launch
 
     def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs, 0 that exchange chunks between nodes, warps per program) of a call with M tokens."""
@@ -150,7 +147,7 @@ class IntraNodeEngine(Engine):
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         kernels = self.kernels
         config = kernels.config
-        shapes = launch_shapes(config, kernels.num_sms, kernels.tables, kernels.max_sms, shares_sm=kernels.shares_sm)
+        shapes = launch_shapes(config, kernels.num_sms, kernels.max_sms, shares_sm=kernels.shares_sm)
         dispatches = list(warmup_dispatches(config, kernels.device))
         combines = list(warmup_combines(config, kernels.device))
         for phase, tokens, launch in (each for each in shapes if each[0] is not Phase.COMBINE):

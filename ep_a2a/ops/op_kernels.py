@@ -17,15 +17,14 @@ from ep_a2a.ops.arguments import WHOLE
 from ep_a2a.ops.expert_major import ExpertMajorKernels
 from ep_a2a.ops.inputs import elements_of
 from ep_a2a.ops.row_constants import ResultRows, placement_of, shape_of
-from ep_a2a.tuning.policy import COUNT_WARPS
+from ep_a2a.policy import COUNT_WARPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.arguments import Stages
-    from ep_a2a.tuning.policy import Launch
-    from ep_a2a.tuning.tables import TunedTables
+    from ep_a2a.policy import Launch
 
 FP8_CAPABILITY = (8, 9)
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
@@ -47,7 +46,6 @@ class OpKernels:
         made: kernels, by the choices that their constants depend on.
         plans: launches of calls under the bound in force, by the form of the call.
         compiled_bounds: the values of `bound` for which `Engine.compile` has compiled.
-        tables: tuned launch numbers; None before the first `compile`.
         spans: whether kernels note times.
         compiled_stages: the kinds of calls whose kernels `Engine.compile` compiles.
         absent: int32, null pointer: an operand in the place of a tensor that the call does not have.
@@ -76,7 +74,6 @@ class OpKernels:
         self.shares_sm = False
         self._plans_by_bound = {self.bound: self.plans}
         self.compiled_bounds: set[tuple[int, bool]] = set()
-        self.tables: TunedTables | None = None
         self.spans = False
         self.compiled_stages: tuple[Stages, ...] = (WHOLE,)
         self.absent = torch.empty(0, dtype=torch.int32, device=device)

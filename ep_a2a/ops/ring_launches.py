@@ -15,7 +15,7 @@ from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
 from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
 from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
-from ep_a2a.tuning.policy import INTERPRETED_PROGRAMS
+from ep_a2a.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments

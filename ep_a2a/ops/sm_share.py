@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.tuning.policy import LEAST_PROGRAMS
+from ep_a2a.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig

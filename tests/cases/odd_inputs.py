@@ -13,13 +13,12 @@ FILE, FOLDER, NONE, LONG = "{file}", "{folder}", "/nowhere/x", "{folder}/" + "x"
 SIZES = {
     "demo": ("ranks", "tokens", "hidden", "experts", "topk"),
     "trace": ("ranks", "tokens", "hidden", "experts", "topk", "steps"),
-    "tune": ("hidden", "topk", "experts", "iterations"),
     "plan": ("ranks", "max-tokens", "hidden", "experts", "topk", "gpus-per-node"),
     "doctor": ("hidden", "max-tokens"),
 }
 LISTS = ("ranks", "tokens", "hidden", "topk", "experts", "max-sms", "gpus-per-node")
 NUMBERS = ("0", "-1", "1.5", "abc", "", "99999999999999999999")
-COMMANDS = ("demo", "bench", "trace", "tune", "plan", "backends", "doctor")
+COMMANDS = ("demo", "bench", "trace", "plan", "backends", "doctor")
 
 Case = tuple[tuple[str, ...], int, str]
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ep_a2a.config import LOW_LATENCY_MAX_TOKENS
+from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.routing import ROUTINGS
-from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.cases.op_cases import Case
 from tests.cases.tables import read_table
 

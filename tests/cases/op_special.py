@@ -17,9 +17,9 @@ from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.kernels.layout import Record, Region
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.reference import DispatchReference, reduce_experts_reference
 from ep_a2a.testing import RankContext
-from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.cases.call_orders import run_order
 from tests.cases.counter_bodies import COUNTER_BODIES
 from tests.cases.op_cases import (

@@ -137,7 +137,7 @@ def test_without_matplotlib(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", ["20", "80"])
-@pytest.mark.parametrize("command", ["demo", "bench", "trace", "tune", "plan", "backends", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "bench", "trace", "plan", "backends", "doctor"])
 def test_help_cuts_no_option(
     command: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

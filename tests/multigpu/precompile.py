@@ -21,7 +21,7 @@ from ep_a2a.topology.gpu_share import ranks_per_gpu
 from tests.cases.op_cases import Case
 from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
 from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
-from tests.multigpu.used_variants import Variants, find_tables, used_by
+from tests.multigpu.used_variants import Variants, used_by
 
 MAX_PROCESSES = 48
 # its server imports this module once, for all processes
@@ -47,7 +47,6 @@ def variants_of(case: Case, which: str) -> Variants:
     sharing = ranks_per_gpu(config.world_size, torch.cuda.device_count())
     if sharing > 1:
         engine.limit_sms(share_of(engine.kernels.num_sms, sharing, 1))
-    find_tables(engine)
     if which != "all":
         return used_by(engine, case, gives_ids=which == "used")
     return [

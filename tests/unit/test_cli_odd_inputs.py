@@ -12,7 +12,7 @@ from ep_a2a.cli import app, doctor
 from ep_a2a.cli.command import values_of
 from tests.cases import odd_inputs
 
-ON_CPU = ("--device cuda", "GPUs to tune on")
+ON_CPU = ("--device cuda",)
 
 
 @pytest.fixture

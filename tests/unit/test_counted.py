@@ -18,8 +18,8 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
 from ep_a2a.ops.intra_node import IntraNodeEngine, dispatch_kernel
 from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.policy import Phase, dispatch_phase
 from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters, _kernels
-from ep_a2a.tuning.policy import Phase, dispatch_phase
 from tests.offline_compile import compile_kernel
 from tests.unit.device import table_of
 from tests.unit.test_config import config_of

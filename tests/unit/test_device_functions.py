@@ -18,9 +18,9 @@ from ep_a2a.kernels.layout import Region, count_bits, padded
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import MANY_POLLS, POLLS_PER_CLOCK, begin_stage, finish_stage, late_lanes, next_poll
 from ep_a2a.kernels.routing_kernels import count_rows, field_of, owner_of, packed, plus
+from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups, quantize_mxfp8, quantize_static
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
-from ep_a2a.tuning.policy import MAX_COUNTED_ALONE
 from tests.unit.device import as_int32, shape_of, untouched
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

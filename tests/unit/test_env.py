@@ -13,7 +13,6 @@ from ep_a2a.config.file import choose_backend
 from ep_a2a.errors import EnvironmentVariableError, EpA2AError
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.memory.transport_choice import choose_transport
-from ep_a2a.tuning.tables import load_tables
 from tests.cases.tables import read_table
 
 DEFAULTS = read_table("variables")["defaults"]
@@ -139,7 +138,6 @@ def test_known_names_are_no_typos(monkeypatch, caplog):
 USES: dict[str, Callable[[], Any]] = {
     "EP_A2A_BACKEND": lambda: check_backend_name(choose_backend(None, None)),
     "EP_A2A_CONFIG": lambda: choose_backend(None, None),
-    "EP_A2A_TUNING_DIR": lambda: load_tables("sm_90", 8),
     "EP_A2A_INTERNODE_TRANSPORT": lambda: choose_transport("auto", {}),
     "EP_A2A_LOG_LEVEL": set_up_logging,
     "EP_A2A_DEEPEP_EDITION": deep_ep_sizes.known_ranks,

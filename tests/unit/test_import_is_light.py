@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ep_a2a.log_once",
     ),
     ("ep_a2a.config",),
-    ("ep_a2a.tuning", "ep_a2a.interface", "ep_a2a.reference", "ep_a2a.routing", "ep_a2a.quantization"),
+    ("ep_a2a.policy", "ep_a2a.interface", "ep_a2a.reference", "ep_a2a.routing", "ep_a2a.quantization"),
     ("ep_a2a.memory", "ep_a2a.topology", "ep_a2a.shmem"),
     ("ep_a2a.kernels",),
     ("ep_a2a.ops", "ep_a2a.telemetry"),
@@ -230,3 +231,10 @@ def test_modules_are_short():
         return max(0, len(MODULES[name].read_text(encoding="utf-8").splitlines()) - MAX_LINES)
 
     assert offenders(lines_too_many) == {}
+
+
+def test_all_packages_are_listed_for_wheels() -> None:
+    setup = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("*.py")}
+    assert set(setup["packages"]) == packages | {"ep_a2a.configs"}
+    assert setup["package-dir"] == {"ep_a2a.configs": "configs"}

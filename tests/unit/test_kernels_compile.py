@@ -14,12 +14,12 @@ import torch
 import triton
 from triton.runtime.errors import PTXASError
 
+from ep_a2a import policy
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
-from ep_a2a.tuning import policy
-from ep_a2a.tuning.policy import FEW_TOKENS, MAX_COUNTED_ALONE, TILE_TOKENS, Phase, choose_launch, fit, many_cast_tokens
+from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_ALONE, TILE_TOKENS, Phase, choose_launch, fit, many_cast_tokens
 from tests.cases.configs import deepseek_v3 as config_of
 from tests.offline_compile import compile_kernel, resources, vector_accesses
 
@@ -78,7 +78,7 @@ def variants_of(
 
 
 def kind_of(variant: CompiledKernel) -> str:
-    """The tuning phase that a kernel belongs to; of another one its name."""
+    """The phase that a kernel belongs to; of another one its name."""
     name = variant.kernel.__name__.removesuffix("_kernel")
     return {"ll_dispatch": "low_latency_dispatch"}.get(name, name)
 

@@ -19,8 +19,8 @@ from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2Al
 from ep_a2a.managers.base import All2AllManagerBase, Cache
 from ep_a2a.managers.naive import NaiveAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.policy import FLAG_PROGRAMS, Phase
 from ep_a2a.topology import RankFacts, TopologyReport
-from ep_a2a.tuning.policy import FLAG_PROGRAMS, Phase
 
 MANAGERS = {
     "ep_a2a": NativeAll2AllManager,

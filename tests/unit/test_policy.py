@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ep_a2a.kernels.target import REGISTERS_PER_SM
 from ep_a2a.ops.intra_node import fitted_launch
-from ep_a2a.tuning.policy import (
+from ep_a2a.policy import (
     FEW_TOKENS,
     FLAG_PROGRAMS,
     INTERPRETED_PROGRAMS,
@@ -29,7 +29,9 @@ from ep_a2a.tuning.policy import (
     Phase,
     _combine_ns,
     choose_launch,
+    dispatch_phase,
     fit,
+    launch_shapes,
 )
 from tests.cases.configs import deepseek_v3
 
@@ -71,7 +73,7 @@ def check_roles(launch: Launch, phase: Phase) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 4096])
 def test_interpreted_launches_are_few_programs(phase, num_tokens):
     few = INTERPRETED_PROGRAMS
-    expected = Launch(few, 1, "interpreter", few, few)
+    expected = Launch(few, 1, few, few)
     assert choose_launch(config_of(), phase, num_tokens, 4096, 0) == expected
     assert choose_launch(config_of(launch="manual"), phase, num_tokens, 4096, 0) == expected
     # more than one, so that what programs share is exercised
@@ -82,7 +84,7 @@ def test_interpreted_launches_are_few_programs(phase, num_tokens):
 def test_interpreted_launches_take_the_callers_number_if_it_is_small(phase):
     for block_num in (1, 2, 3, 4):
         send_rows = 0 if phase is Phase.BULK_DISPATCH else 1
-        expected = Launch(block_num, 1, "interpreter", block_num, block_num, send_rows=send_rows)
+        expected = Launch(block_num, 1, block_num, block_num, send_rows=send_rows)
         assert choose_launch(config_of(), phase, 16, 16, 0, block_num, 8) == expected
     # MORI's example asks for 80
     for block_num in (-1, 0, 5, 80):
@@ -92,7 +94,7 @@ def test_interpreted_launches_take_the_callers_number_if_it_is_small(phase):
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 131])
 def test_dispatch_has_one_program_per_token(num_tokens):
     launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
-    assert (launch.num_programs, launch.reason) == (max(1, num_tokens), "analytic")
+    assert launch.num_programs == max(1, num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,6 @@ def test_only_few_ranks_get_rows_one_by_one(world_size, max_num_tokens, send_row
 def test_roles_have_programs_of_their_own(phase, num_tokens, max_num_tokens):
     launch = choose_launch(config_of(), phase, num_tokens, max_num_tokens, H200_SMS)
     check_roles(launch, phase)
-    assert launch.reason == "analytic"
     assert threads(launch) <= THREADS_PER_SM[phase] * H200_SMS
     if num_tokens <= 1:
         # a token is sent and added by no more programs than its row has blocks of work
@@ -157,7 +158,7 @@ def test_steps_of_few_tokens_are_prepared_early_and_look_at_everything_at_once(p
 def test_manual_launches_take_the_configs_numbers(phase):
     config = config_of(launch="manual", block_num=80, warp_num_per_block=4)
     launch = choose_launch(config, phase, 4096, 4096, H200_SMS)
-    assert (launch.num_programs, launch.num_warps, launch.reason) == (80, 4, "config")
+    assert numbers(launch) == (80, 4)
     check_roles(launch, phase)
     # MORI's 80 blocks of 16 warps: one program of 16 warps fits on a multiprocessor
     wide = choose_launch(config_of(launch="manual", block_num=80, warp_num_per_block=16), phase, 4096, 4096, H200_SMS)
@@ -181,7 +182,7 @@ def test_the_callers_numbers_come_first(phase, launch):
     assert numbers(choose_launch(config, phase, 4096, 4096, H200_SMS, 80, 8)) == (80, 8)
     given_ = choose_launch(config, phase, 4096, 4096, H200_SMS, 20)
     default = choose_launch(config, phase, 4096, 4096, H200_SMS)
-    assert (given_.num_programs, given_.num_warps, given_.reason) == (20, default.num_warps, "caller")
+    assert numbers(given_) == (20, default.num_warps)
     assert choose_launch(config, phase, 4096, 4096, H200_SMS, warp_per_block=4).num_warps == 4
 
 
@@ -237,7 +238,7 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, nu
         assert (launch.send_rows, launch.read_ahead) == (num_rows, True)
         # the caller's warps are the caller's, whatever is bounded
         own = choose_launch(config, phase, 4096, 4096, H200_SMS, warp_per_block=4)
-        assert own == replace(launch, num_warps=4, reason="caller")
+        assert own == replace(launch, num_warps=4)
     else:
         assert (launch.send_elements, launch.add_elements) == (unbounded.send_elements, unbounded.add_elements)
     if phase is Phase.BULK_DISPATCH:
@@ -350,11 +351,43 @@ def test_no_grid_exceeds_what_fits(
     assert 1 <= chosen.num_programs <= max(least(phase), allowed)
     if phase is Phase.BULK_DISPATCH:
         assert chosen.num_programs <= MAX_DISPATCH_PROGRAMS
-    reason = "config" if launch == "manual" else f"at most {sms} multiprocessors" if sms < num_sms else "analytic"
-    assert chosen.reason == ("caller" if max(call_numbers) > 0 else reason)
     assert min(chosen.send_elements, chosen.add_elements) >= 1
     # the same question has the same answer: ranks and replays must not differ
     assert chosen == choose_launch(config, *arguments)
+
+
+def shape(phase: Phase, size: int, launch: Launch) -> tuple[object, ...]:
+    """What kernels are compiled for; a program of a dispatch counts alone where tokens are few enough."""
+    elements = launch.send_elements, launch.send_rows, launch.add_elements
+    flags = launch.sparse_polls, launch.read_ahead, launch.dependent
+    return phase, launch.num_warps, elements, flags, phase is Phase.BULK_DISPATCH and size <= MAX_COUNTED_ALONE
+
+
+@settings(max_examples=25, derandomize=True, database=None)
+@given(
+    most=st.integers(1, 600) | st.integers(MAX_COUNTED_ALONE - 1, MAX_COUNTED_ALONE + 60),
+    flagged=st.sampled_from([0, 1, 30, 128]),
+    max_sms=st.sampled_from([0, 8, 24]),
+    quant_type=st.sampled_from(["none", "fp8_blockwise"]),
+    world_size=st.sampled_from([2, 8, 16]),
+)
+def test_every_shape_that_a_step_can_have_is_listed(most, flagged, max_sms, quant_type, world_size):
+    config = config_of(
+        max_num_inp_token_per_rank=most,
+        flagged_max_tokens=flagged,
+        max_sms=max_sms,
+        quant_type=quant_type,
+        world_size=world_size,
+    )
+    listed = launch_shapes(config, H200_SMS)
+    needed = {
+        shape(phase, size, choose_launch(config, phase, size, size, H200_SMS))
+        for size in range(1, most + 1)
+        for phase in (dispatch_phase(config, size), Phase.COMBINE)
+    }
+    assert {shape(phase, size, launch) for phase, size, launch in listed} == needed
+    # each once: a kernel takes seconds to compile
+    assert len(listed) == len(needed)
 
 
 @settings(max_examples=300, derandomize=True, database=None)
@@ -368,7 +401,7 @@ def test_a_launch_is_cut_down_to_what_fits(phase, bound, work, num_programs):
     """Also a second time, by the registers of a kernel that has been compiled; a wish that fits stays as it is."""
     senders, receivers = work
     wished = FLAG_PROGRAMS.get(phase, 0) + senders + receivers if num_programs is None else num_programs
-    wish = Launch(wished, 4, "any", senders, receivers)
+    wish = Launch(wished, 4, senders, receivers)
     fitted = fit(wish, phase, bound)
     check_roles(fitted, phase)
     assert least(phase) <= fitted.num_programs <= max(least(phase), bound)
@@ -385,7 +418,7 @@ def test_a_launch_is_cut_down_to_what_fits(phase, bound, work, num_programs):
 def test_a_bound_of_all_multiprocessors_bounds_nothing():
     """A compiled launch is cut to what its registers leave room for, not to one program for each multiprocessor."""
     variant = SimpleNamespace(programs_per_sm=4)
-    launch = Launch(528, 4, "analytic", 200, 327)
+    launch = Launch(528, 4, 200, 327)
     for max_sms, most in ((0, 528), (H200_SMS, 528), (H200_SMS + 9, 528), (24, 24)):
         kernels = SimpleNamespace(num_sms=H200_SMS, max_sms=max_sms)
         fitted = fitted_launch(kernels, launch, Phase.COMBINE, variant)

@@ -15,13 +15,11 @@ from ep_a2a.commands.plan.model import read_model
 from ep_a2a.config.file import read_config_file
 from ep_a2a.errors import ConfigError, UntrustedFolderError
 from ep_a2a.telemetry.trace import write_trace
-from ep_a2a.tuning.tables import read_table, write_table
 from ep_a2a.whole_files import resolved, write_whole
 
 ANOTHER_USER = 12345
 READERS = {
     "config file": read_config_file,
-    "tuned table": functools.partial(read_table, phase="combine"),
     "model": read_model,
     "text": functools.partial(read_text, num_tokens=1),
 }
@@ -104,17 +102,13 @@ def test_a_link_of_another_user_is_refused(tmp_path, belongs_to_another, use, wh
     assert sorted(os.listdir(tmp_path)) == ["link", "own", "victim"]
 
 
-def test_traces_and_tables_are_written_in_the_same_way(tmp_path, belongs_to_another):
+def test_traces_are_written_in_the_same_way(tmp_path, belongs_to_another):
     victim, link = tmp_path / "victim", tmp_path / "link"
     victim.mkdir()
     link.symlink_to(victim)
     belongs_to_another(link)
-    for write in (
-        lambda: write_trace({0: []}, link / "new" / "trace.json"),
-        lambda: write_table(link / "table.json", "dispatch", []),
-    ):
-        with pytest.raises(UntrustedFolderError):
-            write()
+    with pytest.raises(UntrustedFolderError):
+        write_trace({0: []}, link / "new" / "trace.json")
     assert not os.listdir(victim)
 
 

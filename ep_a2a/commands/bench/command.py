@@ -33,8 +33,8 @@ from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.ops.sm_share import share_of
+from ep_a2a.policy import LEAST_PROGRAMS
 from ep_a2a.topology.gpu_share import ranks_per_gpu
-from ep_a2a.tuning.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -56,7 +56,6 @@ CHECKS = (
     Check(GPUS, "driver", on_machine.driver),
     Check(GPUS, "compiler", on_machine.compiler, _has_nvidia_gpus),
     Check(GPUS, "Triton's cache", on_machine.triton_cache, _has_nvidia_gpus),
-    Check(GPUS, "tuned tables", on_machine.tuned_tables, _has_several_gpus),
     Check(LINKS, "/dev/shm", on_machine.shared_memory),
     Check(LINKS, "locked memory", on_machine.locked_memory),
     Check(LINKS, "libraries", on_machine.libraries),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ep_a2a import env
 from ep_a2a.commands.doctor.finding import Finding, error, note, ok, warning
 from ep_a2a.commands.doctor.machine import GIB, Gpu, Machine
-from ep_a2a.tuning.policy import LEAST_PROGRAMS
+from ep_a2a.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,15 +180,6 @@ def triton_cache(m: Machine) -> Finding:
     if cache.problem:
         return error(f"{cache.path} {cache.problem}", "Set TRITON_CACHE_DIR to a folder of your own.")
     return ok(f"kernels are kept in {cache.path}")
-
-
-def tuned_tables(m: Machine) -> Finding:
-    """Check whether launch numbers are tuned for these GPUs."""
-    gpus = m.driver.gpus
-    name = "sm_{}{}_intra_node_ep{}_".format(*gpus[0].capability, len(gpus))
-    if any(table.startswith(name) for table in m.installation.tuned_tables):
-        return ok(f"{name}*.json")
-    return note(f"none for {len(gpus)} such GPUs: launches are worked out", "`ep-a2a tune` makes some.")
 
 
 # --- links and memory ---

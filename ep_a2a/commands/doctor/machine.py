@@ -183,7 +183,6 @@ class Installation:
         version: of the code. installed_version: of the package's metadata, None where it is not installed.
         vllm_entry_point: whether vLLM's list of plugins has ours. atom_entry_point: the one for ATOM as its plugin.
         packages: versions of other installed packages by name, only of those that are installed.
-        tuned_tables: names of the files of tuned launch numbers that came with it.
     """
 
     version: str = ""
@@ -191,7 +190,6 @@ class Installation:
     vllm_entry_point: bool = False
     atom_entry_point: bool = False
     packages: dict[str, str] = field(default_factory=dict)
-    tuned_tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

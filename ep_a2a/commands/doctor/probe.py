@@ -222,8 +222,6 @@ def find_installation() -> Installation:
     plugins = {entry.name for entry in metadata.entry_points(group="vllm.general_plugins")}
     # Only a list of all packages shows two builds of one library.
     names = {(each.metadata["Name"] or "").lower() for each in metadata.distributions()}
-    # Tables lie inside of an installed package, beside that of a checkout.
-    tables = sorted(PACKAGE.glob("configs/sm_*.json")) or sorted(PACKAGE.parent.glob("configs/sm_*.json"))
     return Installation(
         version=ep_a2a.__version__,
         installed_version=package_version("ep-a2a"),
@@ -234,7 +232,6 @@ def find_installation() -> Installation:
             for name in sorted(names)
             if name in NAMED_PACKAGES or name.startswith(LIBRARIES)
         },
-        tuned_tables=tuple(path.name for path in tables),
     )
 
 

@@ -1,1 +1,1 @@
-"""What bench, tune, trace and the doctor share: workloads, the op of a workload, clocks, pushes of plain bytes."""
+"""What bench, trace and the doctor share: workloads, the op of a workload, clocks, pushes of plain bytes."""

@@ -21,9 +21,9 @@ from ep_a2a.errors import CheckFailedError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.ops.intra_node import IntraNodeEngine
+from ep_a2a.policy import Phase, dispatch_phase
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.topology import classify, gather_report
-from ep_a2a.tuning.policy import Phase, dispatch_phase
 
 if TYPE_CHECKING:
     from pathlib import Path

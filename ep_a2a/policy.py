@@ -11,7 +11,6 @@ from ep_a2a.config import Layout, QuantType
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.tuning.tables import TunedTables
 
 INTERPRETED_PROGRAMS = 3
 """Programs per launch on CPU: more than one, to exercise memory that programs share; few, since they run in turn."""
@@ -78,7 +77,7 @@ LEAST_PROGRAMS = 4
 
 
 class Phase(enum.Enum):
-    """Launches of an op; the values name the phases in tuned tables."""
+    """Launches of an op."""
 
     BULK_DISPATCH = "bulk_dispatch"
     LOW_LATENCY_DISPATCH = "low_latency_dispatch"
@@ -94,8 +93,6 @@ THREADS_PER_SM = {Phase.BULK_DISPATCH: 256, Phase.LOW_LATENCY_DISPATCH: 512, Pha
 
 WIDE_WARPS = {Phase.BULK_DISPATCH: 16, Phase.LOW_LATENCY_DISPATCH: 16, Phase.COMBINE: 16}
 """Warps per program where the multiprocessors are bounded, and so the programs."""
-LEAST_WIDE_WARPS = 8
-"""The fewest that a tuned table can choose there: programs hold whole rows, for which fewer have too few registers."""
 FLAG_PROGRAMS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 """By phase, how many first programs of a launch exchange flags and counts with peers; they move no rows."""
 
@@ -107,7 +104,6 @@ class Launch:
     Attributes:
         num_programs: programs (thread blocks) of the grid.
         num_warps: warps of 32 threads per program.
-        reason: where the numbers come from.
         num_senders, num_receivers: programs that send and that receive. In phases with these roles the first programs
             have neither (FLAG_PROGRAMS).
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
@@ -124,7 +120,6 @@ class Launch:
 
     num_programs: int
     num_warps: int
-    reason: str
     num_senders: int = 1
     num_receivers: int = 1
     send_elements: int = BLOCK_ELEMENTS
@@ -146,7 +141,6 @@ def choose_launch(
     num_sms: int,
     block_num: int = -1,
     warp_per_block: int = -1,
-    tables: TunedTables | None = None,
     max_sms: int | None = None,
     *,
     shares_sm: bool = False,
@@ -160,7 +154,6 @@ def choose_launch(
         max_num_tokens: bound on every rank's tokens in this step.
         num_sms: multiprocessors of the device; 0 on CPU.
         block_num, warp_per_block: the caller's numbers, used when > 0.
-        tables: where launch="auto" looks for tuned numbers first.
         max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads
             programs over all multiprocessors, so this bounds the number of programs, which become wider.
         shares_sm: whether multiprocessors run products meanwhile. Then each one has one small program.
@@ -175,7 +168,6 @@ def choose_launch(
         return Launch(
             programs,
             1,
-            "interpreter",
             programs,
             programs,
             send_rows=send_rows,
@@ -184,18 +176,14 @@ def choose_launch(
     chooses_warps = config.launch != "manual" and warp_per_block <= 0
     wish = _default(config, phase, num_tokens, max_num_tokens, chooses_warps=chooses_warps)
     if config.launch == "manual":
-        wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block, reason="config")
-    elif tables is not None:
-        wish = _tuned(wish, tables, config, phase, num_tokens, max_num_tokens)
+        wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block)
     is_bounded = 0 < max_sms < num_sms
     if is_bounded and config.launch != "manual":
         wish = _widened(wish, config, phase, max_sms, num_tokens, max_num_tokens)
     if block_num > 0:
-        wish = replace(wish, num_programs=block_num, reason="caller")
-    elif is_bounded and config.launch != "manual" and tables is not None:
-        wish = _tuned_bounded(wish, tables, config, phase, max_num_tokens, max_sms)
+        wish = replace(wish, num_programs=block_num)
     if warp_per_block > 0:
-        wish = replace(wish, num_warps=warp_per_block, reason="caller")
+        wish = replace(wish, num_warps=warp_per_block)
     wish = replace(wish, num_warps=1 << (max(1, min(wish.num_warps, MAX_WARPS)).bit_length() - 1))
     most = max_sms if is_bounded else num_sms
     is_given = config.launch == "manual" or block_num > 0 or warp_per_block > 0
@@ -206,7 +194,7 @@ def choose_launch(
 
 def _made_small(wish: Launch, phase: Phase, most: int) -> Launch:
     """Returns the wish with programs that run beside those of a product, one for each of `most` multiprocessors."""
-    small = replace(wish, num_warps=SHARED_WARPS, reason="beside products", send_rows=1, shares_sm=True)
+    small = replace(wish, num_warps=SHARED_WARPS, send_rows=1, shares_sm=True)
     if phase is Phase.BULK_DISPATCH:
         return fit(small, phase, most)
     small = replace(small, send_elements=SHARED_SEND_ELEMENTS, add_elements=BLOCK_ELEMENTS, read_ahead=True)
@@ -221,7 +209,7 @@ def _widened(
     wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int, num_tokens: int, max_num_tokens: int
 ) -> Launch:
     """Returns the wish with programs of the best width for a multiprocessor; those of a combine take whole rows."""
-    wish = replace(wish, num_warps=WIDE_WARPS[phase], reason=f"at most {max_sms} multiprocessors")
+    wish = replace(wish, num_warps=WIDE_WARPS[phase])
     if phase is Phase.BULK_DISPATCH:
         return replace(wish, send_rows=TILE_TOKENS)
     if phase is not Phase.COMBINE:
@@ -292,18 +280,16 @@ def _default(
 ) -> Launch:
     """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
-        return Launch(num_tokens, DISPATCH_WARPS, "analytic", send_rows=_dispatched_rows(config, max_num_tokens))
+        return Launch(num_tokens, DISPATCH_WARPS, send_rows=_dispatched_rows(config, max_num_tokens))
     few = has_few_tokens(config, max_num_tokens)
     if phase is Phase.LOW_LATENCY_DISPATCH:
         senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
         num_programs = FLAG_PROGRAMS[phase] + senders + receivers
-        return Launch(
-            num_programs, LOW_LATENCY_WARPS, "analytic", senders, receivers, sparse_polls=not few, dependent=few
-        )
+        return Launch(num_programs, LOW_LATENCY_WARPS, senders, receivers, sparse_polls=not few, dependent=few)
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
     senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
     num_programs = FLAG_PROGRAMS[phase] + senders + receivers
-    wish = Launch(num_programs, COMBINE_WARPS, "analytic", senders, receivers, dependent=few)
+    wish = Launch(num_programs, COMBINE_WARPS, senders, receivers, dependent=few)
     if few:
         return wish
     if config.combine_quant != QuantType.NONE:
@@ -333,55 +319,6 @@ def _rows_to_receive(config: EpDispatchCombineConfig, max_num_tokens: int) -> in
     return max(1, max_num_tokens * (config.world_size - (config.layout != Layout.COMPACT)))
 
 
-def _tuned(
-    default: Launch,
-    tables: TunedTables,
-    config: EpDispatchCombineConfig,
-    phase: Phase,
-    num_tokens: int,
-    max_num_tokens: int,
-) -> Launch:
-    """The tuned numbers of a step, with no more programs than there is work for; else the default."""
-    found = tables.find(config, phase.value, max_num_tokens)
-    if found is None:
-        return default
-    tuned = found.entry.launch
-    default = replace(default, num_warps=tuned.num_warps, reason=found.reason)
-    if phase is Phase.BULK_DISPATCH:
-        return replace(default, num_programs=min(tuned.num_programs or num_tokens, num_tokens))
-    to_send, to_receive = num_tokens, _rows_to_receive(config, max_num_tokens)
-    if phase is Phase.COMBINE:
-        to_send = config.world_size * max_num_tokens * -(-config.hidden_dim // tuned.send_elements)
-        to_receive = num_tokens * -(-config.hidden_dim // tuned.add_elements)
-        default = replace(
-            default,
-            send_elements=tuned.send_elements,
-            add_elements=tuned.add_elements,
-            pause_ns=tuned.pause_ns,
-            send_rows=tuned.send_rows,
-            # for one row at once there would be too few registers
-            read_ahead=tuned.send_rows > 1,
-        )
-    senders = max(1, min(tuned.num_senders or to_send, to_send))
-    receivers = max(1, min(tuned.num_receivers or to_receive, to_receive))
-    num_programs = FLAG_PROGRAMS[phase] + senders + receivers
-    return replace(default, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
-
-
-def _tuned_bounded(
-    wish: Launch, tables: TunedTables, config: EpDispatchCombineConfig, phase: Phase, max_num_tokens: int, max_sms: int
-) -> Launch:
-    """The wish for a bound with the tuned numbers of this bound, where there are any."""
-    found = tables.find(config, phase.value, max_num_tokens, max_sms)
-    if found is None:
-        return wish
-    tuned = found.entry.launch
-    wish = replace(wish, num_warps=max(tuned.num_warps, LEAST_WIDE_WARPS), reason=found.reason)
-    if phase is not Phase.COMBINE:
-        return wish
-    return replace(wish, num_senders=tuned.num_senders or wish.num_senders, send_rows=tuned.send_rows)
-
-
 def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
     """Returns the kind of a step's dispatch; the same on all ranks, since all agree on max_num_tokens."""
     return Phase.LOW_LATENCY_DISPATCH if max_num_tokens <= config.low_latency_tokens else Phase.BULK_DISPATCH
@@ -390,7 +327,6 @@ def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phas
 def launch_shapes(
     config: EpDispatchCombineConfig,
     num_sms: int,
-    tables: TunedTables | None = None,
     max_sms: int | None = None,
     *,
     shares_sm: bool = False,
@@ -402,13 +338,10 @@ def launch_shapes(
     most = config.max_num_inp_token_per_rank
     sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS + 1, config.low_latency_tokens, config.low_latency_tokens + 1}
     sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, many_cast_tokens(config), most}
-    sizes |= tables.turning_points() if tables is not None else set()
     shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}
     for size in sorted(size for size in sizes if 1 <= size <= most):
         for phase in (dispatch_phase(config, size), Phase.COMBINE):
-            launch = choose_launch(
-                config, phase, size, size, num_sms, tables=tables, max_sms=max_sms, shares_sm=shares_sm
-            )
+            launch = choose_launch(config, phase, size, size, num_sms, max_sms=max_sms, shares_sm=shares_sm)
             shape = (
                 phase,
                 launch.num_warps,
