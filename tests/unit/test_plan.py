@@ -261,6 +261,12 @@ def test_what_is_no_whole_number_is_refused_with_its_key_and_file(tmp_path, numb
     assert len(caught.value.got) < 300
 
 
+def test_a_list_of_modules_may_be_long():
+    quantization = {**BLOCK_FP8, "ignored_layers": [f"model.layers.{n}.mlp.gate" for n in range(2000)]}
+    values = {**DEEPSEEK, "num_hidden_layers": 2**40, "quantization_config": quantization}
+    assert model_of(values).quant_method == "fp8"
+
+
 def test_a_quantisation_that_config_json_lacks_is_read_from_the_file_beside_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     beside = tmp_path / "hf_quant_config.json"

@@ -39,9 +39,8 @@ def of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
     if "quantization" in values:
         values = {"quant_method": "modelopt", **found(values, "quantization", dict, PLACE)}
     left_out = [name for key in LEFT_OUT_KEYS for name in found(values, key, list, PLACE)]
-    experts = [f"{root}layers.{layer}.{block}.experts" for root in ROOTS for layer in layers for block in BLOCKS]
     is_modelopt = is_mxfp8(values) or "quant_algo" in values
-    if any(_means_one(str(name), experts, is_modelopt=is_modelopt) for name in left_out):
+    if any(_means_experts(str(name), layers, is_modelopt=is_modelopt) for name in left_out):
         return {"quant_method": f"{values.get('quant_method')} without the experts"}
     if _algorithm(values) != "MIXED_PRECISION":
         return values
@@ -89,8 +88,11 @@ def _algorithm(values: Mapping[str, Any]) -> str:
     return str(values.get("quant_algo")).upper()
 
 
-def _means_one(entry: str, modules: list[str], *, is_modelopt: bool) -> bool:
-    """Whether an entry of a list of modules that are not quantised means experts out of `modules`, as vLLM reads it."""
+def _means_experts(entry: str, layers: range, *, is_modelopt: bool) -> bool:
+    """Whether an entry of a list of modules that are not quantised means experts of any layer, as vLLM reads it."""
+    # the last layer stands for all that the entry does not name
+    named = {*layers[-1:], *(int(number) for number in re.findall("[0-9]{1,9}", entry) if int(number) in layers)}
+    modules = [f"{root}layers.{layer}.{block}.experts" for root in ROOTS for layer in named for block in BLOCKS]
     if entry.startswith("re:"):
         try:
             pattern = re.compile(entry[3:])
