@@ -1,20 +1,24 @@
 """DeepEP's buffer size hints for a shape, by its published formulas and without DeepEP.
 
 The formulas are those of DeepEP V1 in two editions: 2025 (218c5a1, csrc/config.hpp) and 2026 (dd758ca,
-csrc/legacy/config.hpp). `choose_edition`, else EP_A2A_DEEPEP_EDITION, decides for `ep-a2a plan` and for
-`ep_a2a.compat.deep_ep` alike. Constants and chunk sizes are in configs/deep_ep_sizes.toml.
+csrc/legacy/config.hpp). `choose_edition`, else EP_A2A_DEEPEP_EDITION, decides for `ep-a2a plan --json` and
+for `ep_a2a.compat.deep_ep` alike. Constants and chunk sizes are in configs/deep_ep_sizes.toml.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.errors import UnknownNameError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FILE_NAME = "deep_ep_sizes.toml"
 EDITIONS = {2025: "April 2025", 2026: "July 2026"}
@@ -89,6 +93,17 @@ def choose_edition(edition: int | None) -> None:
 def edition() -> int:
     """Returns the edition that was chosen, by the process or else by the environment."""
     return env.DEEPEP_EDITION.get() if _edition is None else _edition
+
+
+@contextlib.contextmanager
+def of_edition(year: int) -> Iterator[None]:
+    """Gives the numbers of an edition meanwhile."""
+    before = _edition
+    choose_edition(year)
+    try:
+        yield
+    finally:
+        choose_edition(before)
 
 
 def known_ranks() -> tuple[int, ...]:

@@ -447,6 +447,16 @@ def test_the_table(model_file):
         assert text in printed
 
 
+def test_deep_eps_numbers_of_both_editions():
+    """Those that its 2025 document prints, beside today's; its RDMA example is of 8 GPUs, which need no such rings."""
+    printed = run("--max-tokens", "128").stdout
+    assert re.search(r"low latency │ +1,881,147,520 │ +1,908,410,496 ", printed)
+    assert re.search(r"RDMA +│ +0 │ +0 │ none up to 8 GPUs", printed)
+    assert "42,006,016" in printed
+    assert re.search(r"combine +│ +2/288, 28/128 │ +4/288, 12/128 ", run("--ranks", "16").stdout)
+    assert "its table of configs has no 5" in run("--ranks", "5").stdout
+
+
 @pytest.mark.parametrize(("tokens", "is_shown"), [(256, True), (257, False)])
 def test_deep_eps_low_latency_mode_is_compared_for_few_tokens_only(tokens, is_shown):
     printed = run("--max-tokens", str(tokens)).stdout

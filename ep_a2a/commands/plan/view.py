@@ -10,7 +10,16 @@ from rich.text import Text
 from ep_a2a import env
 from ep_a2a.commands.plan.sizes import op_facts, rows_of
 from ep_a2a.commands.tables import bytes_text, new_table
-from ep_a2a.compat.deep_ep_sizes import EDITIONS, edition, known_ranks
+from ep_a2a.compat.deep_ep_sizes import (
+    EDITIONS,
+    chunk_configs,
+    edition,
+    hidden_bytes_of,
+    known_ranks,
+    num_nvl_peers,
+    of_edition,
+    rdma_ring_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,20 +88,49 @@ def _table(plan: Plan, *, verbose: bool) -> Table:
 
 
 def _deep_ep_table(plan: Plan) -> Table:
-    hints, ranks = plan.deep_ep_hints, plan.config.world_size
-    title = f"DeepEP for the same shape, by its formulas of {EDITIONS[edition()]} ({env.DEEPEP_EDITION.name})"
-    table = new_table(title, ("", "MiB", "bytes", "for"), right=("MiB", "bytes"))
-    between = "normal kernels, rings between nodes" if hints.rdma_bytes else "none inside one node"
-    rows = [("NVL", hints.nvl_bytes, "normal kernels, rings in a node"), ("RDMA", hints.rdma_bytes, between)]
+    title = f"bytes of DeepEP for the same shape, by edition ({env.DEEPEP_EDITION.name}={edition()})"
+    table = new_table(title, ("", *EDITIONS.values(), "for"), right=tuple(EDITIONS.values()))
+    found = []
+    for year in EDITIONS:
+        with of_edition(year):
+            found.append((plan.deep_ep_hints, *_chunks(plan)))
+    hints, *chunks = zip(*found)
+    rows = [
+        ("NVL", [each.nvl_bytes for each in hints], "normal kernels, rings in a node"),
+        ("RDMA", [each.rdma_bytes for each in hints], _between(plan)),
+    ]
     if plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS:
-        rows.append(("low latency", hints.low_latency_bytes, "low-latency kernels, in place of the rings"))
-    for title, num_bytes, holds in rows:
-        if num_bytes is None:
-            holds = f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
-            table.add_row(title, "-", "-", holds)
-        else:
-            table.add_row(title, _mib(num_bytes), f"{num_bytes:,}", holds)
+        low_latency = [each.low_latency_bytes for each in hints]
+        rows.append(("low latency", low_latency, "low-latency kernels, in place of the rings"))
+    for name, numbers, holds in rows:
+        table.add_row(name, *("-" if each is None else f"{each:,}" for each in numbers), holds)
+    for name, texts in zip(("dispatch", "combine"), chunks):
+        table.add_row(name, *texts, "tokens sent at once / in a ring: NVL, RDMA", style="dim")
     return table
+
+
+def _chunks(plan: Plan) -> tuple[str, str]:
+    """Returns the chunks of dispatch and of combine by the table of the present edition."""
+    ranks = plan.config.world_size
+    if ranks not in known_ranks():
+        return "-", "-"
+    dispatch, combine = (
+        f"{each.num_max_nvl_chunked_send_tokens}/{each.num_max_nvl_chunked_recv_tokens}, "
+        f"{each.num_max_rdma_chunked_send_tokens}/{each.num_max_rdma_chunked_recv_tokens}"
+        for each in chunk_configs(ranks)
+    )
+    return dispatch, combine
+
+
+def _between(plan: Plan) -> str:
+    ranks, config = plan.config.world_size, plan.config
+    if ranks not in known_ranks():
+        return f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
+    if ranks > num_nvl_peers():
+        return "normal kernels, rings between nodes"
+    hidden_bytes = hidden_bytes_of(config.hidden_dim, config.data_type.itemsize)
+    by_formula = max(rdma_ring_bytes(hidden_bytes, ranks, each) for each in chunk_configs(ranks))
+    return f"none up to {num_nvl_peers()} GPUs" + (f", where its formula gives {by_formula:,}" if by_formula else "")
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
