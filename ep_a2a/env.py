@@ -156,7 +156,7 @@ DEEPEP_EDITION = Variable(
     2026,
     _checked(int, lambda year: year in (2025, 2026)),
     "2025 or 2026",
-    "Edition of DeepEP whose size hints and configs `ep-a2a plan` and compat's Buffer and Config give.",
+    "Edition of DeepEP whose size hints and configs `ep-a2a plan --json` and compat's Buffer and Config give.",
 )
 LOG_LEVEL = Variable(
     "EP_A2A_LOG_LEVEL",
@@ -232,6 +232,22 @@ def set_unless_set(name: str, value: str) -> str:
     if not os.environ.get(name):
         os.environ[name] = value
     return os.environ[name]
+
+
+def set_from(name: str, variable: Variable[Any]) -> bool:
+    """Gives a variable of this package the value of another library's, unless it has one; returns whether it has that.
+
+    Raises:
+        EnvironmentVariableError: the text cannot be parsed.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return False
+    try:
+        variable.parse(text)
+    except ValueError as error:
+        raise EnvironmentVariableError(f"{name} to be {variable.expects}", repr(text)) from error
+    return set_unless_set(variable.name, text) == text
 
 
 @contextlib.contextmanager

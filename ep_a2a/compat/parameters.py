@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from importlib import resources
 
 from ep_a2a import env
+from ep_a2a.log_once import log_once
 
 logger = logging.getLogger(__name__)
+
+MORI_RDMA_DEVICES = "MORI_RDMA_DEVICES"
 
 
 class Effect(enum.StrEnum):
@@ -89,16 +92,16 @@ def remedy_of(library: str, function: str, parameter: str = "") -> str:
     raise KeyError((library, function, parameter))
 
 
-@functools.cache
-def warn_of_variables(library: str, names: tuple[str, ...]) -> None:
-    """Warns once per process of a library's environment variables, which nothing here reads; () = no warning."""
-    if names:
-        logger.warning(
-            "%s on ep_a2a: %s have no effect. docs/env.md lists the variables that do, such as %s for network devices.",
-            library,
-            ", ".join(names),
-            env.RDMA_DEVICES.name,
-        )
+def take_mori_variables() -> None:
+    """Gives EP_A2A_RDMA_DEVICES the value of MORI_RDMA_DEVICES, unless it has one, and warns of other MORI_* variables.
+
+    Raises:
+        EnvironmentVariableError: MORI_RDMA_DEVICES is not a list of devices.
+    """
+    taken = env.set_from(MORI_RDMA_DEVICES, env.RDMA_DEVICES)
+    others = [name for name in env.set_with_prefix("MORI_") if not taken or name != MORI_RDMA_DEVICES]
+    if others:
+        log_once(logger, logging.WARNING, f"MORI on ep_a2a: {', '.join(others)} without effect; see docs/env.md.")
 
 
 @functools.cache

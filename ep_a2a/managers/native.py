@@ -26,6 +26,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.guards import is_capturing
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.ops.factory import OpFactory
+from ep_a2a.routing import in_int32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
-
-INT32 = torch.iinfo(torch.int32)
 
 
 class _Step(NamedTuple):
@@ -165,9 +164,8 @@ class NativeAll2AllManager(All2AllManagerBase):
             )
         hidden_states, topk_weights, topk_ids, *extra = tensors
         scales = self._scales_to_send(op.config, extra)
-        ids = topk_ids.clamp(INT32.min, INT32.max) if topk_ids.dtype == torch.int64 else topk_ids
         tokens, weights, received_scales, indices, _ = op.dispatch(
-            hidden_states.contiguous(), topk_weights.float().contiguous(), scales, ids.int().contiguous()
+            hidden_states.contiguous(), topk_weights.float().contiguous(), scales, in_int32(topk_ids).int().contiguous()
         )
         counts = op.recv_counts.tolist()
         if op.config.layout == Layout.COMPACT:

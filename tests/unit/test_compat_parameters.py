@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import ep_a2a
-from ep_a2a.compat import deep_ep, mori, parameters
+from ep_a2a import env
+from ep_a2a.compat import deep_ep, mori
 from ep_a2a.compat.deep_ep import Buffer, buffer_base
 from ep_a2a.compat.mori import shmem_context
 from ep_a2a.compat.mori.ops import dispatch_combine
@@ -26,8 +27,9 @@ from ep_a2a.compat.mori.shmem import tensor_utils
 from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx, kernels
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from ep_a2a.errors import ConfigError, NotInitializedError, UnknownNameError, UnsupportedError
+from ep_a2a.errors import ConfigError, EnvironmentVariableError, NotInitializedError, UnknownNameError, UnsupportedError
 from ep_a2a.interface import DispatchResult
+from ep_a2a.log_once import log_once
 
 MODULES = {
     "aiter": ("",),
@@ -416,15 +418,26 @@ def test_size_hints_are_of_positive_numbers(name: str, number: float):
         Buffer.get_low_latency_rdma_size_hint(**{**sizes, name: number})
 
 
-def test_variables_of_mori_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    for name, value in (("MORI_RDMA_DEVICES", "mlx5_0"), ("MORI_SHMEM_HEAP_SIZE", "4G"), ("MORI_EMPTY", "")):
+@pytest.mark.parametrize(
+    ("ours", "devices", "named"),
+    [("", "^mlx5_0", "MORI_SHMEM_HEAP_SIZE"), ("mlx5_1", "mlx5_1", "MORI_RDMA_DEVICES, MORI_SHMEM_HEAP_SIZE")],
+)
+def test_variables_of_mori(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ours: str, devices: str, named: str
+):
+    """The RDMA devices count unless ours are set; the others are named once."""
+    variables = {"MORI_RDMA_DEVICES": "^mlx5_0", "MORI_SHMEM_HEAP_SIZE": "4G", "MORI_EMPTY": ""}
+    for name, value in (variables | {env.RDMA_DEVICES.name: ours}).items():
         monkeypatch.setenv(name, value)
-    parameters.warn_of_variables.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with pytest.raises(UnknownNameError):
                 mori.shmem.shmem_torch_process_group_init("no such group")
-    assert len(caplog.records) == 1
-    text = caplog.records[0].getMessage()
-    assert "MORI_RDMA_DEVICES, MORI_SHMEM_HEAP_SIZE have no effect. " in text
-    assert "EP_A2A_RDMA_DEVICES" in text
+    assert [record.getMessage() for record in caplog.records] == [
+        f"MORI on ep_a2a: {named} without effect; see docs/env.md."
+    ]
+    assert env.RDMA_DEVICES.get() == devices
+    monkeypatch.setenv("MORI_RDMA_DEVICES", "mlx5_0 mlx5_1")
+    with pytest.raises(EnvironmentVariableError, match="MORI_RDMA_DEVICES to be RDMA devices"):
+        mori.shmem.shmem_torch_process_group_init("no such group")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
@@ -14,9 +12,12 @@ from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
 from ep_a2a.ops.inputs import check_rows, check_tensor
 from ep_a2a.ops.memory import block_sizes
 from ep_a2a.quantization import quantize_groups
+from ep_a2a.routing import in_int32
 from ep_a2a.topology import classify
 
 if TYPE_CHECKING:
+    import torch
+
     from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
     from ep_a2a.topology import Topology, TopologyReport
 
@@ -106,13 +107,6 @@ def nodes_of(report: TopologyReport, world_size: int, local_world_size: int | No
     except ConfigError as error:
         error.field = "local_world_size"
         raise
-
-
-def in_int32(indices: torch.Tensor) -> torch.Tensor:
-    """Returns int64 ids as int32, those outside of int32 as a dropped slot; anything else as it is."""
-    if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
-        return indices
-    return indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
 class PhaseBuffers:

@@ -18,7 +18,7 @@ from ep_a2a.errors import ClosedError, EpA2AError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import is_capturing
 from ep_a2a.ops.op_sizes import OpSizes
-from ep_a2a.routing import count_ids
+from ep_a2a.routing import count_ids, in_int32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,6 +142,9 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     ) -> DispatchResult:
         """Sends each token once to every distinct rank that owns one of its experts.
 
+        Args:
+            indices: int32 or int64 [T, K] expert ids; others than those of experts are dropped slots.
+
         Returns:
             (tokens [R, H], weights [R, K] or None, scales [R, S] or None, indices [R, K], total_recv [1]); see
             ep_a2a's EpDispatchCombineOp.dispatch. indices of rows past total_recv are -1.
@@ -151,6 +154,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         _warn_of_rdma_blocks("dispatch", rdma_block_num)
         self._choose_native(input)
         self._combine_input.lost_rows.check()
+        indices = in_int32(indices)
         result = self.native.dispatch(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block, call_local_expert_count
         )
@@ -176,6 +180,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         _warn_of_launch("dispatch_send", block_num, warp_per_block)
         self._choose_native(input)
         self._combine_input.lost_rows.check()
+        indices = in_int32(indices)
         result = self.native.dispatch_send(input, weights, scales, indices)
         self._counts_experts = call_local_expert_count
         self._sent = Dispatched(weights, indices.shape[0], result)
@@ -230,7 +235,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         if routing is not None:
             raise refused(f"{OP}.combine", "routing")
         _warn_of_rdma_blocks("combine", rdma_block_num)
-        rows, weights, own_indices = self._combine_input.of(input, weights, indices, use_external_inp_buf)
+        rows, weights, own_indices = self._combine_input.of(input, weights, in_int32(indices), use_external_inp_buf)
         result = self.native.combine(rows, weights, own_indices, block_num, rdma_block_num, warp_per_block)
         self._combine_input.dispatched = None
         return result
@@ -246,7 +251,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first half of `combine`, for every kernel type. Returns the tensors that `combine_recv` fills."""
         _warn_of_launch("combine_send", block_num, warp_per_block)
-        rows, weights, own_indices = self._combine_input.of(input, weights, indices, -1)
+        rows, weights, own_indices = self._combine_input.of(input, weights, in_int32(indices), -1)
         result = self.native.combine_send(rows, weights, own_indices)
         self._combine_input.dispatched = None
         return result

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a import env, shmem
+from ep_a2a import shmem
 from ep_a2a.compat.mori.shmem_context import close_world
 from ep_a2a.compat.mori.unsupported import unsupported
-from ep_a2a.compat.parameters import remedy_of, warn_of_variables
+from ep_a2a.compat.parameters import remedy_of, take_mori_variables
 from ep_a2a.errors import InputError, UnsupportedError
 from ep_a2a.shmem import shmem_barrier_all, shmem_mype, shmem_npes
 
@@ -52,13 +52,15 @@ def shmem_torch_process_group_init(group_name: str, *, device: torch.device | st
         device: where memory lies; None is the current CUDA device, or CPU without one. Not MORI's.
 
     Returns:
-        0. A warning says once which MORI_* variables are set, since they have no effect.
+        0. MORI_RDMA_DEVICES counts as EP_A2A_RDMA_DEVICES. A warning says once which other MORI_* variables are set,
+        since they have no effect.
 
     Raises:
+        EnvironmentVariableError: MORI_RDMA_DEVICES is not a list of devices.
         UnknownNameError: no process group of that name is registered.
         StateError: there is a world already.
     """
-    warn_of_variables("mori", env.set_with_prefix("MORI_"))
+    take_mori_variables()
     return shmem.shmem_torch_process_group_init(group_name, device)
 
 
