@@ -12,8 +12,6 @@ from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import ClosedError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ep_a2a.managers.base import All2AllManagerBase
 
 
@@ -25,14 +23,13 @@ class DeviceCommunicator:
         device: where this rank's tensors live; None is CPU.
         device_group: the same ranks for tensors on `device`; None is `cpu_group`.
         unique_name: the group's name, "kind:number"; groups of kind "ep" are expert-parallel.
-        all2all_backend: backend of the manager, by registered name; equal on all ranks.
+        all2all_backend: backend of the manager, by registered name; equal on all ranks. None is `default_backend`.
 
     Attributes:
         dp_group, tp_group: the coordinators of the data- and tensor-parallel groups that the manager is given, or None.
-        manager_interface: None, or what is put around the manager when it is made.
     """
 
-    manager_interface: Callable[[All2AllManagerBase], Any] | None = None
+    default_backend = DEFAULT_BACKEND
 
     def __init__(
         self,
@@ -40,13 +37,13 @@ class DeviceCommunicator:
         device: torch.device | str | None = None,
         device_group: dist.ProcessGroup | None = None,
         unique_name: str = "",
-        all2all_backend: str = DEFAULT_BACKEND,
+        all2all_backend: str | None = None,
     ) -> None:
         self.cpu_group = cpu_group
         self.device = torch.device(device or "cpu")
         self.device_group = device_group or cpu_group
         self.unique_name = unique_name
-        self._all2all_backend = all2all_backend
+        self._all2all_backend = all2all_backend or self.default_backend
         self.rank = dist.get_rank(cpu_group)
         self.world_size = dist.get_world_size(cpu_group)
         self.dp_group: Any = None
@@ -96,15 +93,12 @@ class DeviceCommunicator:
         with self._lock:
             self._check_usable()
             if self._manager is None:
-                from ep_a2a.managers.registry import create_manager
-
-                manager = create_manager(self.all2all_backend, self.cpu_group)
+                manager = self._make_manager()
                 manager.device = self.device
                 if self.device_group is not self.cpu_group:
                     manager.device_group = self.device_group
                 manager.dp_group, manager.tp_group = self.dp_group, self.tp_group
-                adapt = type(self).manager_interface
-                self._manager = manager if adapt is None else adapt(manager)
+                self._manager = manager
             return self._manager
 
     @all2all_manager.setter
@@ -114,6 +108,11 @@ class DeviceCommunicator:
             replaced, self._manager = self._manager, manager
             if replaced is not None and replaced is not manager:
                 replaced.destroy()
+
+    def _make_manager(self) -> All2AllManagerBase:
+        from ep_a2a.managers.registry import create_manager
+
+        return create_manager(self.all2all_backend, self.cpu_group)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Sends tokens to the ranks of their experts, by the manager's `dispatch`."""

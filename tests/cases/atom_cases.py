@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_a2a.compat.aiter.managers import AiterAll2AllManager
+from ep_a2a.compat.aiter.managers import MoriHandles
 from ep_a2a.compat.mori import install, uninstall
 from ep_a2a.errors import ClosedError, UnsupportedError
 from ep_a2a.integrations.atom import activate
@@ -86,7 +86,7 @@ def round_trip(context: RankContext, op: Any, seed: int = 0) -> None:
 def our_manager_by_the_setter(context: RankContext, backend: str) -> None:
     with shape(context, backend) as communicator:
         manager = install_manager(communicator)
-        assert isinstance(communicator.all2all_manager, AiterAll2AllManager)
+        assert isinstance(communicator.all2all_manager, MoriHandles)
         assert communicator.all2all_manager is manager is install_manager(communicator)
         assert manager.backend == (backend or "ep_a2a")
         assert (manager.rank, manager.world_size) == (context.rank, context.world_size)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ep_a2a.compat.aiter.managers import AiterAll2AllManager
+from ep_a2a.compat.aiter.managers import make_manager
 from ep_a2a.compat.deep_ep import Buffer
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.integrations.manager import EngineManager
@@ -103,8 +103,8 @@ def handle_kwargs(context: RankContext, **changes: Any) -> dict[str, Any]:
 
 
 def aiter_handle(context: RankContext, steps: list[Tokens], backend: str, weights: str) -> Any:
-    manager = AiterAll2AllManager(create_manager(backend, context.group))
-    manager.device = manager.manager.device = context.device
+    manager = make_manager(backend, context.group)
+    manager.device = context.device
     op = manager.get_handle(handle_kwargs(context))
     for mine in steps:
         yield mine, op_step(context, op, mine, "cut", weights, split=False, empty_scales=False)

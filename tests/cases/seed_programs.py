@@ -6,6 +6,7 @@ given from outside. Sums are compared with those of experts that multiply by 1 +
 
 import importlib
 import os
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from ep_a2a.quantization import quantize_per_1x128, quantize_per_token
 from ep_a2a.testing import RankContext
 
 SEEDS = Path(__file__).parents[1] / "seeds"
+AITERS_MANAGER = Path(__file__).parents[1] / "engines/atom/shape/aiter/dist/device_communicators/all2all.py"
 NUM_TOKENS, HIDDEN_DIM, TOPK, NUM_EXPERTS = (5, 3, 0, 4), 256, 2, 16
 
 REPLACED = {
@@ -72,13 +74,15 @@ def alone(context: RankContext, *libraries: str) -> Iterator[dict[str, Any]]:
         dist.destroy_process_group()
     compat.install(*libraries)
     try:
-        yield {
-            "torch": torch,
-            "os": os,
-            "rank": context.rank,
-            "world_size": context.world_size,
-            "device": str(context.device),
-        }
+        # on a machine with GPUs a test on CPU must say so, and most programs have no word for it
+        with mock.patch("torch.cuda.is_available", return_value=context.device.type == "cuda"):
+            yield {
+                "torch": torch,
+                "os": os,
+                "rank": context.rank,
+                "world_size": context.world_size,
+                "device": str(context.device),
+            }
     finally:
         compat.uninstall(*libraries)
 
@@ -89,14 +93,14 @@ def join(port: str, context: RankContext) -> None:
 
 
 def own_tokens(context: RankContext) -> dict[str, Any]:
-    """Tokens of this rank with routing, under the names that AITER's guide uses."""
+    """Tokens of this rank with routing, under the names that AITER's guide uses; ids as torch.topk makes them."""
     generator = torch.Generator().manual_seed(context.rank)
     num_tokens = NUM_TOKENS[context.rank % len(NUM_TOKENS)]
     ids = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
     return {
         "tokens": torch.randn(num_tokens, HIDDEN_DIM, generator=generator).bfloat16().to(context.device),
         "topk_weights": torch.rand(num_tokens, TOPK, generator=generator).to(context.device),
-        "topk_ids": ids.int().contiguous().to(context.device),
+        "topk_ids": ids.contiguous().to(context.device),
     }
 
 
@@ -201,31 +205,47 @@ def ep_group(context: RankContext, port: str, quant_type: str) -> None:
         assert not dist.is_initialized()
 
 
-def sections(context: RankContext, port: str, quant_type: str) -> None:
-    """3 to 4.3 and 8 in the order in which they are printed."""
-    with alone(context, "aiter") as names:
+def sections(context: RankContext, port: str, quant_type: str, num_nodes: int = 1) -> None:
+    """3 to 4.3 and 8 in the order in which they are printed, also on virtual nodes."""
+    with alone(context, "mori", "aiter") as names:
         join(port, context)
         names |= guide_names(context, quant_type)
+        names["gpus_per_node"] = context.world_size // num_nodes
         state = importlib.import_module("aiter.dist.parallel_state")
         state.init_dist_env(1, 0, "nccl", data_parallel_size=context.world_size, data_parallel_rank=context.rank)
         names |= {"ep_group": state.get_ep_group(), "fused_moe": fused_moe}
         run_block("001_6_quantization", names)
         run_block("001_3_handle", names)
-        # the same by hand, as the guide's table of use cases says
+        kernel = "InterNodeV1" if num_nodes > 1 else "IntraNode"
+        assert names["mori_op"].config.kernel_type.name == kernel
+        communicator = names["ep_group"].device_communicator
+        assert communicator.all2all_backend == "mori"
+        # the same by hand, as the guide's table of use cases says, and by a manager that was written for AITER
         managers = importlib.import_module("aiter.dist.device_communicators.all2all")
-        by_hand = managers.MoriAll2AllManager(names["ep_group"].cpu_group)
-        by_hand.manager.device = context.device
-        for op in (names["mori_op"], by_hand.get_handle(names["handle_kwargs"])):
+        cpu_group = names["ep_group"].cpu_group
+        assert isinstance(communicator.all2all_manager, managers.MoriAll2AllManager)
+        by_hand = managers.MoriAll2AllManager(cpu_group)
+        theirs = runpy.run_path(str(AITERS_MANAGER))["MoriAll2AllManager"](cpu_group)
+        assert theirs.get_handle(names["handle_kwargs"]) is theirs.get_handle(names["handle_kwargs"])
+        for op in (names["mori_op"], *(each.get_handle(names["handle_kwargs"]) for each in (by_hand, theirs))):
             names["mori_op"] = op
             for block in ("4_1_dispatch", "4_2_local_moe", "4_3_combine", "4_3_result"):
                 run_block(f"001_{block}", names)
             check_guide(names, names["result"])
         by_hand.destroy()
-        names |= {"self": SimpleNamespace(), "cpu_group": names["ep_group"].cpu_group}
+        theirs.destroy()
+        leave_mori("mori")
+        names |= {"self": SimpleNamespace(), "cpu_group": cpu_group}
         run_block("001_8_internode", names)
         assert names["self"].internode is False
         state.destroy_dist_env()
         dist.destroy_process_group()
+
+
+def leave_mori(group_name: str) -> None:
+    """Ends the symmetric world, and takes the name that the program gave its group."""
+    importlib.import_module("mori").shmem.shmem_finalize()
+    torch._C._distributed_c10d._unregister_process_group(group_name)
 
 
 def direct(context: RankContext, port: str, quant_type: str) -> None:
@@ -250,8 +270,7 @@ def direct(context: RankContext, port: str, quant_type: str) -> None:
         }
         run_block("001_3_config", names)
         assert names["handle"].config.hidden_dim == HIDDEN_DIM
-        names["mori"].shmem.shmem_finalize()
-        torch._C._distributed_c10d._unregister_process_group("default")
+        leave_mori("default")
         dist.destroy_process_group()
 
 
@@ -260,9 +279,7 @@ def direct(context: RankContext, port: str, quant_type: str) -> None:
 
 def low_latency(context: RankContext, port: str, folder: str, num_nodes: int = 1) -> None:
     """The usage example by itself, then in a public program's frame the one with profiling, on equally large nodes."""
-    # on a machine with GPUs a test on CPU must say so, and the programs have no word for it
-    is_cuda = mock.patch("torch.cuda.is_available", return_value=context.device.type == "cuda")
-    with alone(context, "triton_dist") as names, is_cuda:
+    with alone(context, "triton_dist") as names:
         join(port, context)
         given = own_tokens(context)
         per_rank = NUM_EXPERTS // context.world_size

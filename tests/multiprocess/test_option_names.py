@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ep_a2a
-from ep_a2a.compat.aiter.managers import AiterAll2AllManager
+from ep_a2a.compat.aiter.managers import MoriAll2AllManager
 from ep_a2a.errors import MAX_TOKENS, ConfigMismatchError, HostMemoryError
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.token_format import RAW, LayerShape
@@ -33,7 +33,8 @@ def by_manager(context: RankContext) -> None:
 
 
 def by_aiter(context: RankContext) -> None:
-    manager = AiterAll2AllManager(create("ep_a2a", context))
+    manager = MoriAll2AllManager(context.group)
+    manager.device = context.device
     try:
         manager.get_handle(kwargs_of(CASE, context.rank))
     finally:

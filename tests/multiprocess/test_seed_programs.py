@@ -41,6 +41,11 @@ def test_the_guides_own_size(port, quant_type):
     run_ranks(seed_programs.sections, 8, port, quant_type)
 
 
+def test_the_guide_between_nodes(port):
+    """gpu_per_node rehearses it on one host."""
+    run_ranks(seed_programs.sections, 4, port, "per_Token", 2)
+
+
 def test_the_low_latency_layer(pool, port, tmp_path):
     pool.run(seed_programs.low_latency, port, str(tmp_path))
 

@@ -73,6 +73,15 @@ def test_names_of_the_documents(libraries):
         assert importlib.util.find_spec(module) is not None
 
 
+def test_aiters_managers_have_its_base():
+    install("aiter")
+    base = importlib.import_module("aiter.dist.device_communicators.base_device_communicator").All2AllManagerBase
+    module = "aiter.dist.device_communicators.all2all"
+    managers = operator.attrgetter(*NAMES[module].split())(importlib.import_module(module))
+    assert len(managers) == 7
+    assert all(issubclass(each, base) for each in managers)
+
+
 def test_a_library_that_is_installed_keeps_its_name(tmp_path, monkeypatch):
     (tmp_path / "aiter.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

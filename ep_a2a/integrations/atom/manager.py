@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ep_a2a import env
-from ep_a2a.compat.aiter.managers import AiterAll2AllManager
+from ep_a2a.compat.aiter.managers import make_manager
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.managers.registry import create_manager
 
-_managers: WeakKeyDictionary[Any, AiterAll2AllManager] = WeakKeyDictionary()
+if TYPE_CHECKING:
+    from ep_a2a.managers.base import All2AllManagerBase
+
+_managers: WeakKeyDictionary[Any, All2AllManagerBase] = WeakKeyDictionary()
 
 
-def install_manager(communicator: Any, backend: str = "") -> AiterAll2AllManager:
+def install_manager(communicator: Any, backend: str = "") -> All2AllManagerBase:
     """Sets an AITER communicator's `all2all_manager` to one of this package's managers, and returns it.
 
     The first call makes the manager; later calls return the same one. Call it before the property is read, or AITER
@@ -35,10 +37,9 @@ def install_manager(communicator: Any, backend: str = "") -> AiterAll2AllManager
             "an expert-parallel communicator", "another group's", "Use get_ep_group().device_communicator."
         )
     name = backend or env.BACKEND.get() or DEFAULT_BACKEND
-    manager = create_manager(name, communicator.cpu_group)
+    manager = make_manager(name, communicator.cpu_group)
     manager.device = communicator.device
     if communicator.device_group is not None and communicator.device_group is not communicator.cpu_group:
         manager.device_group = communicator.device_group
-    aiter_manager = _managers[communicator] = AiterAll2AllManager(manager)
-    communicator.all2all_manager = aiter_manager
-    return aiter_manager
+    communicator.all2all_manager = _managers[communicator] = manager
+    return manager

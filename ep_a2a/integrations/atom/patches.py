@@ -24,7 +24,7 @@ from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.log_once import log_once
 
 if TYPE_CHECKING:
-    from ep_a2a.compat.aiter.managers import AiterAll2AllManager
+    from ep_a2a.managers.base import All2AllManagerBase
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize
     return AtomPrepareAndFinalize(whole, halves, kernels, ubatching)
 
 
-def handle_kwargs(moe: Any, manager: AiterAll2AllManager, combine_quant: str) -> dict[str, Any]:
+def handle_kwargs(moe: Any, manager: All2AllManagerBase, combine_quant: str) -> dict[str, Any]:
     """Returns AITER's handle kwargs for a layer, as ATOM makes them, but without scales: rows travel unquantised.
 
     Args:
