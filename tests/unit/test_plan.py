@@ -264,7 +264,7 @@ def test_what_is_no_whole_number_is_refused_with_its_key_and_file(tmp_path, numb
 def test_a_list_of_modules_may_be_long():
     quantization = {**BLOCK_FP8, "ignored_layers": [f"model.layers.{n}.mlp.gate" for n in range(2000)]}
     values = {**DEEPSEEK, "num_hidden_layers": 2**40, "quantization_config": quantization}
-    assert model_of(values).quant_method == "fp8"
+    assert model_of(values).quantization.name == "fp8"
 
 
 def test_a_quantisation_that_config_json_lacks_is_read_from_the_file_beside_it(tmp_path):
@@ -272,14 +272,14 @@ def test_a_quantisation_that_config_json_lacks_is_read_from_the_file_beside_it(t
     beside = tmp_path / "hf_quant_config.json"
     for algorithm, is_mxfp8 in (("MXFP8", True), ("NVFP4", False)):
         beside.write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
-        assert read_model(tmp_path).has_mxfp8_experts == is_mxfp8
-        assert read_model(tmp_path).quant_method == "modelopt"
+        assert read_model(tmp_path).quantization.weights == ("MXFP8" if is_mxfp8 else "")
+        assert read_model(tmp_path).quantization.name == "modelopt"
     beside.write_text('{"quantization": 1}')
     with pytest.raises(ConfigError, match="by quantization in") as caught:
         read_model(tmp_path)
     assert str(beside) in caught.value.remedy
     (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "quantization_config": BLOCK_FP8}))
-    assert read_model(tmp_path).quant_method == "fp8"
+    assert read_model(tmp_path).quantization.name == "fp8"
 
 
 def test_mistrals_own_file_is_read(tmp_path):
@@ -287,7 +287,7 @@ def test_mistrals_own_file_is_read(tmp_path):
     values = {"dim": 7168, "hidden_dim": 16384, "moe": moe, "quantization": {"qformat_weight": "fp8_e4m3"}}
     (tmp_path / "params.json").write_text(json.dumps(values))
     model = read_model(tmp_path)
-    assert (model.hidden_dim, model.num_experts, model.topk, model.quant_method) == (7168, 128, 4, "fp8")
+    assert (model.hidden_dim, model.num_experts, model.topk, model.quantization.name) == (7168, 128, 4, "fp8")
     assert model.shares_tokens
     moe["num_shared_experts"] = 0
     assert not model_of(values).shares_tokens

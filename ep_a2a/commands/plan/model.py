@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.options import MOST_PLANNED
-from ep_a2a.commands.plan import quantization as quantizations
 from ep_a2a.commands.plan.families import find_family, table
 from ep_a2a.commands.plan.model_files import EXPERT_DTYPE_KEY
-from ep_a2a.commands.plan.quantization import REMEDY, found
+from ep_a2a.commands.plan.quantization import REMEDY, Quantization, found, read_quantization
 from ep_a2a.errors import ConfigError, UnsupportedError, shown
 from ep_a2a.whole_files import read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import SimpleNamespace
 
     from ep_a2a.commands.plan.model_files import ModelFiles
 
@@ -34,8 +32,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 MAX_LAYERS = 128
 """Layers that are looked at where a config does not say how many there are."""
 
-MXFP4_EXPERTS = "fp4"
-"""A family's `expert_dtype` of experts in MXFP4, or in the format that `moe_quant_algo` names."""
 LAYER_KEYS, DENSE_LAYERS_KEY = ("num_hidden_layers", "num_layers", "n_layers"), "first_k_dense_replace"
 BLOCKS_KEY = "block_configs"
 """Key of a list with an object for each layer, in models whose layers differ."""
@@ -49,9 +45,8 @@ class MoeModel:
         model_type: the config's, "" where it has none.
         hidden_dim: elements of a row. num_experts: without redundant ones. topk: experts per token.
         dtype: of activations.
-        quantization: the experts' quantisation, empty where there is none.
+        quantization: of the experts.
         shares_tokens: tensor-parallel ranks of several replicas each bring a part of their replica's tokens.
-        expert_dtype: the experts' own, in families whose experts may have another than `quantization` says; else None.
         read_by: whose model files name the keys; "" where all of this is a guess.
     """
 
@@ -60,32 +55,9 @@ class MoeModel:
     num_experts: int
     topk: int
     dtype: torch.dtype
-    quantization: Mapping[str, Any]
+    quantization: Quantization
     shares_tokens: bool
-    expert_dtype: str | None
     read_by: str
-
-    @property
-    def quant_method(self) -> str:
-        """Name of the quantisation, "none" where there is none."""
-        return quantizations.method_of(self.quantization)
-
-    @property
-    def has_mxfp4_experts(self) -> bool:
-        """Whether the family's experts are MXFP4 beside layers with another quantisation."""
-        return self.expert_dtype == MXFP4_EXPERTS and not self.quantization.get("moe_quant_algo")
-
-    @property
-    def has_mxfp8_experts(self) -> bool:
-        """Whether the experts are MXFP8, as ModelOpt or a checkpoint of vLLM's short name says."""
-        return quantizations.is_mxfp8(self.quantization)
-
-    def activation_quant(self) -> SimpleNamespace | None:
-        """Returns the part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they are not cast.
-
-        It assumes experts that take quantised rows.
-        """
-        return None if self.expert_dtype == MXFP4_EXPERTS else quantizations.activation_quant(self.quantization)
 
 
 def read_model(path: Path, files: ModelFiles | None = None) -> MoeModel:
@@ -145,18 +117,16 @@ def model_of(values: Mapping[str, Any], files: ModelFiles | None = None) -> MoeM
     if num_per_token > num_experts:
         raise ConfigError(f"<= {num_experts}, the number of experts", str(num_per_token), REMEDY, field=repr(field))
     quantization = (found(config, key, dict, "config.json") for config in configs for key in QUANTIZATION_KEYS)
-    num_layers = _number(text, LAYER_KEYS)[0] or MAX_LAYERS
+    layers = range(_number(text, (DENSE_LAYERS_KEY,))[0], _number(text, LAYER_KEYS)[0] or MAX_LAYERS)
+    expert_dtype = family.expert_dtype and str(values.get(EXPERT_DTYPE_KEY) or family.expert_dtype)
     return MoeModel(
         str(text.get("model_type") or values.get("model_type") or ""),
         _required(text, hidden)[0],
         num_experts,
         num_per_token,
         _dtype([values, text]),
-        quantizations.of_experts(
-            next(filter(None, quantization), {}), range(_number(text, (DENSE_LAYERS_KEY,))[0], num_layers)
-        ),
+        read_quantization(next(filter(None, quantization), {}), layers, expert_dtype),
         family.shares_tokens,
-        family.expert_dtype and str(values.get(EXPERT_DTYPE_KEY) or family.expert_dtype),
         read_by,
     )
 

@@ -1,11 +1,11 @@
-"""Reads how vLLM quantises the experts of a model: for all of it, by layer, or with a list of what is left out."""
+"""Reads how vLLM quantises the experts of a model: as all of it, by layer, or left out by a list of modules."""
 
 from __future__ import annotations
 
 import re
 from fnmatch import fnmatch
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, shown
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 REMEDY = "Correct the model's config.json."
 PLACE = "quantization_config"
 FP8_BITS = 8
+FP4_EXPERTS = "fp4"
+"""A family's `expert_dtype` of experts in MXFP4, or in the format that `moe_quant_algo` names."""
 LEFT_OUT_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
 """Keys of lists of modules that are not quantised."""
 BLOCK_FP8_ALGORITHMS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
@@ -26,22 +28,56 @@ BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "moe", "ffn", "mixer")
 """Names of a MoE layer's experts are root, "layers.N.", block, ".experts"."""
 
 
-def of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
-    """Returns the experts' quantisation as config.json holds it where the whole model has that one; {} for none.
+class Quantization(NamedTuple):
+    """How the experts of a model are quantised.
+
+    Attributes:
+        name: of the method, "none" where there is none.
+        weights: "MXFP8", "MXFP4" or "FP4", of experts whose rows may travel in two ways; else "".
+        activations: the part of vLLM's FusedMoEQuantConfig that decides how tokens travel, for experts that take
+            quantised rows; None where they are not cast.
+    """
+
+    name: str
+    weights: str
+    activations: SimpleNamespace | None
+
+
+def read_quantization(values: Mapping[str, Any], layers: range, expert_dtype: str | None) -> Quantization:
+    """Returns the experts' quantisation.
 
     Args:
-        values: of quantization_config, or of ModelOpt's hf_quant_config.json.
+        values: of quantization_config, or of ModelOpt's hf_quant_config.json; empty where there is none.
         layers: numbers of the layers that may have experts.
+        expert_dtype: the experts' own, in families whose experts may have another than the other layers; else None.
 
     Raises:
         ConfigError: a value is of another type than vLLM reads.
     """
+    values = _of_experts(values, layers)
+    name = _method(values)
+    has_fp4 = expert_dtype == FP4_EXPERTS
+    weights = ("FP4" if values.get("moe_quant_algo") else "MXFP4") if has_fp4 else ""
+    activations = None
+    if _is_mxfp8(values):
+        weights = "MXFP8"
+    elif name == "fp8" and not has_fp4:
+        is_static = values.get("activation_scheme") == "static"
+        shape = _block_shape("weight_block_size", values.get("weight_block_size"))
+        activations = _quant(block_shape=shape, is_static=is_static)
+    elif name == "compressed-tensors" and not has_fp4:
+        activations = _compressed_tensors_quant(values)
+    return Quantization(name, weights, activations)
+
+
+def _of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
+    """Returns what config.json would hold if the whole model had the experts' quantisation; {} where there is none."""
     if "quantization" in values:
         values = {"quant_method": "modelopt", **found(values, "quantization", dict, PLACE)}
-    left_out = [name for key in LEFT_OUT_KEYS for name in found(values, key, list, PLACE)]
-    is_modelopt = is_mxfp8(values) or "quant_algo" in values
-    if any(_means_experts(str(name), layers, is_modelopt=is_modelopt) for name in left_out):
-        return {"quant_method": f"{values.get('quant_method')} without the experts"}
+    left_out = [str(entry) for key in LEFT_OUT_KEYS for entry in found(values, key, list, PLACE)]
+    is_modelopt = _is_mxfp8(values) or "quant_algo" in values
+    if any(_means_experts(entry, layers, is_modelopt=is_modelopt) for entry in left_out):
+        return {"quant_method": f"{_method(values)} without the experts"}
     if _algorithm(values) != "MIXED_PRECISION":
         return values
     by_layer = found(values, "quantized_layers", dict, PLACE)
@@ -51,28 +87,7 @@ def of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
     if _algorithm(layer) not in BLOCK_FP8_ALGORITHMS:
         return {**values, "quant_algo": _algorithm(layer)} if layer else {}
     size = layer.get("group_size", 128)
-    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
-
-
-def activation_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:
-    """Returns the part of vLLM's FusedMoEQuantConfig that decides how tokens travel; None where they are not cast."""
-    method = method_of(quantization)
-    if method == "fp8":
-        is_static = quantization.get("activation_scheme") == "static"
-        shape = _block_shape("weight_block_size", quantization.get("weight_block_size"))
-        return _quant(block_shape=shape, is_static=is_static)
-    return _compressed_tensors_quant(quantization) if method == "compressed-tensors" else None
-
-
-def method_of(quantization: Mapping[str, Any]) -> str:
-    """Returns the name of a quantisation, "none" where there is none."""
-    name = str(quantization.get("quant_method") or "none").lower().replace("_", "-")
-    return name.encode(errors="replace").decode()
-
-
-def is_mxfp8(quantization: Mapping[str, Any]) -> bool:
-    """Whether weights are MXFP8, as ModelOpt or a checkpoint of vLLM's short name says."""
-    return method_of(quantization) == "mxfp8" or "MXFP8" in _algorithm(quantization)
+    return {"quant_method": "fp8", "weight_block_size": [size, size]}
 
 
 def found(values: Mapping[str, Any], key: str, kind: type, place: str) -> Any:
@@ -82,6 +97,16 @@ def found(values: Mapping[str, Any], key: str, kind: type, place: str) -> Any:
         what = "a list" if kind is list else "a JSON object"
         raise ConfigError(f"{what} by {key} in {place}", shown(value), REMEDY)
     return value
+
+
+def _method(values: Mapping[str, Any]) -> str:
+    name = str(values.get("quant_method") or "none").lower().replace("_", "-")
+    return name.encode(errors="replace").decode()
+
+
+def _is_mxfp8(values: Mapping[str, Any]) -> bool:
+    """Whether weights are MXFP8, as ModelOpt or a checkpoint of vLLM's short name says."""
+    return _method(values) == "mxfp8" or "MXFP8" in _algorithm(values)
 
 
 def _algorithm(values: Mapping[str, Any]) -> str:

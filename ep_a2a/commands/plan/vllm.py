@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ep_a2a.commands.plan.families import table
-from ep_a2a.commands.plan.model import MXFP4_EXPERTS
 from ep_a2a.commands.plan.sizes import op_facts, plan_of
 from ep_a2a.commands.tables import bytes_text
 from ep_a2a.config import FP8_GROUP_SIZE, MX_GROUP_SIZE, num_owned_experts
@@ -101,7 +100,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
     hidden_dim = options.hidden_dim or model.hidden_dim
     num_tokens = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
     # Scales that are powers of two take as many bytes as others.
-    wire = token_format_of(model.activation_quant(), hidden_dim, expects_unquantized=False, powers_of_two=False)
+    wire = token_format_of(model.quantization.activations, hidden_dim, expects_unquantized=False, powers_of_two=False)
     between = {"gpu_per_node": options.node_size, "internode_transport": TRANSPORT} if options.num_nodes > 1 else {}
     return [
         config_from_handle_kwargs(
@@ -139,10 +138,12 @@ def other_totals(model: MoeModel, options: VllmOptions, config: EpDispatchCombin
         return {}
     if config.casts_in_dispatch:
         others = ["none"]
-    elif model.has_mxfp8_experts:
+    elif model.quantization.weights == "MXFP8":
         others = [MX_CAST] if config.hidden_dim % MX_GROUP_SIZE == 0 else []
     else:
-        others = [BLOCK_CAST] if model.has_mxfp4_experts and config.hidden_dim % FP8_GROUP_SIZE == 0 else []
+        others = (
+            [BLOCK_CAST] if model.quantization.weights == "MXFP4" and config.hidden_dim % FP8_GROUP_SIZE == 0 else []
+        )
     return {cast: max(vllm_plan(model, replace(options, cast=cast)).bytes_by_rank) for cast in others}
 
 
@@ -159,7 +160,7 @@ def assumptions(
         copied = "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
         found.append(shared if options.sequence_parallel_size(model) > 1 else copied)
     found += _about_experts(model, options, config, totals)
-    if model.quant_method == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
+    if model.quantization.name == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
         padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
         found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
     found += _about_nodes(options)
@@ -186,14 +187,14 @@ def _about_experts(
     if op["quant"] != "none":
         others = f"with --quant none, for those that want {op['dtype']} (FlashInfer's CUTLASS, on Hopper)"
         return [f"experts that take rows cast by {op['quant']}; {bytes_text(totals['none'])} on each GPU {others}"]
-    if model.expert_dtype == MXFP4_EXPERTS or model.has_mxfp8_experts:
-        weights = "MXFP8" if model.has_mxfp8_experts else "MXFP4" if model.has_mxfp4_experts else "FP4"
-        text = f"{weights} experts that take {op['dtype']} (Marlin's, on Hopper)"
+    quantization = model.quantization
+    if quantization.weights:
+        text = f"{quantization.weights} experts that take {op['dtype']} (Marlin's, on Hopper)"
         for cast, total in totals.items():
             text += f"; {bytes_text(total)} on each GPU with --quant {cast}, for DeepGEMM's, on Blackwell"
         return [text]
-    if model.quant_method != "none":
-        return [f"quantisation {model.quant_method}: tokens travel as {op['dtype']}"]
+    if quantization.name != "none":
+        return [f"quantisation {quantization.name}: tokens travel as {op['dtype']}"]
     return []
 
 
