@@ -99,16 +99,26 @@ class HostRecord:
 
     def has_ended(self, rank: int) -> bool:
         """Whether no process holds the lock of a rank that has joined."""
-        return not self._is_locked(rank)
+        return self._holder(rank) is None
 
     def waits(self, rank: int) -> bool:
-        """Whether `rank` is blocked in a host-side exchange, inside `waiting`."""
-        return self._is_locked(self._world_size + rank)
+        """Whether `rank` is blocked in a host-side exchange, inside `waiting`, and its process runs."""
+        return self._holder(self._world_size + rank) is not None and not self.is_stopped(rank)
 
-    def _is_locked(self, byte: int) -> bool:
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process of `rank` stands still, by a signal or a debugger; False where /proc does not say."""
+        holder = self._holder(rank)
+        try:
+            # the state follows the name in brackets, which may hold any character
+            return bool(holder) and Path(f"/proc/{holder}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"tT"
+        except (OSError, IndexError):
+            return False
+
+    def _holder(self, byte: int) -> int | None:
+        """The process that holds the lock of a byte; None without one, 0 where this process cannot see it."""
         request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind = struct.unpack(FLOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request))[0]
-        return bool(kind != fcntl.F_UNLCK)
+        kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request))
+        return None if kind == fcntl.F_UNLCK else int(pid)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

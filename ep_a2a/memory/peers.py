@@ -227,9 +227,11 @@ class Peers:
             self.give_up(GivenUp("", "", (), waited=False, at=0.0))
 
     def given_up(self) -> dict[int, GivenUp]:
-        """Each local rank's last timed-out call that it has not cleared."""
+        """Each local rank's last timed-out call that it has not cleared. Who is stopped waits for nobody any more."""
         self.look()
-        return {rank: each for rank, each in self._given_up.items() if each.failure}
+        given_up = {rank: each for rank, each in self._given_up.items() if each.failure}
+        stopped = [rank for rank in given_up if self.host_record.is_stopped(rank)]
+        return given_up | {rank: given_up[rank]._replace(waited=False) for rank in stopped}
 
     def verdict(self, failure: str) -> Verdict | None:
         """The verdict on a failure; None where nobody of this host has judged it.

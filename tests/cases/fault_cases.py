@@ -16,11 +16,14 @@ import torch.distributed as dist
 
 from ep_a2a import clock
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
+from ep_a2a.kernels.layout import StepPhase
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.failures import check_peers
+from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.testing import RankContext
+from tests.cases import op_cases
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.waiting import await_file, await_until
@@ -148,8 +151,11 @@ def stopped_for_a_while(context: RankContext, case: Case) -> None:
 
 
 def stopped_for_long(context: RankContext, case: Case, before: str, folder: str) -> dict[str, Any]:
-    """A rank stops before a call until the others have given up: all name it, itself too; reset makes the op usable."""
-    with Arena(context.group, context.device) as arena:
+    """A rank stops until the others have given up: all name it, itself too; reset makes the op usable.
+
+    before: the call before which it stops; "" stops it in the wait of a dispatch.
+    """
+    with op_cases.Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
         op.set_timeout(TIMEOUT_SECS)
@@ -158,6 +164,8 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
         if context.rank == VICTIM:
             seen = stop_until_let_go(case, op, before, goes_on)
         else:
+            if not before:
+                stop_in_a_wait(case, op, process, Path(folder, "stopped"))
             seen = steps_until_error(case, op, 1, {})
             Path(folder, f"gave up {context.rank}").touch()
             for other in set(range(context.world_size)) - {VICTIM}:
@@ -169,6 +177,8 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
                 return goes_on.exists()
 
             await_until(goes_on_when_told, f"rank {VICTIM} goes on")
+        # the steps that follow may take any time
+        op.set_timeout(op.config.timeout_secs)
         op.reset()
         for number in range(3, 5):
             run_step(case, op, number, context.device)
@@ -215,7 +225,26 @@ def stop_until_let_go(case: Case, op: EpDispatchCombineOp, before: str, goes_on:
         run_step(case, op, 2, op.device)
 
     error = raised(RankTimeoutError, two_steps)
+    goes_on.touch()
     return told_by(error, "any", clock.now())
+
+
+def stop_in_a_wait(case: Case, op: EpDispatchCombineOp, process: int, stopped: Path) -> None:
+    """Returns when the victim, whose process this is, has been stopped in dispatch 1, which waits for this rank."""
+    record = op.memory.peers.host_record
+
+    def victim_waits() -> bool:
+        if isinstance(op.engine, StagedEngine):
+            return record.waits(VICTIM)
+        # nothing else tells how far its kernels are
+        return any(epochs[VICTIM] == case.epoch(1) for epochs in op.memory.epochs_seen(StepPhase.DISPATCH).values())
+
+    if op.config.rank == 0:
+        await_until(victim_waits, "a wait")
+        os.kill(process, signal.SIGSTOP)
+        await_until(lambda: record.is_stopped(VICTIM), "the stop")
+        stopped.touch()
+    await_file(stopped)
 
 
 def echo_of(case: Case, number: int, rank: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Faults of real processes and of memory, on CPU; tests/simulator has deaths and stops at any operation."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tests.cases import fault_cases
 from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
 from tests.cases.outside_fault_cases import LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
+from tests.cases.staged_cases import staged
 
 
 @pytest.mark.parametrize("fault", ["combine", "replay"])
@@ -22,6 +24,20 @@ def test_a_rank_that_stops_for_long_is_called_late_by_all(ranks: Any, tmp_path: 
         assert seen["call"] == ("any" if rank == VICTIM else "combine 0")
         assert (seen["missing"], seen["late"]) == ([], [VICTIM])
         assert seen["secs"] < TIMEOUT_SECS + SLACK_SECS
+
+
+@pytest.mark.parametrize("transport", ["", "peer_memory", "torch.distributed"])
+def test_a_rank_that_is_stopped_where_it_waits_is_called_late_by_all(
+    ranks: Any, tmp_path: Path, transport: str
+) -> None:
+    """In kernels, or on the host, where all that others know is that it waits."""
+    case = case_of(LOW_LATENCY, 4)
+    if transport:
+        case = replace(case, num_nodes=2, options=case.options | {"internode_transport": transport})
+    body = (fault_cases.stopped_for_long, case, "", str(tmp_path))
+    answers = ranks(staged, 4, *body) if transport == "torch.distributed" else ranks(body[0], 4, *body[1:])
+    for rank, seen in enumerate(answers):
+        assert (seen["missing"], seen["late"]) == ([], [VICTIM]), (rank, answers)
 
 
 @pytest.mark.parametrize(("kind", "number"), [("shared", 1), ("shared", 3), ("local", 1), ("local", 3)])

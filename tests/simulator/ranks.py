@@ -125,6 +125,9 @@ class Record:
     def waits(self, _: int) -> bool:
         return False
 
+    def is_stopped(self, rank: int) -> bool:
+        return self._scheduler.now < self._scheduler.stopped.get(rank, 0.0)
+
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

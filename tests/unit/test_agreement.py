@@ -2,10 +2,12 @@
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory import agreement, host_record, peers, rendezvous
 from ep_a2a.memory.agreement import agree, described, judge, remedy_of, with_verdict
 from ep_a2a.memory.peers import GivenUp, Peers, Presence, Verdict
+from tests.waiting import await_until
 
 ALIVE, UNHEARD, GONE = Presence.ALIVE, Presence.UNHEARD, Presence.GONE
 BOUND_SECS = 10.0
@@ -184,6 +187,18 @@ def test_a_late_rank_reads_that_it_is_late(view: Any, time: Time) -> None:
     assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
     assert time.now >= 100.0 + agreement.PATIENCE_SECS
     assert agree(third, gave_up(waited=False), BOUND_SECS) == Verdict(late=(2,))
+
+
+@pytest.mark.parametrize("wait", ["on the host", "given up", "in a meeting"])
+def test_a_stopped_rank_is_late_whatever_it_waited_for(wait: str, view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = all_of(view)
+    second.give_up(gave_up(2))
+    if wait != "on the host":
+        third.give_up(gave_up(0)._replace(is_meeting=wait == "in a meeting"))
+    holders = {1: 100, 2: 200} | ({5: 200} if wait == "on the host" else {})
+    monkeypatch.setattr(host_record.HostRecord, "_holder", lambda _, byte: holders.get(byte))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"1 (a b) c) %c 1" % b"ST"["200" in str(path)])
+    assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
 
 
 def test_calls_in_another_order_are_told_to_all(view: Any, time: Time) -> None:
@@ -363,6 +378,10 @@ def test_the_lock_of_a_process_falls_with_it(tmp_path: Any) -> None:
         assert process.stdout.readline() == "waits\n"
         own.look()
         assert own.host_record.waits(1)
+        for number, stops in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+            process.send_signal(number)
+            await_until(lambda stops=stops: own.host_record.is_stopped(1) == stops, "the signal to arrive")
+            assert own.host_record.waits(1) != stops
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "goes on\n"
