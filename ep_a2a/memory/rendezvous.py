@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
+import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
-from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
+from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.memory.agreement import described, remedy_of
 from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.memory.host_record import parsed
@@ -277,10 +279,21 @@ def unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:
 
 @contextlib.contextmanager
 def store_must_answer(label: str, peers: Peers | None) -> Iterator[None]:
-    """Turns the failure of the store's process into a RankTimeoutError that says so."""
+    """Turns the failure of the store's process, or of the file that holds it, into an error that says so.
+
+    Raises:
+        RankTimeoutError: the store does not answer. HostMemoryError: its file cannot grow.
+    """
     try:
         yield
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if os.strerror(errno.ENOSPC) in str(error):
+            raise HostMemoryError(
+                f"room in the file that is the store of the process group, at {label!r}",
+                str(error).partition("\n")[0],
+                "Free space in its file system. A RankPool's, as of demos and tests, is /dev/shm: remove old files, "
+                "or enlarge it (for containers: --shm-size).",
+            ) from error
         raise RankTimeoutError(
             f"the store of the process group to answer at {label!r}",
             str(error).partition("\n")[0],

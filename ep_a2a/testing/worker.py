@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ep_a2a import env
 from ep_a2a.errors import GpuLostError
+from ep_a2a.memory.rendezvous import store_must_answer
 from ep_a2a.topology.gpu_share import gpu_of
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def _join(options: WorkerOptions) -> RankContext:
         device = torch.device("cuda", gpu_of(options.rank, options.num_gpus))
         torch.cuda.set_device(device)
     rendezvous = f"file://{options.directory}/rendezvous"
-    dist.init_process_group(options.backend, rendezvous, rank=options.rank, world_size=options.world_size)
+    with store_must_answer("the start of the ranks", None):
+        dist.init_process_group(options.backend, rendezvous, rank=options.rank, world_size=options.world_size)
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("init_process_group left no default group")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
-from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError
+from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.memory.host_record import HostRecord
-from ep_a2a.memory.rendezvous import VERSION_KEY, Rendezvous, is_like, with_version
+from ep_a2a.memory.rendezvous import VERSION_KEY, Rendezvous, is_like, store_must_answer, with_version
 
 LABEL = "a meeting"
 OWN_MESSAGES = ({"fields": {}, "error": None}, [1, "cpu"], "name", 7, True, None)
@@ -51,6 +51,19 @@ def meet(text: bytes, own: object = None) -> list[object]:
     store.set("ep_a2a/" + f"{(1 << 32) + 1}/1", text)
     group: Any = Group(store)
     return Rendezvous(group, 1.0).exchange(LABEL, own)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (dist.DistStoreError("No space left on device"), HostMemoryError, "RankPool's"),
+        (dist.DistStoreError("wait timeout after 10000ms"), RankTimeoutError, "has ended"),
+        (dist.DistNetworkError("connection refused"), RankTimeoutError, "has ended"),
+    ],
+)
+def test_a_store_that_fails_is_an_error_of_ours(error: Exception, kind: type[EpA2AError], said: str) -> None:
+    with pytest.raises(kind, match=said), store_must_answer(LABEL, None):
+        raise error
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
