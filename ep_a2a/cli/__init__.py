@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import signal
 import sys
 
 
 def main() -> None:
     """Runs the command line; see ep_a2a.cli.app."""
+    # Python ends with the signal, not with the exit code, where Ctrl-C has passed through an exec() of text, as imports
+    # have it. It cannot while the signal is blocked; this runs after all else that is registered.
+    atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
     # Processes that a command starts import this package too and need nothing of the application.
     try:
         from ep_a2a.cli.app import run

@@ -25,7 +25,8 @@ class Finder:
     def find_spec(self, name, path, target=None):
         if name == module:
             sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
+            # text that is executed, as namedtuple and dataclass do
+            exec("os.kill(os.getpid(), signal.SIGINT)")
 sys.meta_path.insert(0, Finder())
 from ep_a2a.cli import main
 main()
@@ -95,8 +96,7 @@ def test_ctrl_c_is_said_in_one_word(num_children: int, arguments: tuple[str, ...
 def test_ctrl_c_is_not_lost_in_an_import(module: str) -> None:
     process = start(module, "plan", "--published", program=("-c", INTERRUPTED))
     printed, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
-    assert process.returncode in (130, -signal.SIGINT), printed
-    assert "interrupted" in said or "KeyboardInterrupt" in said
+    assert (process.returncode, said, printed) == (130, "interrupted\n", "")
 
 
 def test_a_closed_pipe_is_said_in_words() -> None:
