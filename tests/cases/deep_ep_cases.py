@@ -534,8 +534,9 @@ def refusals(context: RankContext, case: Case) -> None:
     buffer.clean_low_latency_buffer(16, case.hidden_dim, case.num_experts)
     buffer.destroy()
     buffer.destroy()
-    with pytest.raises(ClosedError, match="destroyed"):
-        dispatch()
+    for call in (dispatch, lambda: buffer.get_dispatch_layout(ids, case.num_experts)):
+        with pytest.raises(ClosedError, match="destroyed"):
+            call()
 
 
 def odd_nodes(context: RankContext, case: Case) -> None:

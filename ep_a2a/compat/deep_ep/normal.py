@@ -60,6 +60,7 @@ class NormalMode(BufferBase):
             num_tokens_per_rank int32 [W], num_tokens_per_rdma_rank int32 [nodes] (None on one node),
             num_tokens_per_expert int32 [num_experts], is_token_in_rank bool [T, W], event.
         """
+        self._require_open()
         layout, event = self._stream.run(
             lambda: dispatch_layout(topk_idx, num_experts, self.group_size, self._ops.topology.num_nodes),
             topk_idx,
