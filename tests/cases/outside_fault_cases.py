@@ -39,7 +39,7 @@ from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step, sam
 from tests.cases.op_checks import raised, synchronize
 from tests.replay import CapturedStep
 from tests.shared_files import files_of
-from tests.waiting import await_file, await_until
+from tests.waiting import await_file, await_until, happens
 
 LOW_LATENCY, BULK = 128, 0
 GPU_TIMEOUT_SECS = 3.0
@@ -103,7 +103,7 @@ def ask_to_be_killed(folder: Path, device: torch.device) -> None:
 
     def say_and_pause(secs: float) -> None:
         waits.touch()
-        time.sleep(secs)
+        happens(lambda: False, within_secs=secs)
 
     primitives.time = SimpleNamespace(monotonic_ns=time.monotonic_ns, sleep=say_and_pause)  # type: ignore[assignment]
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,10 +112,9 @@ def test_one_rank_raising_names_it_and_does_not_wait_for_the_others(pool, monkey
     monkeypatch.setattr(pool, "grace_secs", 1)
     # on a busy machine the rank that waits may take longer to write its stack
     monkeypatch.setattr(launch, "STACKS_TIMEOUT_SECS", 20)
-    start = time.monotonic()
-    with pytest.raises(RankFailure, match="rank 1 of 2 failed") as caught:
+    given_up = "rank 1 of 2 failed; rank 0 of 2 had not finished within 1 s of the failure of rank 1"
+    with pytest.raises(RankFailure, match=given_up) as caught:
         pool.run(raise_on, 1)
-    assert time.monotonic() - start < 30
     assert isinstance(caught.value.errors[1], ShapeError)
     assert caught.value.errors[1].expected == "two dimensions"
     assert caught.value.unfinished == (0,)

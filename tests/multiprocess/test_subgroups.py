@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +21,8 @@ from tests.late import come_last
 
 SHORT_TIMEOUT_SECS = 6.0
 """Longer than ranks of a busy machine are apart that left a barrier together."""
-LONG_TIMEOUT_SECS = 120.0
-"""A call that takes half of it has not waited for its end."""
-# A wait is bounded by the timeout; the rest is a busy machine.
-SLACK_SECS = 8.0
+NEVER_SECS = 3600.0
+"""Longer than a pool waits for its ranks."""
 
 
 def part_of(context: RankContext, parts: Sequence[Sequence[int]]) -> Sequence[int] | None:
@@ -166,13 +163,12 @@ def wait_for_one_that_stays_away(context: RankContext) -> None:
     Rendezvous(context.group).barrier("all are here")
     if context.rank == 2:
         return
-    start = time.monotonic()
     ranks = (0, 2) if context.rank == 0 else (2, 1, 3)
-    with pytest.raises(RankTimeoutError, match="no sign of rank 2") as caught:
-        make_subgroup(context.group, ranks, timeout_secs=SHORT_TIMEOUT_SECS)
-    assert caught.value.late_ranks == (2,)
     # the first member that gives up ends the wait of all
-    assert SHORT_TIMEOUT_SECS - 1 < time.monotonic() - start < SHORT_TIMEOUT_SECS + SLACK_SECS
+    timeout_secs = NEVER_SECS if context.rank == 3 else SHORT_TIMEOUT_SECS
+    with pytest.raises(RankTimeoutError, match="no sign of rank 2") as caught:
+        make_subgroup(context.group, ranks, timeout_secs)
+    assert caught.value.late_ranks == (2,)
 
 
 def test_a_member_that_does_not_come_is_named():
@@ -207,15 +203,12 @@ def die_between_meeting_and_connecting(context: RankContext) -> None:
     Rendezvous(context.group).barrier("all are here")
     if context.rank == 1:
         subgroups._make_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    make_subgroup(context.group, (0, 1, 2), timeout_secs=LONG_TIMEOUT_SECS)
+    make_subgroup(context.group, (0, 1, 2), timeout_secs=NEVER_SECS)
 
 
 def test_a_member_that_dies_while_connecting_is_named_at_once():
-    with RankPool(3, timeout_secs=2 * LONG_TIMEOUT_SECS, grace_secs=2 * LONG_TIMEOUT_SECS) as pool:
-        start = time.monotonic()
-        with pytest.raises(RankFailure) as caught:
-            pool.run(die_between_meeting_and_connecting)
-        assert time.monotonic() - start < LONG_TIMEOUT_SECS / 2
+    with RankPool(3, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(die_between_meeting_and_connecting)
     assert caught.value.unfinished == ()
     for rank in (0, 2):
         error = caught.value.errors[rank]
