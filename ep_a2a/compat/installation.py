@@ -71,7 +71,8 @@ def install(*libraries: str, replace: bool = False, deep_ep_edition: int | None 
     """Makes imports of other libraries in this process find this package's modules. Local; repeating it does nothing.
 
     Must be called on every rank before anything imports a library: a module that has imported another one keeps it. An
-    error leaves all names as they were.
+    error leaves all names as they were. Names that a library has and this package has not raise AbsentModuleError, an
+    ImportError, or AbsentNameError, an AttributeError; importlib.util.find_spec raises the former, too.
 
     Args:
         libraries: out of "mori", "aiter", "deep_ep" and "triton_dist".
@@ -172,8 +173,10 @@ def _is_ours(library: str) -> bool:
 
 
 def _place_of(library: str) -> str | None:
-    """Returns where an import of the library would find it; None without one."""
+    """Returns where an import of the library would find it; None without one, and for a module of this package."""
     present = sys.modules.get(library)
+    if getattr(present, "__name__", "").startswith("ep_a2a."):
+        return None
     if present is not None:
         return f"one from {getattr(present, '__file__', None)}"
     spec = importlib.util.find_spec(library)

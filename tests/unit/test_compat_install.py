@@ -17,7 +17,7 @@ from tests.integration.programs import run_python, succeeded
 LIBRARIES = tuple(installation.MODULES)
 NAMES = {
     "mori": "ops.EpDispatchCombineOp shmem.shmem_npes",
-    "aiter": "init_dist_env destroy_dist_env get_hip_quant QuantType.per_128x128 dtypes.fp8",
+    "aiter": "init_dist_env destroy_dist_env get_hip_quant QuantType.per_128x128 dtypes.fp8 logger",
     "aiter.dist.parallel_state": "get_ep_group in_the_same_node_as init_dist_env",
     "aiter.dist.device_communicators.base_device_communicator": "All2AllManagerBase Cache DeviceCommunicatorBase",
     "aiter.dist.device_communicators.communicator_cuda": "CudaCommunicator",
@@ -178,6 +178,14 @@ def test_other_names_stay_absent_as_they_were():
     uninstall("mori")
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         importlib.import_module("mori.io")
+
+
+def test_a_name_that_was_given_by_hand_counts_as_ours(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mori", compat)
+    install("mori")
+    assert importlib.import_module("mori.ops") is compat.ops
+    uninstall("mori")
+    assert sys.modules.pop("mori") is compat
 
 
 def test_another_mori_is_not_replaced_by_accident(another):

@@ -4,8 +4,12 @@ It has AITER's groups, communicators, managers and casts of tokens to fp8. AITER
 here.
 """
 
+import logging
+
 from ep_a2a.compat.aiter import dtypes
 from ep_a2a.compat.aiter.parallel_state import destroy_dist_env, init_dist_env
 from ep_a2a.compat.aiter.quantization import QuantType, get_hip_quant
 
-__all__ = ["QuantType", "destroy_dist_env", "dtypes", "get_hip_quant", "init_dist_env"]
+__all__ = ["QuantType", "destroy_dist_env", "dtypes", "get_hip_quant", "init_dist_env", "logger"]
+
+logger = logging.getLogger("aiter")

@@ -71,9 +71,10 @@ class Library:
         """Raises MissingPackageError if the library cannot be used; see `load`."""
         problem = self.problem()
         if problem is not None:
-            raise MissingPackageError(
-                f"the package {self.distribution} (import {self.module})", problem, f"To install it: {self.install}."
-            )
+            remedy = f"To install it: {self.install}."
+            if self.stand_in_problem() is not None:
+                remedy = f"Choose the backend 'ep_a2a', or call ep_a2a.compat.uninstall({self.module!r}). {remedy}"
+            raise MissingPackageError(f"the package {self.distribution} (import {self.module})", problem, remedy)
 
 
 @functools.cache
