@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.errors import ConfigError, TopKError, UnknownNameError
+from ep_a2a.errors import ConfigError, TopKError, UnknownNameError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -170,7 +170,7 @@ def read_names(option: str, text: str) -> tuple[str, ...]:
     """
     parts = _parts(text)
     if not parts or len(set(parts)) < len(parts):
-        raise ConfigError("to be one name or more, each once, separated by commas", repr(text), field=option)
+        raise ConfigError("to be one name or more, each once, separated by commas", shown(text), field=option)
     return parts
 
 
@@ -183,7 +183,7 @@ def read_numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     parts = _parts(text)
     if not parts or not all(p.isdecimal() and len(p) <= MOST_DIGITS and int(p) <= most for p in parts):
         expected = f"to be numbers separated by commas, each from 0 to {most}"
-        raise ConfigError(expected, repr(text), field=option)
+        raise ConfigError(expected, shown(text), field=option)
     return tuple(map(int, parts))
 
 

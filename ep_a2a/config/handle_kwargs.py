@@ -17,7 +17,7 @@ from ep_a2a.config import (
 )
 from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY, checked_integer
-from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean
+from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +101,7 @@ def _check_names(kwargs: Mapping[str, Any]) -> None:
     for name in ("input_dtype", "quant_dtype", "combine_dtype"):
         value = kwargs.get(name)
         if not isinstance(value, torch.dtype) and (value is not None or name == "input_dtype"):
-            raise ConfigError("to be a torch.dtype", repr(value), field=name)
+            raise ConfigError("to be a torch.dtype", shown(value), field=name)
 
 
 def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:

@@ -26,7 +26,7 @@ from ep_a2a.config.enums import (
 )
 from ep_a2a.config.requirements import checked_integer, checked_seconds, require
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS, check_internode_transport
-from ep_a2a.errors import ConfigError, UnknownNameError
+from ep_a2a.errors import ConfigError, UnknownNameError, shown
 
 WIRE_FORMAT_VERSION = 5
 """Ranks of different wire formats cannot exchange tokens. Each meeting of ranks and each config digest carries it."""
@@ -63,7 +63,7 @@ def parse_enum(kind: type[enum.Enum], value: Any, field_name: str) -> Any:
         return kind(value)
     except ValueError:
         names = ", ".join(repr(member.value) for member in kind)
-        raise UnknownNameError(f"to be one of {names}", repr(value), field=field_name) from None
+        raise UnknownNameError(f"to be one of {names}", shown(value), field=field_name) from None
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class EpDispatchCombineConfig:
                 number = checked_integer(each.name, getattr(self, each.name), each.metadata["minimum"])
                 object.__setattr__(self, each.name, number)
         is_bool = self.use_external_inp_buf in (True, False)
-        require(is_bool, "use_external_inp_buf", "to be True or False", repr(self.use_external_inp_buf))
+        require(is_bool, "use_external_inp_buf", "to be True or False", shown(self.use_external_inp_buf))
         require(self.rank < self.world_size, "rank", f"< world_size {self.world_size}", str(self.rank))
         require(self.topk <= MAX_TOPK, "num_experts_per_token", f"<= {MAX_TOPK}", str(self.topk))
         most = self.max_num_inp_token_per_rank
@@ -181,7 +181,7 @@ class EpDispatchCombineConfig:
 
     def _check_names(self) -> None:
         if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
-            raise ConfigError("to be an EpDispatchCombineKernelType", repr(self.kernel_type), field="kernel_type")
+            raise ConfigError("to be an EpDispatchCombineKernelType", shown(self.kernel_type), field="kernel_type")
         for kind, name in ((Layout, "layout"), (ScaleFormat, "scale_format"), (CompiledCalls, "compiled_calls")):
             parse_enum(kind, getattr(self, name), name)
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
@@ -190,7 +190,7 @@ class EpDispatchCombineConfig:
             object.__setattr__(self, "scale_format", ScaleFormat.UE8M0.value)
         check_internode_transport(self.internode_transport, "internode_transport")
         if self.launch not in ("auto", "manual"):
-            raise UnknownNameError("to be 'auto' or 'manual'", repr(self.launch), field="launch")
+            raise UnknownNameError("to be 'auto' or 'manual'", shown(self.launch), field="launch")
         if self.dispatch_quant_type is not None:
             dispatch = parse_enum(QuantType, self.dispatch_quant_type, "dispatch_quant_type")
             acts_on_dispatch = dispatch in DISPATCH_QUANT_TYPES

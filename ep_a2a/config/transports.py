@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ep_a2a.errors import ConfigError, UnknownNameError
+from ep_a2a.errors import ConfigError, UnknownNameError, shown
 
 TransportMaker = Callable[..., Any]
 """Called as maker(group, grid, timeout_secs); returns an ep_a2a.memory.node_transport.NodeTransport."""
@@ -39,7 +39,7 @@ def check_internode_transport(name: str, field: str) -> None:
     """Raises UnknownNameError, which names `field` and lists the transports, unless `name` is one of them."""
     if name not in list(INTERNODE_TRANSPORTS):
         known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
-        raise UnknownNameError(f"out of {known}", repr(name), field=field)
+        raise UnknownNameError(f"out of {known}", shown(name), field=field)
 
 
 def transport_maker(name: str) -> TransportMaker:

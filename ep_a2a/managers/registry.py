@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean
+from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +59,7 @@ def check_backend_name(name: str) -> None:
         if name not in _names:
             known = ", ".join(map(repr, _targets))
             remedy = did_you_mean(name, _names) or UnknownNameError.remedy
-            raise UnknownNameError(f"out of {known}", repr(name), remedy, field="backend")
+            raise UnknownNameError(f"out of {known}", shown(name), remedy, field="backend")
 
 
 def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = None) -> All2AllManagerBase:

@@ -19,7 +19,15 @@ import torch
 
 from ep_a2a import env
 from ep_a2a.config.requirements import checked_integer, checked_seconds
-from ep_a2a.errors import ClosedError, ConfigError, EpA2AError, RankTimeoutError, UnsupportedError, without_section
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigError,
+    EpA2AError,
+    RankTimeoutError,
+    UnsupportedError,
+    shown,
+    without_section,
+)
 from ep_a2a.interrupts import interrupts_held
 from ep_a2a.log_once import log_once
 from ep_a2a.memory.host_shm import own_prefix, private_folder, refusals_named, remove_stale_files
@@ -137,7 +145,7 @@ class RankPool:
     ) -> None:
         checked_integer("world_size", world_size, 1)
         if device not in _DEFAULT_BACKENDS:
-            raise ConfigError("to be 'cpu' or 'cuda'", repr(device), field="device")
+            raise ConfigError("to be 'cpu' or 'cuda'", shown(device), field="device")
         if num_gpus is not None:
             checked_integer("num_gpus", num_gpus, 1)
         visible = torch.cuda.device_count() if device == "cuda" else 0
