@@ -159,7 +159,7 @@ class EpDispatchCombineConfig:
             if "minimum" in each.metadata:
                 number = checked_integer(each.name, getattr(self, each.name), each.metadata["minimum"])
                 object.__setattr__(self, each.name, number)
-        is_bool = self.use_external_inp_buf in (True, False)
+        is_bool = isinstance(self.use_external_inp_buf, int) and self.use_external_inp_buf in (0, 1)
         require(is_bool, "use_external_inp_buf", "to be True or False", shown(self.use_external_inp_buf))
         require(self.rank < self.world_size, "rank", f"< world_size {self.world_size}", str(self.rank))
         require(self.topk <= MAX_TOPK, "num_experts_per_token", f"<= {MAX_TOPK}", str(self.topk))

@@ -12,6 +12,7 @@ from ep_a2a.compat.deep_ep.layouts import check_num_experts, dispatch_layout, ex
 from ep_a2a.compat.deep_ep.ops import OpShape
 from ep_a2a.compat.deep_ep.steps import Step
 from ep_a2a.config import Layout
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import DtypeError, InputError, ShapeError, TooManyTokensError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.routing import destination_mask
@@ -340,11 +341,8 @@ class NormalMode(BufferBase):
             raise InputError("topk_idx and topk_weights, or neither", "one of them")
         if layout.topk_idx is not None and layout.topk_idx.shape[0] != num_tokens:
             raise ShapeError(f"topk_idx of {num_tokens} tokens", str(tuple(layout.topk_idx.shape)))
-        if layout.expert_alignment < 1 or layout.num_worst_tokens < 0:
-            raise InputError(
-                "expert_alignment >= 1 and num_worst_tokens >= 0",
-                f"{layout.expert_alignment} and {layout.num_worst_tokens}",
-            )
+        checked_integer("expert_alignment", layout.expert_alignment, 1, kind=InputError)
+        checked_integer("num_worst_tokens", layout.num_worst_tokens, 0, kind=InputError)
 
 
 def _kept_rows(got: DispatchResult, num_rows: int) -> Tokens:

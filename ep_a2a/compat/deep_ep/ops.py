@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, EpA2AError, TooManyTokensError, max_tokens_named
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.device_groups import DeviceGroups
@@ -99,7 +100,7 @@ class Ops:
         gpus_per_node: int | None = None,
     ) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.max_num_tokens = max_num_tokens
+        self.max_num_tokens = checked_integer("max_num_tokens_per_rank", max_num_tokens, 0)
         backends = dist.get_backend_config(group)
         self._own_group: dist.ProcessGroup | None = None
         if "cpu:gloo" not in backends:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.errors import ConfigError, StateError
+from ep_a2a.config.requirements import checked_integer
+from ep_a2a.errors import StateError
 from ep_a2a.graph_breaks import outside_graphs
 
 if TYPE_CHECKING:
@@ -114,9 +115,7 @@ class Steps:
     """
 
     def __init__(self, max_open_steps: int) -> None:
-        if max_open_steps < 1:
-            raise ConfigError(">= 1", str(max_open_steps), field="max_open_steps")
-        self.max_open_steps = max_open_steps
+        self.max_open_steps = checked_integer("max_open_steps", max_open_steps, 1)
         self._steps: list[Step] = []
         self._num_added = 0
         self._newest_rows: dict[int, int] = {}

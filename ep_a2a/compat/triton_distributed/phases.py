@@ -8,6 +8,7 @@ from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.config.enums import inter_node_kernel
+from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
 from ep_a2a.ops.inputs import check_rows, check_tensor
 from ep_a2a.ops.memory import block_sizes
@@ -46,12 +47,11 @@ def make_config(
     """
     gpus_per_node = local_world_size or world_size
     has_scales = online_quant_fp8 or dtype == FP8_DTYPE
-    if fp8_gsize < 1 or (has_scales and hidden % fp8_gsize):
-        raise ConfigError(
-            "fp8_gsize >= 1, and of fp8 tokens hidden a multiple of it", f"hidden {hidden}, fp8_gsize {fp8_gsize}"
-        )
-    if num_experts < 1:
-        raise ConfigError(">= 1", str(num_experts), field="num_experts")
+    checked_integer("fp8_gsize", fp8_gsize, 1)
+    checked_integer("num_experts", num_experts, 1)
+    checked_integer("world_size", world_size, 1)
+    if has_scales and checked_integer("hidden", hidden, 1) % fp8_gsize:
+        raise ConfigError(f"a multiple of fp8_gsize {fp8_gsize} with fp8 tokens", str(hidden), field="hidden")
     quant_type, num_scales = QuantType.NONE, 0
     if online_quant_fp8:
         if dtype == FP8_DTYPE:
