@@ -2,11 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from tests.engines.vllm.gpu import rank
 from tests.engines.vllm.gpu.rank import Turns
 
 NUM_ACTIONS = 4
@@ -15,7 +13,6 @@ NUM_ACTIONS = 4
 def act(folder: Path, place: int, num_engines: int, done: list[tuple[int, int]], num_actions: int) -> None:
     """An engine's life. One that ends early is named by a file, which the process that has started it makes."""
     turns = Turns(str(folder), place, num_engines)
-    turns.wait_to_start()
     if num_actions:
         turns.wait_until_all_have_started()
     for number in range(num_actions):
@@ -32,7 +29,7 @@ def act(folder: Path, place: int, num_engines: int, done: list[tuple[int, int]],
 @pytest.mark.parametrize("actions", [[4], [4, 4, 4], [4, 0, 4], [4, 2, 4]], ids=str)
 def test_engines_act_in_turn_and_without_those_that_have_ended(tmp_path: Path, actions: list[int]) -> None:
     done: list[tuple[int, int]] = []
-    with mock.patch.object(rank, "APART_SECS", 0.01), ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool:
         lives = [pool.submit(act, tmp_path, place, len(actions), done, number) for place, number in enumerate(actions)]
     for life in lives:
         life.result()

@@ -26,8 +26,6 @@ NUM_TOP = 5
 """Log probabilities kept per token: enough to see by how little a token was missed."""
 FIRST_WORD = 2
 """Smaller tokens are the models' marks of begin and end."""
-APART_SECS = 3
-"""Between the starts of two engines, which would else look for free ports at the same time."""
 
 
 @dataclass
@@ -45,10 +43,6 @@ class Turns:
     place: int
     num_engines: int
     number: int = 0
-
-    def wait_to_start(self) -> None:
-        """Waits until this engine may look for ports."""
-        time.sleep(self.place * APART_SECS)
 
     def wait_until_all_have_started(self) -> None:
         """Tells the others that this engine has started, from any of its ranks once all have, and waits for them."""
@@ -93,7 +87,6 @@ class Rank:
         self.folder, self.rank, self.num_ranks, self.actions = folder, rank, job["num_ranks"], job["actions"]
         self.num_barriers = 0
         self.vocab_size = json.loads((Path(job["engine"]["model"]) / "config.json").read_text())["vocab_size"]
-        self.turns.wait_to_start()
         self.llm = LLM(**job["engine"])
         if self.turns.num_engines > 1:
             self._settle()
@@ -273,9 +266,14 @@ class Rank:
         return start
 
     def _settle(self) -> None:
-        """Waits until no engine runs a step: one without requests goes on for up to 32 for the others' sake."""
+        """Waits until no engine runs a step: one without requests goes on for up to 32 for the others' sake.
+
+        A pause has come when all engines have agreed on it between two steps.
+        """
         self._barrier()
-        time.sleep(1)
+        self.llm.sleep(level=0)
+        self._barrier()
+        self.llm.wake_up(tags=["scheduling"])
         self._barrier()
 
     def _barrier(self) -> None:
