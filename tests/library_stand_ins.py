@@ -129,6 +129,8 @@ class NVLinkAlltoAll:
     def __init__(self, bootstrap: Options, params: Options, config: Options) -> None:
         self.rank, self.params, self.config = bootstrap.rank, params, config
         self._origins: list[tuple[int, int, int]] | None = None
+        most = dist.get_world_size(config.comm_backend.group) * params.max_tokens_per_rank
+        self._memory = torch.zeros(most, params.hidden_size, dtype=params.dtype)
 
     def _gather(self, own: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size(self.config.comm_backend.group)
@@ -174,7 +176,7 @@ class NVLinkAlltoAll:
         return SimpleNamespace(**dict(zip(names, received, strict=True)))
 
     def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(self._num_rows, self.params.hidden_size, dtype=dtype)
+        return self._memory[: self._num_rows].view(dtype)
 
     def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
         assert self._origins is not None

@@ -8,6 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from ep_a2a.commands.bench.flashinfer import FlashInferRoundTrip
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
@@ -134,3 +136,26 @@ def test_flashinfer_gets_an_expert_in_every_slot_or_a_rank_that_is_none(
     layout: str, one_sided: type[NVLinkAlltoAll]
 ) -> None:
     run_ranks(functools.partial(flashinfer_parity, layout=layout, one_sided=one_sided), WORLD_SIZE)
+
+
+def flashinfer_round_trip(context: RankContext, *, changes: dict[str, Any], one_sided: type[NVLinkAlltoAll]) -> None:
+    workload = Workload(WORLD_SIZE, 3, 4, 512, 2, NUM_EXPERTS, **changes)
+    with (
+        mock.patch.dict(sys.modules, flashinfer_modules(one_sided)),
+        mock.patch("torch.cuda.synchronize"),
+        mock.patch("importlib.metadata.version", return_value="0"),
+    ):
+        session = FlashInferRoundTrip(workload, context)
+        session.check()
+        received = session.received(session.dispatch())
+        assert received.rows.shape == (WORLD_SIZE * 3, 512)
+        session.combine(received)
+        session.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"quant_type": "fp8_per_1x128"}, {"combine_quant": "fp8_direct_cast"}], ids=str
+)
+@pytest.mark.parametrize("one_sided", [NVLinkAlltoAll, NVLinkOneSidedAlltoAll072])
+def test_the_benchs_calls_of_flashinfer_move_the_rows(one_sided: type[NVLinkAlltoAll], changes: dict[str, Any]) -> None:
+    run_ranks(functools.partial(flashinfer_round_trip, changes=changes, one_sided=one_sided), WORLD_SIZE)
