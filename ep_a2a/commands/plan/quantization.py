@@ -78,6 +78,8 @@ def _of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
     is_modelopt = _is_mxfp8(values) or "quant_algo" in values
     if any(_means_experts(entry, layers, is_modelopt=is_modelopt) for entry in left_out):
         return {"quant_method": f"{_method(values)} without the experts"}
+    if values.get("store_dtype") == "mxfp4":
+        return {"quant_method": "mxfp4"}
     if _algorithm(values) != "MIXED_PRECISION":
         return values
     by_layer = found(values, "quantized_layers", dict, PLACE)
