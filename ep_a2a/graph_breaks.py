@@ -1,28 +1,29 @@
-"""Keeps torch.compile out of calls that exchange data with other ranks."""
+"""Keeps calls that exchange data with other ranks out of torch's graphs: those of torch.compile and of autograd."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a.memory.guards import guarded
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from ep_a2a.memory.guards import Call
 
 REASON = (
-    "ep_a2a exchanges tokens with other ranks, which no graph can hold: the call runs between two graphs. "
-    "Drop fullgraph=True from torch.compile, which forbids that"
+    "ep_a2a exchanges tokens with other ranks by a call that runs between two graphs. Drop fullgraph=True from "
+    "torch.compile, or wrap the whole exchange in a torch.library.custom_op, which a graph can hold"
 )
 
-Call = TypeVar("Call", bound="Callable[..., object]")
 
+def outside_graphs(method: Call) -> Call:
+    """Break torch.compile's graph at each call of the method, and guard the call as `guarded` says.
 
-def outside_graphs(call: Call) -> Call:
-    """Break torch.compile's graph at each call of the function, which then runs as it does without torch.compile.
-
-    `torch.compiler.disable` does the same by a wrapper, which takes 1.8 us of each call, compiled or not, and loads all
-    of torch._dynamo at import. Marks on the function and its code cost nothing.
+    The call runs as it does without torch.compile. `torch.compiler.disable` breaks graphs, too, by a wrapper that takes
+    1.8 us of each call and loads all of torch._dynamo at import. Marks on a function and its code cost nothing.
     """
+    call = guarded(method)
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     except ImportError:

@@ -15,6 +15,7 @@ from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import padded
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.arena import BlockSizes
+from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.ops.row_constants import shape_of
@@ -46,6 +47,7 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
         ConfigError: the layout is not expert_major.
     """
 
+    @outside_modes()
     def __init__(
         self,
         config: EpDispatchCombineConfig,

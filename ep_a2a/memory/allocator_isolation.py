@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.memory.guards import is_capturing
+from ep_a2a.memory.guards import is_capturing, outside_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Call `make`, which allocates a tensor on `device`, so that torch's default pool serves it.
+    """Call `make`, which allocates a tensor on `device`, so that torch's default pool serves it, outside torch's modes.
 
     Engines load weights within a pool that they unmap later and may not restore (vLLM's sleep mode). Pools are per
-    thread, so another thread allocates.
+    thread, as modes are, so another thread allocates.
     """
     if device.type == "cpu" or is_capturing(device):
-        return make()
+        with outside_modes():
+            return make()
     with ThreadPoolExecutor(max_workers=1) as other:
         tensor = other.submit(make).result()
     torch.cuda.synchronize(device)  # filled on that thread's stream

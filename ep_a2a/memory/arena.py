@@ -15,7 +15,7 @@ from ep_a2a.errors import MAX_TOKENS, ClosedError, ConfigMismatchError, DeviceMe
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.gpu_maker import refuse_other_gpus
 from ep_a2a.memory.gpu_ranks import ranks_by_gpu
-from ep_a2a.memory.guards import SharedBlocks
+from ep_a2a.memory.guards import SharedBlocks, outside_modes
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -273,6 +273,7 @@ class Arena:
             own.close()
             raise
 
+    @outside_modes()
     def symmetric_memory(self, num_bytes: int) -> SymmetricMemory:
         """Zeroed symmetric memory of num_bytes, equal on all ranks, until the arena is closed. Collective."""
         memory = (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)

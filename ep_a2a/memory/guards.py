@@ -1,22 +1,85 @@
-"""Guards of an op's memory: the process that made it, the one step that uses it, the order of calls on streams."""
+"""Guards of an op: the caller's torch modes and gradients, its process, the step that uses its memory, its streams."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 
-from ep_a2a.errors import AlternationError, ForkedProcessError, StateError
+from ep_a2a.errors import AlternationError, ForkedProcessError, InputError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ep_a2a.memory.symmetric import SymmetricMemory
 
+Call = TypeVar("Call", bound="Callable[..., Any]")
+
 _recorded_on_cpu = False
+
+
+def guarded(call: Call) -> Call:
+    """Guard a public method that exchanges tensors: from tensors that require grad, and from the caller's torch modes.
+
+    While torch records gradients, a tensor that requires grad raises InputError: its gradient would be lost. Modes that
+    change torch's functions (a default device, FakeTensorMode, ...) do not reach the call, whose tensors are real.
+    """
+
+    @functools.wraps(call)
+    def guard(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for given in (args, kwargs.values()):
+                for each in given:
+                    if getattr(each, "requires_grad", False) or type(each) in _NESTED:
+                        _refuse_gradients(call, args, kwargs)
+        if _len_torch_dispatch_stack() or _is_torch_function_mode_enabled():
+            with _plain_functions():
+                return call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return guard  # type: ignore[return-value]
+
+
+_NESTED = (tuple, list)
+
+
+def _refuse_gradients(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for name, value in inspect.signature(call).bind(*args, **kwargs).arguments.items():
+        if _requires_grad(value):
+            raise InputError(
+                f"tensors without gradients, which {call.__name__} does not hand on",
+                f"{name} that requires grad",
+                f"Call it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach().",
+            )
+
+
+def _requires_grad(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return any(map(_requires_grad, value)) if type(value) in _NESTED else getattr(value, "requires_grad", False)
+
+
+@contextlib.contextmanager
+def _plain_functions() -> Iterator[None]:
+    """Context in which the caller's modes do not change torch's functions."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Context, or decorator, in which none of the caller's torch modes holds, inference mode included.
+
+    For tensors that outlive the call: a later caller, in any mode, may write to them.
+    """
+    with torch.inference_mode(mode=False), _plain_functions():
+        yield
 
 
 def is_capturing(device: torch.device) -> bool:

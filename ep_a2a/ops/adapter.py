@@ -11,7 +11,7 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
-from ep_a2a.memory.guards import StreamOrder, is_capturing
+from ep_a2a.memory.guards import StreamOrder, is_capturing, outside_modes
 from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_once
@@ -168,6 +168,7 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         """Raise if combine cannot sum weights."""
 
     @functools.cached_property
+    @outside_modes()
     def _combine_input(self) -> torch.Tensor:
         lead = leading_dims(self.config, self.config.max_num_inp_token_per_rank).rows
         shape = (math.prod(lead), self.config.hidden_dim)

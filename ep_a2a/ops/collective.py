@@ -12,6 +12,7 @@ from ep_a2a.config import Layout, QuantType
 from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
+from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.op_sizes import leading_dims
@@ -63,8 +64,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
     adds_biases = True
     takes = frozenset({"timeout_secs"})
 
-    # an engine may build its ops in inference mode, whose tensors nobody may write to outside of it
-    @torch.inference_mode(mode=False)
+    @outside_modes()
     def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
         super().__init__(config, device)
         agree_on_config(config, exchange.groups.rendezvous, error=_own_error(config))

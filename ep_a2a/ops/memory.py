@@ -14,7 +14,7 @@ from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, REMOTE_MIRRORS, FailureCo
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
-from ep_a2a.memory.guards import is_capturing
+from ep_a2a.memory.guards import is_capturing, outside_modes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK
 from ep_a2a.ops.poison import PoisonWord
@@ -149,6 +149,7 @@ class BoundMemory:
             table[region, is_far] = table[mirror, config.rank]
         table[Region.ELEMENTS] = torch.tensor(own.elements, device="cpu")
 
+    @outside_modes()
     def view(
         self, region: Region, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -176,6 +177,7 @@ class BoundMemory:
         """
         return self._local(role, (most_rows * tensor.shape[-1],), tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
+    @outside_modes()
     def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = self._locals.get(role)
         if memory is None:

@@ -12,9 +12,11 @@ import torch
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ClosedError, InputError, StateError, UnsupportedError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena, default_device
+from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import (
     RECEIVE,
@@ -88,8 +90,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         UnsupportedError: the kernel type is not available, or too many ranks and ops share a GPU.
     """
 
-    # an engine may build its ops in inference mode, whose tensors nobody may write to outside of it
-    @torch.inference_mode(mode=False)
+    @outside_modes()
     def __init__(
         self,
         config: EpDispatchCombineConfig,
@@ -262,12 +263,12 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
     @functools.cached_property
     def local_expert_count(self) -> torch.Tensor:
         """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
-        return self.memory.view(Region.EXPERT_COUNTS)[: self.config.num_local_experts]
+        return self.memory.view(Region.EXPERT_COUNTS, (self.config.num_local_experts,))
 
     @functools.cached_property
     def expert_recv_count(self) -> torch.Tensor:
         """[E] int32, the rows per expert of this rank, in layout expert_major."""
-        return self.memory.view(Region.EXPERT_RECV_COUNT)[: self.config.num_local_experts]
+        return self.memory.view(Region.EXPERT_RECV_COUNT, (self.config.num_local_experts,))
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Memory for combine's input: [R, H] of combine_dtype, in expert_major [E * R, H], with R for M tokens.
@@ -277,6 +278,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         self._check_buffer_request(dtype, hidden_dim)
         return self.memory.combine_input()
 
+    @outside_graphs
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """[total_recv] int32: source rank * (W * M) + source token of each row. The host waits for the GPU."""
         return source_positions(self.memory, self.recv_counts.tolist())

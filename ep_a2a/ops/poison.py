@@ -33,10 +33,9 @@ class PoisonWord:
         self.word, self._device = word, word.device
         on_gpu = word.is_cuda
         self._stream = torch.cuda.Stream(word.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        with torch.inference_mode(False):  # a reader may be in this mode or not
-            self._seen, self._posted = (
-                torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(2)
-            )
+        self._seen, self._posted = (
+            torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(2)
+        )
 
     def read(self) -> Failure | None:
         """Returns the failure that any rank had reported here when the kernels that this rank has waited for ended."""

@@ -1,5 +1,6 @@
 """Calls inside a function that torch.compile compiles break its graph, and give what they give without it."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -149,7 +150,13 @@ def test_a_whole_graph_is_refused(ranks: Any) -> None:
     ranks(whole_graph, 1)
 
 
-def test_calls_are_marked_and_not_wrapped() -> None:
-    def call() -> None: ...
+def test_a_call_costs_one_more_call_of_python() -> None:
+    calls: list[str] = []
 
-    assert outside_graphs(call) is call
+    @outside_graphs
+    def call(self: object) -> None: ...
+
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    call(None)
+    sys.setprofile(None)
+    assert calls == ["guard", "call"]

@@ -14,6 +14,7 @@ from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, EpA2AError, TooManyTokensError, max_tokens_named
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.memory.guards import outside_modes
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 
@@ -153,6 +154,7 @@ class Ops:
             )
         return self.max_num_tokens
 
+    @outside_modes()
     def get(self, shape: OpShape, index: int) -> EpDispatchCombineOp:
         """Returns the op of this shape on the memory of this index. Collective when it is new."""
         key = shape, index

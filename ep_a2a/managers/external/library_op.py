@@ -10,6 +10,7 @@ import torch
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
+from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp, RowsBack
 from ep_a2a.routing import count_ids
 
@@ -53,7 +54,7 @@ class LibraryDispatchCombineOp(AdapterOp):
         index: ops of different indices use memory apart from each other.
     """
 
-    @torch.inference_mode(mode=False)
+    @outside_modes()
     def __init__(
         self, manager: LibraryAll2AllManager, config: EpDispatchCombineConfig, topology: Topology, index: int
     ) -> None:
