@@ -77,6 +77,9 @@ class DispatchCombineOp(Protocol):
     the device can see (a late rank, ranks that disagree, too many rows) is raised by a later call. `reset` on every
     rank then makes the op usable again.
 
+    Calls record no gradients: while torch records them, a tensor that requires grad raises InputError. So does a tensor
+    without memory, as torch.func and FakeTensorMode make them.
+
     Attributes:
         config: shapes and choices.
         device: where the op's tensors live.

@@ -17,6 +17,7 @@ from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.ops.config_agreement import agree_on_config
+from ep_a2a.ops.inputs import address_of
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
 if TYPE_CHECKING:
@@ -352,6 +353,7 @@ class All2AllManagerBase:
         self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
     ) -> torch.Tensor:
         """Writes the result of `combine` into `output` [T, H] and returns `output`."""
+        address_of("output", output)
         output.copy_(self.combine(hidden_states, is_sequence_parallel))
         return output
 

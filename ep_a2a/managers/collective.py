@@ -16,6 +16,7 @@ from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
+from ep_a2a.ops.inputs import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -110,6 +111,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
             raise ShapeError(
                 f"output of shape {(self._counts[self.rank], *hidden_states.shape[1:])}", str(tuple(output.shape))
             )
+        address_of("output", output)
         output.copy_(self._sum(hidden_states))
         return output
 
@@ -123,6 +125,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
             raise ShapeError(
                 f"hidden_states of {sum(self._counts)} rows, as dispatched", str(tuple(hidden_states.shape))
             )
+        address_of("hidden_states", hidden_states)
         counts, self._counts = self._counts, None
         return self._exchange(env.TIMEOUT_SECS.get()).sum_rows(hidden_states.contiguous(), counts)
 
@@ -157,4 +160,5 @@ def _check_rows(tensors: Sequence[torch.Tensor]) -> int:
             raise ShapeError("tensors with one row per token", ", ".join(str(tuple(one.shape)) for one in tensors))
         if tensor.device != first.device:
             raise DeviceError(f"all tensors on {first.device}", str(tensor.device))
+        address_of("each tensor", tensor)
     return first.shape[0]

@@ -26,6 +26,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.guards import is_capturing
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.ops.factory import OpFactory
+from ep_a2a.ops.inputs import address_of
 from ep_a2a.routing import in_int32
 
 if TYPE_CHECKING:
@@ -224,6 +225,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             raise DtypeError(f"hidden_states of {config.combined_dtype}", str(hidden_states.dtype))
         if hidden_states.device != self.device:
             raise DeviceError(f"hidden_states on {self.device}", str(hidden_states.device))
+        address_of("hidden_states", hidden_states)
         buffer = op.get_registered_combine_input_buffer(config.combined_dtype)[: math.prod(leading_sizes)]
         for block, part in zip(buffer.view(len(counts), -1, config.hidden_dim), torch.split(hidden_states, counts)):
             block[: part.shape[0]] = part

@@ -88,7 +88,7 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, ind
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Check the type, dtype, device and contiguity of an argument, and that its memory holds its values.
+    """Check the type, dtype, device and contiguity of an argument, and that it has memory, which holds its values.
 
     Raises:
         DtypeError, DeviceError, ContiguityError, InputError: the tensor does not fit.
@@ -105,6 +105,27 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         raise InputError(
             f"{name} to hold its values", "a view that torch negates lazily", f"Pass {name}.resolve_neg()."
         )
+    address_of(name, tensor)
+
+
+_FAR = 1 << 40
+"""No view begins so many bytes behind the start of its storage."""
+
+
+def address_of(name: str, tensor: torch.Tensor) -> int:
+    """The tensor's address, for kernels to read. Raise InputError if the tensor has elements and no memory."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # torch.func's tensors have none to ask for
+        address = 0
+    # a view of nothing lies at its offset; asking for that takes longer than all of the above
+    if address < _FAR and address <= tensor.storage_offset() * tensor.itemsize and tensor.numel():
+        raise InputError(
+            f"{name} with memory",
+            "a tensor without, as torch.func's transforms, FakeTensorMode and torch.compile's tracing make them",
+            "Call it outside of them, or wrap the exchange in a torch.library.custom_op.",
+        )
+    return address
 
 
 def signature(*tensors: object) -> Hashable:
@@ -144,16 +165,17 @@ def check_rows(name: str, tensor: torch.Tensor, hidden_dim: int) -> None:
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
     """Check the alignment for 16-byte accesses."""
-    if tensor.data_ptr() % ALIGNMENT_BYTES and tensor.numel():
+    address = address_of(name, tensor)
+    if address % ALIGNMENT_BYTES and tensor.numel():
         raise ContiguityError(
             f"{name} to start at a multiple of {ALIGNMENT_BYTES} bytes",
-            f"address {tensor.data_ptr():#x}",
+            f"address {address:#x}",
             f"Pass {name}.clone().",
         )
 
 
 def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Check the alignment of a dispatch's tensors: the one check that depends on their addresses."""
+    """Check the alignment of a dispatch's tensors."""
     check_alignment("input", tokens)
     if scales is None or scales.itemsize != 1 or scales.shape[-1] % WORD_BYTES or not scales.numel():
         return
@@ -166,15 +188,19 @@ def check_dispatch_addresses(tokens: torch.Tensor, scales: torch.Tensor | None) 
         )
 
 
-def check_outside(addresses: range, **tensors: torch.Tensor | None) -> None:
+def check_outside(places: tuple[range, ...], **tensors: torch.Tensor | None) -> None:
     """Raise InputError if a tensor lies in dispatch's result, where peers may write the next step's rows already."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.data_ptr() in addresses and tensor.numel():
-            raise InputError(
-                f"{name} outside of what dispatch returned, which peers overwrite with the next step",
-                "an overlap",
-                f"Copy it before combine (clone), or pass memory of your own as {name}.",
-            )
+        if tensor is None:
+            continue
+        address = address_of(name, tensor)
+        for addresses in places:
+            if address in addresses and tensor.numel():
+                raise InputError(
+                    f"{name} outside of what dispatch returned, which peers overwrite with the next step",
+                    "an overlap",
+                    f"Copy it before combine (clone), or pass memory of your own as {name}.",
+                )
 
 
 def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -327,7 +353,8 @@ def check_token_rows(
 
 def check_apart(name: str, tensor: torch.Tensor, region: torch.Tensor, region_name: str) -> None:
     """Raise InputError if a tensor overlaps `region`; the error calls it `region_name`."""
-    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
+    first = address_of(name, tensor)
+    last = first + tensor.numel() * tensor.itemsize
     region_first = region.data_ptr()
     if first < region_first + region.numel() * region.itemsize and region_first < last:
         raise InputError(

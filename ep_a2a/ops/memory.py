@@ -68,7 +68,7 @@ class BoundMemory:
         record_words: the error record, readable without synchronising; the first word is 0 until a kernel has failed.
         dispatch_addresses: of this rank's dispatch block. A peer that has its own rows begins the next dispatch and
             writes there, while this rank may still be sending to others from there: combine copies such rows first.
-        ids_addresses: of the received ids, which lie elsewhere.
+        received: the addresses of what dispatch returns: that block, and the received ids, which lie elsewhere.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, arena: Arena, index: int) -> None:
@@ -101,7 +101,7 @@ class BoundMemory:
         self.record = self.acquired.record
         self.record_words = self.record.numpy()
         self.dispatch_addresses = _addresses(symmetric["dispatch"].local)
-        self.ids_addresses = _addresses(self.view(Region.INDICES))
+        self.received = self.dispatch_addresses, _addresses(self.view(Region.INDICES))
         if self.acquired.table is None:
             self.acquired.table = self._address_table(arena.device)
         self.table = self.acquired.table

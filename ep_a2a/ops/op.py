@@ -155,8 +155,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         if checked is None:
             checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
-        inputs.check_outside(self.memory.dispatch_addresses, input=tokens, weights=weights, scales=scales, indices=ids)
-        inputs.check_outside(self.memory.ids_addresses, indices=ids)
+        inputs.check_outside(self.memory.received, input=tokens, weights=weights, scales=scales, indices=ids)
         self.memory.acquired.shared_blocks.enter(self)
         args = DispatchArguments(
             tokens,
@@ -209,10 +208,12 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             inputs.check_combine(self.config, self.device, fitting, lead, num_tokens)
             checked.combines.add(key)
         inputs.check_alignment("input", rows)
+        if ids is not None:
+            inputs.address_of("indices", ids)
         inputs.check_token_rows(self.config, self.device, num_tokens, out=out, bias_0=biases[0], bias_1=biases[1])
         result = self._result
         if out is not None:
-            inputs.check_outside(self.memory.dispatch_addresses, out=out)
+            inputs.check_outside(self.memory.received, out=out)
             if weights is not None:
                 inputs.check_apart("out", out, weights, "the weights to be summed")
             result = out

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import (
     ConfigError,
+    ContiguityError,
     DeviceError,
     DtypeError,
     ForeignIndicesError,
@@ -182,23 +183,35 @@ def test_a_second_thread_in_a_call_is_named(manager, monkeypatch, name):
     assert op.has_open_step == (name == "combine")
 
 
-def test_lazily_negated_tensors_are_refused(manager):
-    """Kernels read memory, where the values are not negated yet. The good calls before fill the caches of checks."""
+UNREADABLE: tuple[tuple[type[InputError], str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
+    (InputError, r"{name}\.resolve_neg", lambda tensor: torch._neg_view(-tensor)),
+    (ContiguityError, "{name} to be contiguous", lambda tensor: torch.stack([tensor, tensor], -1)[..., 0]),
+    (DeviceError, "{name} on cpu; got meta", lambda tensor: tensor.to("meta")),
+)
+
+
+def test_tensors_that_kernels_cannot_read_are_refused(manager):
+    """The good calls before fill the caches of checks, and those behind give what they give without the bad ones."""
     op = manager.get_handle(KWARGS)
-    rows = op.dispatch(TOKENS, WEIGHTS, None, IDS)[0]
-    op.combine(rows, None, None)
-    arguments = {"input": TOKENS, "weights": WEIGHTS, "scales": None, "indices": IDS}
-    for name in ("input", "weights", "indices"):
-        negated = torch._neg_view(-arguments[name])
-        with pytest.raises(InputError, match=f"Pass {name}.resolve_neg"):
-            op.dispatch(**(arguments | {name: negated}))
-        assert torch.equal(negated.resolve_neg(), arguments[name])
-    rows, weights, *_ = op.dispatch(TOKENS, WEIGHTS, None, IDS)
-    arguments = {"input": rows, "weights": weights, "indices": IDS, "out": TOKENS.clone(), "bias_0": TOKENS}
-    for name, tensor in arguments.items():
-        with pytest.raises(InputError, match=f"Pass {name}.resolve_neg"):
-            op.combine(**(arguments | {name: torch._neg_view(tensor)}))
-    op.combine(**arguments)
+
+    def refuse(call: Callable[..., Any], arguments: dict[str, torch.Tensor], **others: Any) -> None:
+        for name in arguments:
+            for kind, text, change in UNREADABLE:
+                with pytest.raises(kind, match=text.format(name=name)):
+                    call(**arguments | {name: change(arguments[name])}, **others)
+
+    for factor in (1, 2):
+        given = {"input": factor * TOKENS, "weights": factor * WEIGHTS, "indices": IDS}
+        if factor == 2:
+            refuse(op.dispatch, given, scales=None)
+        rows, weights, *_ = op.dispatch(**given, scales=None)
+        back = {"input": rows, "weights": weights, "indices": IDS, "out": TOKENS.clone(), "bias_0": TOKENS}
+        if factor == 2:
+            refuse(op.combine, back)
+        result, sums = op.combine(**back)
+        assert torch.equal(result, factor * TOKENS + TOKENS)
+        assert sums is not None
+        assert torch.equal(sums[:3], factor * WEIGHTS)
 
 
 def test_collectives_send_the_values_of_lazily_negated_tensors(manager):

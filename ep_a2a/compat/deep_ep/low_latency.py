@@ -305,7 +305,7 @@ def _check_combine(handle: LowLatencyHandle, given: CombineInputs) -> None:
     inputs.check_alignment("input", given.rows)
     if given.out is not None:
         inputs.check_token_rows(op.config, op.device, num_tokens, out=given.out)
-        inputs.check_outside(op.memory.dispatch_addresses, out=given.out)
+        inputs.check_outside(op.memory.received, out=given.out)
         inputs.check_apart("out", given.out, given.rows, "the rows to be combined")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
+from ep_a2a.ops.inputs import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ class CommStream:
             beside: run on the communication stream without async_finish, too. Memory of such results is freed late, in
                 a capture not before its end.
         """
+        for tensor in tensors_of(inputs):
+            address_of("each tensor", tensor)
         with torch.no_grad():
             if self._device.type != "cuda":
                 return work(), EventOverlap(EventHandle() if async_finish else None)

@@ -8,7 +8,8 @@ import torch
 
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.errors import DtypeError, InputError
-from ep_a2a.memory.guards import is_capturing
+from ep_a2a.memory.guards import is_capturing, outside_modes
+from ep_a2a.ops.inputs import address_of
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -87,6 +88,9 @@ class CombineInput:
             DtypeError: combine reads a registered buffer, and none of its dtype has been asked for.
         """
         self.lost_rows.check()
+        for name, tensor in (("input", rows), ("weights", weights), ("indices", indices)):
+            if isinstance(tensor, torch.Tensor):
+                address_of(name, tensor)
         num_rows = self._config.max_num_expert_rows
         num_given = rows.shape[0] if isinstance(rows, torch.Tensor) and rows.dim() else num_rows
         if isinstance(weights, torch.Tensor) and not weights.numel():
@@ -182,9 +186,12 @@ class LostRows:
         device: where dispatch counts the received rows.
     """
 
+    @outside_modes()
     def __init__(self, device: torch.device) -> None:
         self._most = torch.zeros(1, dtype=torch.int32, device=device)
-        self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=True) if device.type == "cuda" else self._most
+        self._on_host = (
+            torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True) if device.type == "cuda" else self._most
+        )
 
     def note(self, total_recv: torch.Tensor, num_given: int) -> None:
         """Notes a combine. May be captured.
@@ -227,7 +234,8 @@ def _extended(tensor: torch.Tensor, num_rows: int, buffer: torch.Tensor | None) 
     """Returns `tensor` extended to `num_rows` rows, in `buffer` if that has the shape, dtype and device."""
     shape = (num_rows, *tensor.shape[1:])
     if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (shape, tensor.dtype, tensor.device):
-        buffer = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        with outside_modes():
+            buffer = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     buffer[: tensor.shape[0]] = tensor
     return buffer
 
