@@ -393,7 +393,12 @@ class EpDispatchCombineConfig:
 
 
 def num_owned_experts(num_experts: int, world_size: int, rank: int) -> int:
-    """Experts of `rank` under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more."""
+    """Experts of `rank` under vLLM's linear ownership: the first `num_experts % world_size` ranks own one more.
+
+    Raises:
+        ConfigError: num_experts is no number, or below 0.
+    """
+    checked_integer("num_experts", num_experts, 0)
     return num_experts // world_size + (rank < num_experts % world_size)
 
 

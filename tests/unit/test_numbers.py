@@ -8,6 +8,7 @@ from ep_a2a import routing
 from ep_a2a.compat.deep_ep.buffer import Buffer
 from ep_a2a.compat.deep_ep.config import Config
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
+from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.config.requirements import MAX_INTEGER, checked_integer, checked_seconds
 from ep_a2a.errors import ConfigError, EpA2AError
@@ -29,6 +30,7 @@ TAKERS = {
     "tensor_model_parallel_size": lambda value: init_dist_env(value, 0),
     "rankID": lambda value: init_dist_env(1, value),
     "num_experts": lambda value: routing.expert_ranges(value, 2),
+    "num_experts of a rank": lambda value: num_owned_experts(value, 2, 0),
     "num_experts of a layout": lambda value: check_num_experts(value, 1),
     "new_num_sms": Buffer.set_num_sms,
     "num_sms": Config,
