@@ -227,7 +227,7 @@ class Runner:
                 workload.world_size,
                 device=self._device,
                 timeout_secs=CONTENDER_TIMEOUT_SECS * len(names),
-                num_gpus=self.num_gpus,
+                num_gpus=self.num_gpus or None,
             )
         try:
             found: list[list[Record]] = self._pool.run(run_in_turn, workload, names, settings, num_rounds)[0]
