@@ -1,4 +1,4 @@
-"""Draws the pictures of all commands, each for light and for dark pages: lines, grids of cells, bars over time.
+"""Draws the pictures of all commands by matplotlib, each for light and for dark pages: lines, cells, bars over time.
 
 matplotlib is optional; check_can_plot says whether it is there.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import math
 import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
@@ -27,25 +25,8 @@ TIME_UNITS = ((1e-3, "ns"), (1.0, "µs"), (1e3, "ms"), (1e6, "s"))
 BINARY_UNITS = ((1.0, "B"), (1024.0, "KiB"), (1024.0**2, "MiB"), (1024.0**3, "GiB"))
 """Of memory, as the tables have it; BYTE_UNITS are those of what travels."""
 BYTE_UNITS = ((1.0, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"))
-
-INCH_POINTS = 72
-TITLE_POINTS, TEXT_POINTS, LABEL_POINTS, FOOTER_POINTS = 16, 11, 10.5, 9.5
-"""Of fonts; labels are names of lines and rows."""
-WIDEST_EM = 0.7
-"""No text is wider, on average over its letters, than this share of its font's size."""
-LINE_INCHES = 0.2
-"""Height of a line of the footer, and of a line's name beside the axes."""
-PANEL_INCHES, ONE_PANEL_INCHES = (5.2, 4.4), (9.5, 5.0)
-LABEL_LETTERS = 36
-"""Most letters in a line of a line's name beside the axes."""
-MIN_TICK_DISTANCE = 0.035
-"""Between texts of the x axis, as a share of its length."""
-CELLS_INCHES, CELL_INCHES, SMALL_CELL_INCHES = 7.0, (0.62, 0.5), (0.15, 0.15)
-MAX_CELLS_WITH_TEXT = 16
-"""Cells of grids with more columns are small, without text."""
-BRIGHT = 0.5
-"""Luminance above which an area takes dark text."""
-BAR_INCHES, BARS_WIDTH_INCHES, BAR_OPACITY, BAR_HEIGHT = 0.24, 11.0, 0.45, 0.8
+MOST_RANKS_WITH_TEXT = 16
+"""Ranks of a heat map whose cells have their values in words."""
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 YELLOW = "#F0E442"
@@ -59,11 +40,9 @@ class Theme:
 
     Attributes:
         name: "light" or "dark".
-        page: background. lane: areas on it. text, faint: of words, and of axes and remarks.
-        unmeasured: cells without a value.
-        colours: of lines and bars, in this order.
-        ramp: of a heat map, from 0 to the largest value.
-        on_colour: text on a bright area of `colours`.
+        page: background. lane: areas on it. text, faint: of words, and of axes, remarks and cells without a value.
+        colours: of lines and bars, in this order. on_colour: text on a bright area of them.
+        ramp: matplotlib's name of the colours of a heat map.
     """
 
     name: str
@@ -71,44 +50,23 @@ class Theme:
     lane: str
     text: str
     faint: str
-    unmeasured: str
     colours: tuple[str, ...]
-    ramp: tuple[str, ...]
     on_colour: str
+    ramp: str
 
 
-LIGHT = Theme(
-    "light",
-    "#ffffff",
-    "#f3f5f8",
-    "#1b2430",
-    "#5b6676",
-    "#d5dae1",
+LIGHT_COLOURS, DARK_COLOURS = (
     (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY),
-    ("#eef5fa", SKY, BLUE, "#003a5c"),
-    "#ffffff",
-)
-DARK = Theme(
-    "dark",
-    "#0d1117",
-    "#1a212b",
-    "#e6edf3",
-    "#98a4b3",
-    "#3a424d",
     (SKY, ORANGE, GREEN, PURPLE, VERMILION, YELLOW),
-    ("#14202b", BLUE, SKY, "#e3f3fd"),
-    "#0d1117",
 )
+LIGHT = Theme("light", "#ffffff", "#f3f5f8", "#1b2430", "#5b6676", LIGHT_COLOURS, "#ffffff", "Blues")
+DARK = Theme("dark", "#0d1117", "#1a212b", "#e6edf3", "#98a4b3", DARK_COLOURS, "#0d1117", "Blues_r")
 THEMES = (LIGHT, DARK)
 
 
 @dataclass(frozen=True)
 class Caption:
-    """The words around a picture.
-
-    Attributes:
-        title: says what is seen. subtitle: how to read it. footer: parameters.
-    """
+    """The words around a picture: its title says what is seen, its subtitle how to read it, its footer parameters."""
 
     title: str
     subtitle: str = ""
@@ -169,8 +127,7 @@ def write(path: Path, draw: Callable[..., Figure], *args: Any) -> tuple[Path, Pa
     check_can_plot(path)
     import matplotlib as mpl
 
-    paths = path, dark_variant(path)
-    contents = []
+    paths, contents = (path, dark_variant(path)), []
     for theme in THEMES:
         with mpl.rc_context(style_of(theme)):
             buffer = io.BytesIO()
@@ -189,31 +146,19 @@ def unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float,
 
 def style_of(theme: Theme) -> dict[str, Any]:
     """Returns matplotlib's rcParams for a theme."""
-    colours = ", ".join(f"'{colour}'" for colour in theme.colours)
-    return {
-        "figure.facecolor": theme.page,
-        "figure.dpi": 150,
-        "font.size": TEXT_POINTS,
-        "text.color": theme.text,
-        "axes.facecolor": theme.page,
-        "axes.edgecolor": theme.faint,
-        "axes.labelcolor": theme.text,
+    colours = {"figure.facecolor": theme.page, "axes.facecolor": theme.page}
+    colours |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), theme.text)
+    colours |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), theme.faint)
+    return colours | {
+        "axes.prop_cycle": f"cycler('color', {list(theme.colours)})",
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
         "axes.formatter.useoffset": False,
-        "axes.prop_cycle": f"cycler('color', [{colours}])",
-        "xtick.color": theme.faint,
-        "ytick.color": theme.faint,
-        "xtick.labelcolor": theme.text,
-        "ytick.labelcolor": theme.text,
-        "grid.color": theme.faint,
+        "figure.dpi": 150,
         "grid.alpha": 0.25,
-        "lines.linewidth": 2.2,
-        "lines.markersize": 5.5,
         "legend.frameon": False,
-        "legend.fontsize": LABEL_POINTS,
-        # Text stays text: small files, and words that can be searched. The salt makes equal pictures equal files.
+        # text stays text: small files, and words that can be searched; the salt makes equal pictures equal files
         "svg.fonttype": "none",
         "svg.hashsalt": "ep_a2a",
     }
@@ -228,133 +173,49 @@ def lines(
         key: (name, style of matplotlib's plot) of each entry; () names the lines of the last panel, by their ends.
     """
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator
 
-    width, height = PANEL_INCHES if len(panels) > 1 else ONE_PANEL_INCHES
-    names = [textwrap.fill(name, LABEL_LETTERS) for name, _, _ in panels[-1].lines]
-    names_inches = sum(LINE_INCHES * (name.count("\n") + 1.4) for name in names)
-    figure = framed_figure(caption, theme, width * len(panels), height if key else max(height, names_inches))
+    num_names = len(key) or len(panels[-1].lines)
+    figure = framed_figure(caption, theme, 5.0 * len(panels) + 4.0, max(4.5, 0.22 * num_names))
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, axes in zip(panels, all_axes):
-        _draw_panel(axes, panel, theme)
-    if key:
-        entries = [Line2D([], [], label=name, **{"color": theme.faint} | style) for name, style in key]
-    else:
-        by_end = sorted(zip(panels[-1].lines, names, all_axes[-1].lines), key=lambda each: -each[0][1][-1][1])
-        entries = [line for _, _, line in by_end]
-        for _, name, line in by_end:
-            line.set_label(name)
-    all_axes[-1].legend(handles=entries, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0, handlelength=2.6)
+        axes.set(xscale="log", xlabel=panel.x_label, ylabel=panel.y_label)
+        for name, points, style in panel.lines:
+            axes.plot(*zip(*points), label=name, **{"marker": "D" if len(points) == 1 else ""} | style)
+        axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+        axes.grid(visible=True)
+        if panel.log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+            axes.yaxis.set_major_formatter("{x:,.10g}")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.minorticks_off()
+    by_end = sorted(all_axes[-1].lines, key=lambda line: -line.get_ydata()[-1])
+    handles = [Line2D([], [], label=name, **{"color": theme.faint} | style) for name, style in key] or by_end
+    all_axes[-1].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    axes.set(xscale="log", xlabel=panel.x_label, ylabel=panel.y_label)
-    for _, points, style in panel.lines:
-        seen = {"marker": "D"} if len(points) == 1 else {}
-        axes.plot(*zip(*points), **seen | {"markeredgecolor": theme.page} | style)
-    axes.set_xticks(list(panel.ticks), _spaced(panel.ticks))
-    if len(panel.ticks) == 1:
-        (place,) = panel.ticks
-        axes.set_xlim(place / 2, place * 2)
-    axes.grid(visible=True)
-    if panel.log_y:
-        axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        # About five texts, whatever the range.
-        steps = range(1, 10) if high / low < 8 else (1, 2, 5) if high / low < 300 else (1,)
-        axes.yaxis.set_major_locator(LogLocator(subs=steps))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    else:
-        axes.set_ylim(bottom=0)
-    axes.minorticks_off()
-
-
-def _spaced(ticks: Mapping[int, str]) -> list[str]:
-    """Returns the texts of an x axis, empty where one would touch the next; the last is kept."""
-    places = sorted(ticks)
-    length = math.log(places[-1] / places[0]) if len(places) > 1 else 1.0
-    kept: list[int] = []
-    for place in reversed(places):
-        if not kept or math.log(kept[-1] / place) >= MIN_TICK_DISTANCE * length * (len(ticks[kept[-1]]) / 2 + 0.5):
-            kept.append(place)
-    return [ticks[place] if place in kept else "" for place in ticks]
-
-
-def cells(
-    theme: Theme,
-    rows: Mapping[str, Mapping[str, float | bool | None]],
-    labels: tuple[str, str],
-    caption: Caption,
-    unit: str = "",
-) -> Figure:
-    """Returns a grid: numbers as a heat map, checks as passed or failed, grey where there is no value.
-
-    Args:
-        rows: by row and column a number that is not negative, whether a check passed, or None.
-        labels: of the columns and of the rows. unit: of the numbers; "" for checks.
-    """
+def cells(theme: Theme, values: Sequence[Sequence[float | None]], caption: Caption, unit: str) -> Figure:
+    """Returns a heat map of numbers that are not negative, from each rank (down) to each (across); None is grey."""
     import numpy as np
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
+    from matplotlib import colormaps
 
-    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
-    largest = max((value for row in rows.values() for value in row.values() if value is not None), default=0)
-    scale = ScalarMappable(Normalize(0, largest or 1), LinearSegmentedColormap.from_list("ramp", theme.ramp))
-
-    def colour_of(value: float | bool | None) -> tuple[float, float, float]:
-        if value is None:
-            return to_rgb(theme.unmeasured)
-        if isinstance(value, bool):
-            return to_rgb(theme.colours[2 if value else 1])
-        return to_rgb(scale.to_rgba(np.array(value)))
-
-    has_text = len(columns) <= MAX_CELLS_WITH_TEXT
-    wide, high = CELL_INCHES if has_text else SMALL_CELL_INCHES
-    names_inches = max(map(len, rows), default=0) * LABEL_POINTS * WIDEST_EM / INCH_POINTS
-    width, height = max(CELLS_INCHES, names_inches + len(columns) * wide + 2.6), max(len(rows), 1) * high + 0.8
-    figure = framed_figure(caption, theme, width, height)
-    axes = figure.add_subplot(xlabel=labels[0], ylabel=labels[1])
-    if rows:
-        shades = [[colour_of(row.get(name)) for name in columns] for row in rows.values()]
-        axes.imshow(shades, aspect="auto")
-        for y, row in enumerate(rows.values() if has_text else ()):
-            for x, name in enumerate(columns):
-                red, green, blue = shades[y][x]
-                text_colour = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > BRIGHT else "white"
-                axes.text(x, y, _cell_text(row.get(name)), ha="center", va="center", color=text_colour)
-    step = 1 if has_text else 8
-    axes.set_xticks(range(0, len(columns), step), columns[::step])
-    axes.set_yticks(range(0, len(rows), step), list(rows)[::step], size=LABEL_POINTS)
-    _draw_borders(axes, theme, len(columns), len(rows))
-    if unit and largest:
-        bar = figure.colorbar(scale, label=unit, ax=axes)
-        bar.outline.set_visible(False)
+    num_ranks = len(values)
+    step, inches = (1, 0.55) if num_ranks <= MOST_RANKS_WITH_TEXT else (8, 0.15)
+    figure = framed_figure(caption, theme, max(7.0, inches * num_ranks + 3.5), max(2.0, inches * num_ranks + 0.8))
+    axes = figure.add_subplot(xlabel="to rank", ylabel="from rank")
+    found = np.array([[np.nan if each is None else each for each in row] for row in values], float)
+    shades = colormaps[theme.ramp].with_extremes(bad=theme.faint)
+    image = axes.imshow(found, cmap=shades, vmin=0, vmax=np.nanmax(found, initial=0) or 1, aspect="auto")
+    for (y, x), value in np.ndenumerate(found) if step == 1 else ():
+        text = "-" if np.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        is_bright = sum(shades(image.norm(value))[:3]) > 1.5
+        axes.text(x, y, text, ha="center", va="center", color="black" if is_bright else "white")
+    axes.set(xticks=range(0, num_ranks, step), yticks=range(0, num_ranks, step))
+    figure.colorbar(image, label=unit, ax=axes)
     return figure
-
-
-def between_ranks(values: Sequence[Sequence[float | bool | None]]) -> dict[str, dict[str, float | bool | None]]:
-    """Returns the rows of `cells` for a square of values, from each rank (down) to each rank (across)."""
-    return {str(a): {str(b): value for b, value in enumerate(row)} for a, row in enumerate(values)}
-
-
-def _cell_text(value: float | bool | None) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "ok" if value else "failed"
-    return f"{value:,}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
-
-
-def _draw_borders(axes: Axes, theme: Theme, num_columns: int, num_rows: int) -> None:
-    """Draws the page's colour between cells, and no frame."""
-    axes.spines[:].set_visible(False)
-    axes.set_xticks([x - 0.5 for x in range(1, num_columns)], minor=True)
-    axes.set_yticks([y - 0.5 for y in range(1, num_rows)], minor=True)
-    thickness = 1.5 if max(num_columns, num_rows) <= MAX_CELLS_WITH_TEXT else 0.5
-    axes.grid(which="minor", color=theme.page, alpha=1.0, linewidth=thickness)
-    axes.tick_params(which="both", length=0)
 
 
 def bars(
@@ -369,36 +230,30 @@ def bars(
         rows: (group, name, number of the colour or None for grey, (start, length) of each bar). A row with a group
             starts it; the others have "".
     """
-    figure = framed_figure(caption, theme, BARS_WIDTH_INCHES, max(1.5, BAR_INCHES * len(rows) + 0.6))
+    figure = framed_figure(caption, theme, 11.0, max(1.5, 0.24 * len(rows) + 0.6))
     axes = figure.add_subplot(xlabel=x_label)
-    labels = []
-    for place, (group, name, number, spans) in enumerate(rows):
-        labels.append(f"$\\bf{{{group.replace(' ', chr(92) + ' ')}}}$   {name}" if group else name)
+    for place, (group, _, number, spans) in enumerate(rows):
         if group and place:
             axes.axhline(place - 0.5, color=theme.faint, linewidth=0.8)
         colour = theme.faint if number is None else theme.colours[number % len(theme.colours)]
-        axes.broken_barh(spans, (place - BAR_HEIGHT / 2, BAR_HEIGHT), alpha=BAR_OPACITY, color=colour, linewidth=0)
-    axes.set_yticks(range(len(rows)), labels, size="small")
+        axes.broken_barh(spans, (place - 0.4, 0.8), alpha=0.45, color=colour, linewidth=0)
+    axes.set_yticks(range(len(rows)), [f"{group}   {name}".strip() for group, name, _, _ in rows])
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlim(left=0)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
     axes.grid(visible=True, axis="x")
     return figure
 
 
-def framed_figure(caption: Caption, theme: Theme, width_inches: float, body_inches: float) -> Figure:
-    """Returns a figure with its title above, and how to read it and its parameters below, whose axes share the rest."""
+def framed_figure(caption: Caption, theme: Theme, width: float, body_height: float) -> Figure:
+    """Returns a figure, sizes in inches, with its title above, and how to read it and its parameters below the axes."""
     from matplotlib.figure import Figure
 
-    def wrapped(text: str, points: float) -> str:
-        num_letters = int(width_inches * INCH_POINTS / (points * WIDEST_EM))
-        return "\n".join(textwrap.fill(part, num_letters) for part in text.splitlines())
-
-    title = wrapped(caption.title, TITLE_POINTS)
-    foot = wrapped(f"{caption.subtitle}\n{caption.footer}".strip(), FOOTER_POINTS)
-    height = body_inches + 2 * LINE_INCHES * (title.count("\n") + 1) + LINE_INCHES * (foot.count("\n") + 1)
-    figure = Figure(figsize=(width_inches, height), layout="constrained")
-    figure.suptitle(title, x=0.02, ha="left", size=TITLE_POINTS, weight="bold")
-    figure.supxlabel(foot, x=0.02, ha="left", size=FOOTER_POINTS, color=theme.faint)
+    title = textwrap.fill(caption.title, int(6 * width))
+    foot = [
+        textwrap.fill(part, int(10 * width)) for part in f"{caption.subtitle}\n{caption.footer}".strip().splitlines()
+    ]
+    num_lines = 2 * title.count("\n") + "\n".join(foot).count("\n") + 3
+    figure = Figure(figsize=(width, body_height + 0.2 * num_lines), layout="constrained")
+    figure.suptitle(title, x=0.02, ha="left", size=15, weight="bold")
+    figure.supxlabel("\n".join(foot), x=0.02, ha="left", size=9, color=theme.faint)
     return figure

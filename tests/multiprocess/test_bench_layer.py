@@ -129,11 +129,10 @@ SMALL = (*SHAPE.split(), "--layers", "1", "--warmups", "0", "--runs", "1")
 
 
 def test_layer_from_the_command_line(tmp_path: Path) -> None:
-    file, plot, traces = (tmp_path / name for name in ("rows.jsonl", "x.svg", "traces"))
-    more = ("--transports", "ep_a2a", "--output", str(file), "--plot", str(plot), "--traces", str(traces))
+    file, traces = (tmp_path / name for name in ("rows.jsonl", "traces"))
+    more = ("--transports", "ep_a2a", "--output", str(file), "--traces", str(traces))
     assert "Right: 1 of 1 results" in succeeded(run_cli(*SMALL, *more))
     assert [path.name for path in traces.iterdir()] == ["ep_a2a_2.json.gz"]
-    assert plot.exists()
     header, row = [json.loads(line) for line in file.read_text().splitlines()]
     assert "times say nothing" in header["note"]
     assert (row["num_tokens"], row["quant_type"], row["contender"]) == (2, "fp8_per_1x128", "ep_a2a")

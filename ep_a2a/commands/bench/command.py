@@ -89,6 +89,8 @@ def run(options: SimpleNamespace) -> bool:
         refuse({"cold_cache": options.cold_cache or None}, "with --layer, whose layers flush the L2", "Leave it out.")
     if options.micro_batches:
         refuse({"contenders": options.contenders}, "with --micro-batches, which run this package's op", "Say one.")
+    if kind == "cpu":
+        refuse({"plot": options.plot}, "on CPU, whose times say nothing about GPUs", "Leave it out.")
     options = with_defaults(options, kind)
     names = names_of(options)
     plot = options.plot

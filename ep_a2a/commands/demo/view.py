@@ -138,4 +138,4 @@ def plot_traffic(report: Report, path: Path) -> tuple[Path, Path]:
         f"backend {report['backend']}, {sum(report['tokens_per_rank'])} tokens, {layer} · "
         f"ep_a2a {ep_a2a.__version__}, ep-a2a demo",
     )
-    return plots.write(path, plots.cells, plots.between_ranks(rows), ("to rank", "from rank"), caption, "rows")
+    return plots.write(path, plots.cells, rows, caption, "rows")

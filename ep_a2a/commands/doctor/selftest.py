@@ -171,14 +171,13 @@ def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:
     failed = [f"{a} and {b}" for (a, b), result in test.pairs.items() if result.error]
     footer = f"EP {test.num_ranks} on {test.device} · ep_a2a {ep_a2a.__version__}, ep-a2a doctor --selftest"
     footer += f"\n{test.note}" if test.note else ""
-    labels = ("to rank", "from rank")
     if test.device == "cpu":
         words = f"{len(test.pairs) - len(failed)} of {len(test.pairs)} pairs exchange bytes and flags"
-        passed = [[None if a == b else rate is not None for b, rate in enumerate(row)] for a, row in enumerate(rates)]
+        passed = [[None if a == b else float(bool(rate)) for b, rate in enumerate(row)] for a, row in enumerate(rates)]
         caption = plots.Caption(f"Functional check: {words}", "Over shared memory: says nothing about speed", footer)
-        return plots.write(path, plots.cells, plots.between_ranks(passed), labels, caption)
+        return plots.write(path, plots.cells, passed, caption, "1: right, 0: failed")
     span = f": {min(known):.3g} to {max(known):.3g} GB/s" if known else ": nothing was measured"
     reading = "From rank (down) to rank (across), pair by pair; grey: not measured"
     reading += f" (failed: {', '.join(failed)})" if failed else ""
     caption = plots.Caption(f"Rates of pushes between ranks{span}", reading, footer)
-    return plots.write(path, plots.cells, plots.between_ranks(rates), labels, caption, "GB/s")
+    return plots.write(path, plots.cells, rates, caption, "GB/s")
