@@ -22,6 +22,8 @@ QUICK = (
     "multiprocess/test_mori.py::test_the_complete_program",
     # the pools of ranks that all of these stand on
     "multiprocess/test_launch.py",
+    # an error of one rank, at ten lines by seed of each kind of call
+    "multiprocess/test_one_ranks_error.py",
     # a real process that is killed while others wait for it
     "multiprocess/test_faults.py::test_a_rank_killed_from_outside",
 )

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.config.requirements import checked_integer
-from ep_a2a.errors import ClosedError, EpA2AError, StateError, UnsupportedError
+from ep_a2a.errors import ClosedError, ConfigError, StateError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.device_groups import DeviceGroups
-from ep_a2a.ops.config_agreement import agree_on_config
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.inputs import address_of
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.libraries import Library
-    from ep_a2a.memory.rendezvous import Rendezvous
 
 Tensor = torch.Tensor
 DispatchedTokens = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]
@@ -119,13 +118,13 @@ class All2AllManagerBase:
     def groups(self) -> DeviceGroups:
         """Process groups by device; made on first use, on every rank."""
         if self._groups is None:
-            self._groups = DeviceGroups(self.cpu_group, self.device_group)
+            self._groups = DeviceGroups(self.cpu_group, self.device_group, self._rendezvous)
         return self._groups
 
-    @property
+    @functools.cached_property
     def _rendezvous(self) -> Rendezvous:
-        """Where the ranks meet to build an op."""
-        return self.groups.rendezvous
+        """Where the ranks meet to build ops; made on first use, on every rank."""
+        return Rendezvous(self.cpu_group)
 
     @property
     def dp_rank(self) -> int:
@@ -142,17 +141,18 @@ class All2AllManagerBase:
         """The device of the ops' memory: the current CUDA device, or CPU without one; settable before the first op.
 
         Raises:
+            ConfigError: on setting it to a device that torch cannot use.
             StateError: on setting it after an op has been made.
         """
         if self._device is None:
-            self._device = _with_index(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            self._device = _with_index("cuda" if torch.cuda.is_available() else "cpu")
         return self._device
 
     @device.setter
     def device(self, device: torch.device | str) -> None:
         if self._device_in_use:
             raise StateError("device to be set before the first op", "an op exists", "Create a new manager.")
-        self._device = _with_index(torch.device(device))
+        self._device = _with_index(device)
 
     def topology(self, gpu_per_node: int | None = None) -> Topology:
         """Nodes of the group. The first call is collective; later ones, with any `gpu_per_node`, are local.
@@ -162,11 +162,13 @@ class All2AllManagerBase:
 
         Raises:
             ConfigError: gpu_per_node does not fit the real nodes.
+            ConfigMismatchError: another rank has raised an error; this one names the rank and the error's text.
         """
-        with self._lock:
-            if self._report is None:
-                self._report = gather_report(self.cpu_group, self.device)
-        return classify(self._report, gpu_per_node)
+        with self._rendezvous.telling():
+            with self._lock:
+                if self._report is None:
+                    self._report = gather_report(self.cpu_group, self.device, self._rendezvous)
+            return classify(self._report, gpu_per_node)
 
     @property
     def internode(self) -> bool:
@@ -220,32 +222,34 @@ class All2AllManagerBase:
             UnknownNameError, ConfigError: a kwarg is unknown, or it or the index is impossible.
             UnsupportedError: the backend cannot serve this config, on this machine or between these nodes.
             HostMemoryError: on CPU, ranks of the node do not share /dev/shm.
-            ConfigMismatchError, RankTimeoutError: the ranks do not build the same op together.
+            ConfigMismatchError: the ranks do not build the same op, or another rank has raised an error; this one names
+                the rank and the error's text.
+            RankTimeoutError: the ranks do not build the op together.
         """
+        with self._rendezvous.telling():
+            return self._get_handle(kwargs, index)
+
+    def _get_handle(self, kwargs: Mapping[str, Any], index: int) -> Any:
+        """Returns what `get_handle` returns. The caller tells the other ranks of errors."""
         self._require_open()
         cls = type(self)
         if cls._make_op is All2AllManagerBase._make_op:
             raise self._unsupported("get_handle")
         topology = self.topology(kwargs.get("gpu_per_node"))
         self._check_nodes(topology)
-        try:
-            kwargs = {"gpu_per_node": topology.gpu_per_node, **kwargs}
-            config = config_from_handle_kwargs(kwargs, topology.internode)
-            index = checked_integer("index", index, 0)
-            self._check(config, topology, index)
-        except EpA2AError as error:
-            # the other ranks would wait for this one
-            agree_on_config(None, self._rendezvous, index, error)
-            raise
+        kwargs = {"gpu_per_node": topology.gpu_per_node, **kwargs}
+        config = config_from_handle_kwargs(kwargs, topology.internode)
+        index = checked_integer("index", index, 0)
+        self._check(config, topology, index)
         self._device_in_use = True
         make = functools.partial(self._make_op, config, topology, index)
         return self.handle_cache.get_or_create((config, index), make)
 
     def _check_nodes(self, topology: Topology) -> None:
-        """Raises, alike on all ranks, where no op of the backend serves these nodes."""
+        """Raises where no op of the backend serves these nodes."""
 
     def _check(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> None:
-        """Raises where this rank cannot build the op; the other ranks are told."""
+        """Raises where this rank cannot build the op."""
         refusal = self.capabilities.refusal(self.backend, config, topology.num_nodes, index)
         if refusal is not None:
             raise refusal
@@ -405,7 +409,12 @@ class All2AllManagerBase:
         return UnsupportedError(f"a backend that has {method}", f"{self.backend!r}, which has not", f"Use {others}.")
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _with_index(device: torch.device | str) -> torch.device:
     # Tensors always name their device's index, and devices are compared with theirs.
-    is_current = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+    try:
+        found = torch.device(device)
+        is_current = found.type == "cuda" and found.index is None
+        return torch.device("cuda", torch.cuda.current_device()) if is_current else found
+    except (RuntimeError, AssertionError, TypeError) as error:
+        got = f"{device!r}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError("to be a device that torch can use", got, field="device") from error

@@ -49,8 +49,8 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         super().__init__(cpu_group, tcp_store_group)
         self._counts: list[int] | None = None
 
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> CollectiveDispatchCombineOp:
-        """Returns the op for these handle kwargs, whatever nodes the group spans. Collective when the op is new."""
+    def _get_handle(self, kwargs: Mapping[str, Any], index: int) -> CollectiveDispatchCombineOp:
+        """Returns the op for these handle kwargs, whatever nodes the group spans."""
         self._require_open()
         config = config_from_handle_kwargs(kwargs, topology_internode=False)
         index = checked_integer("index", index, 0)

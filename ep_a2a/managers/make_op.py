@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.errors import ConfigError, InputError, NotInitializedError, UnknownNameError, max_tokens_named
 from ep_a2a.managers.native import NativeAll2AllManager
+from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
 
 if TYPE_CHECKING:
     from ep_a2a.ops.op import EpDispatchCombineOp
@@ -62,18 +63,60 @@ def make_op(
     Raises:
         NotInitializedError: there is no process group.
         InputError: `group` is no process group, or this rank is not in it; nothing was done.
-        ConfigError, UnknownNameError: an argument is impossible. The other ranks raise ConfigMismatchError.
-        ConfigMismatchError: arguments differ between ranks; the error names the argument's field and the ranks.
+        ConfigError, UnknownNameError: an argument is impossible.
+        ConfigMismatchError: arguments differ between ranks, or another rank has raised an error; this one names the
+            argument's field and the ranks, or the rank and the error's text.
         UnsupportedError: no kernel serves this machine or these nodes.
         RankTimeoutError: a rank did not come.
     """
+    with telling_before_the_first_meeting(group or dist.group.WORLD):
+        manager = OneOpManager(_checked(group))
+        rank, world_size = manager.rank, manager.world_size
+        kwargs = {
+            "rank": rank,
+            "num_ep_ranks": world_size,
+            "num_local_experts": num_owned_experts(num_experts, world_size, rank),
+            "num_experts": num_experts,
+            "token_hidden_size": hidden_size,
+            "num_experts_per_token": topk,
+            "max_num_tokens_per_dp_rank": max_tokens,
+            "input_dtype": dtype,
+            "quant_dtype": None if quant == "none" else FP8_DTYPE,
+            "dispatch_quant_type": quant,
+            "layout": layout,
+        }
+    return manager.make(device, kwargs)
+
+
+class OneOpManager(NativeAll2AllManager):
+    """The manager of make_op, whose one op destroys it."""
+
+    def make(self, device: torch.device | str | None, kwargs: dict[str, Any]) -> EpDispatchCombineOp:
+        """Returns the op; its errors name make_op's arguments. Collective."""
+        with self._rendezvous.telling(), max_tokens_named("max_tokens"):
+            try:
+                if device is not None:
+                    self.device = device
+                op: EpDispatchCombineOp = self._get_handle(kwargs, index=0)
+            except (ConfigError, UnknownNameError) as error:
+                # before the other ranks are told of it
+                error.field = ARGUMENT_OF_KWARG.get(error.field or "", error.field)
+                if isinstance(error, ConfigError):
+                    error.remedy = "Correct the argument of make_op."
+                raise
+            op.close_after = self.destroy
+            return op
+
+
+def _checked(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the group, or the world for None."""
     if group is None:
         if not dist.is_initialized():
             raise NotInitializedError(
                 "a torch process group", "none", "Call torch.distributed.init_process_group() first, or pass group=."
             )
-        group = dist.distributed_c10d._get_default_group()
-    elif not isinstance(group, dist.ProcessGroup):
+        return dist.distributed_c10d._get_default_group()
+    if not isinstance(group, dist.ProcessGroup):
         is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
         raise InputError(
             "to be a torch process group that this rank is in",
@@ -81,30 +124,4 @@ def make_op(
             "Call make_op only on the ranks of the group, with the group that torch.distributed.new_group returned.",
             field="group",
         )
-    manager = NativeAll2AllManager(group)
-    if device is not None:
-        manager.device = device
-    rank, world_size = manager.rank, manager.world_size
-    kwargs = {
-        "rank": rank,
-        "num_ep_ranks": world_size,
-        "num_local_experts": num_owned_experts(num_experts, world_size, rank),
-        "num_experts": num_experts,
-        "token_hidden_size": hidden_size,
-        "num_experts_per_token": topk,
-        "max_num_tokens_per_dp_rank": max_tokens,
-        "input_dtype": dtype,
-        "quant_dtype": None if quant == "none" else FP8_DTYPE,
-        "dispatch_quant_type": quant,
-        "layout": layout,
-    }
-    try:
-        with max_tokens_named("max_tokens"):
-            op: EpDispatchCombineOp = manager.get_handle(kwargs)
-    except (ConfigError, UnknownNameError) as error:
-        error.field = ARGUMENT_OF_KWARG.get(error.field or "", error.field)
-        if isinstance(error, ConfigError):
-            error.remedy = "Correct the argument of make_op."
-        raise
-    op.close_after = manager.destroy
-    return op
+    return group

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.rendezvous import Rendezvous
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
 
@@ -98,12 +97,8 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._require_open()
         if self._arena is None:
             self._device_in_use = True
-            self._arena = Arena(self.cpu_group, self.device)
+            self._arena = Arena(self.cpu_group, self.device, rendezvous=self._rendezvous)
         return self._arena
-
-    @property
-    def _rendezvous(self) -> Rendezvous:
-        return self.arena.rendezvous
 
     def _check_nodes(self, topology: Topology) -> None:
         if topology.internode:
@@ -251,11 +246,12 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     def reset(self) -> None:
         """Makes dispatch usable again after a step that failed. Collective; the step in progress is lost."""
-        self._require_open()
-        ops = self.handle_cache.handles() if self._step is None else [self._step.op]
-        self._step = None
-        for op in ops[-1:]:
-            op.reset()
+        with self._rendezvous.telling():
+            self._require_open()
+            ops = self.handle_cache.handles() if self._step is None else [self._step.op]
+            self._step = None
+            for op in ops[-1:]:
+                op.reset()
 
     @property
     def num_buffer_bytes(self) -> int:

@@ -74,7 +74,11 @@ def create_manager(name: str, cpu_group: ProcessGroup, tcp_store_group: Any = No
         UnknownNameError: no such backend; the error lists the backends.
         MissingPackageError: the backend wraps a package that is not installed.
     """
-    return _creator(name)(cpu_group, tcp_store_group=tcp_store_group)
+    # the names of backends are known without torch
+    from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
+
+    with telling_before_the_first_meeting(cpu_group):
+        return _creator(name)(cpu_group, tcp_store_group=tcp_store_group)
 
 
 def manager_type(name: str) -> type[All2AllManagerBase] | None:

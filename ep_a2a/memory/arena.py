@@ -132,6 +132,7 @@ class Arena:
         group: the ranks that take part.
         device: where the memory lies.
         allocate: a function that makes symmetric memory; None takes allocate_symmetric.
+        rendezvous: where all ranks of `group` meet; None makes a new one.
 
     Raises:
         UnsupportedError: the device is an AMD GPU.
@@ -145,12 +146,14 @@ class Arena:
     group: dist.ProcessGroup
     device: torch.device
     allocate: Callable[[Rendezvous, torch.device, int], SymmetricMemory] | None = None
+    rendezvous: Rendezvous = None  # type: ignore[assignment]  # never None in an arena that has been made
     closed: bool = field(default=False, init=False)
     between_nodes: NodeTransport | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        refuse_other_gpus(self.device.type)
-        self.rendezvous = Rendezvous(self.group)
+        self.rendezvous = self.rendezvous or Rendezvous(self.group)
+        with self.rendezvous.telling():
+            refuse_other_gpus(self.device.type)
         self.number = next(self.peers.arena_numbers)
         self._symmetric: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
         self._shared_blocks: dict[int, SharedBlocks] = {}

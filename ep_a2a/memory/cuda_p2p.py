@@ -127,9 +127,11 @@ def _allocate_ipc(rendezvous: Rendezvous, device: torch.device, num_bytes: int) 
             raise PeerAccessError("every rank's GPU memory to be mappable", str(cause)) from cause
 
     try:
-        text = rendezvous.attempt("allocating CUDA memory", lambda: memory.allocate(num_bytes))
-        texts = rendezvous.exchange("CUDA IPC handles", text)
-        rendezvous.attempt("mapping CUDA memory", lambda: open_all(texts))
+        # the others map this rank's memory before it is released
+        with rendezvous.telling("sharing memory"):
+            text = rendezvous.attempt("allocating CUDA memory", lambda: memory.allocate(num_bytes))
+            texts = rendezvous.exchange("CUDA IPC handles", text)
+            rendezvous.attempt("mapping CUDA memory", lambda: open_all(texts))
     except BaseException:
         with contextlib.suppress(EpA2AError, RuntimeError):
             memory.release()

@@ -30,10 +30,18 @@ class DeviceGroups:
         cpu_group: the group itself, with gloo.
         device_group: None, or a group of the same ranks with NCCL. Without one, cpu_group is used where it has NCCL
             too, and otherwise a communicator is made over cpu_group's store when a CUDA tensor first comes.
+        rendezvous: where the ranks compare values; None makes one on first use, on every rank in the same order.
     """
 
-    def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        cpu_group: dist.ProcessGroup,
+        device_group: dist.ProcessGroup | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
         self.cpu_group = cpu_group
+        if rendezvous is not None:
+            self.rendezvous = rendezvous
         self._device_group = device_group
         self._own: dist.ProcessGroup | None = None
         self._num_waits = 0

@@ -48,9 +48,11 @@ def allocate_host_shared(rendezvous: Rendezvous, num_bytes: int) -> SymmetricMem
             return [_map(in_private_folder(name), num_bytes) for name in names]
 
     try:
-        rendezvous.attempt("creating shared memory", create)
-        names = rendezvous.exchange("shared memory names", own_name)
-        maps = rendezvous.attempt("mapping shared memory", lambda: map_all(names))
+        # the others map this rank's file before it is removed
+        with rendezvous.telling("sharing memory"):
+            rendezvous.attempt("creating shared memory", create)
+            names = rendezvous.exchange("shared memory names", own_name)
+            maps = rendezvous.attempt("mapping shared memory", lambda: map_all(names))
     finally:
         with contextlib.suppress(OSError, UntrustedFolderError):
             in_private_folder(own_name).unlink()

@@ -29,14 +29,20 @@ class NodeArena(Arena):
         grid: the nodes, and this rank's place.
         device: where the memory lies.
         between_nodes: the transport of the same grid; closed with the arena.
+        rendezvous: where all ranks meet; None makes a new one.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, grid: NodeGrid, device: torch.device, between_nodes: NodeTransport
+        self,
+        group: dist.ProcessGroup,
+        grid: NodeGrid,
+        device: torch.device,
+        between_nodes: NodeTransport,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self._node = Rendezvous(make_subgroup(group, grid.node_ranks))
         self._grid = grid
-        super().__init__(group, device, self._allocate_on_node)
+        super().__init__(group, device, self._allocate_on_node, rendezvous or Rendezvous(group))
         self.between_nodes = between_nodes
 
     def _allocate_on_node(self, everyone: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
@@ -45,7 +51,7 @@ class NodeArena(Arena):
         try:
             everyone.attempt(
                 "allocating memory of each node",
-                lambda: made.append(allocate_symmetric(self._node, device, num_bytes)),
+                lambda: made.append(self._on_node(device, num_bytes)),
             )
         except EpA2AError:
             for memory in made:
@@ -55,6 +61,10 @@ class NodeArena(Arena):
         by_rank = dict(zip(self._grid.node_ranks, memory.peer_addresses, strict=True))
         addresses = tuple(by_rank.get(rank, 0) for rank in range(everyone.world_size))
         return replace(memory, peer_addresses=addresses, elements=())
+
+    def _on_node(self, device: torch.device, num_bytes: int) -> SymmetricMemory:
+        with self._node.telling():
+            return allocate_symmetric(self._node, device, num_bytes)
 
     def close(self, *, alone: bool = False) -> None:
         """Give back all memory, the node's process group and the transport; `alone` is that of Arena.close."""

@@ -7,7 +7,7 @@ import errno
 import itertools
 import json
 import os
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -38,6 +38,8 @@ SAY_SECS = 1.0
 """How often a rank that waits in a meeting tells the ranks of its host so."""
 SHOWN_CHARACTERS = 40
 VERSION_KEY = "wire_format_version"
+FAILED_KEY = "failed"
+"""In a rank's message, in place of label and message: the error that kept it from coming to the meeting."""
 UNKNOWN = "an older one, which does not say"
 
 
@@ -99,6 +101,7 @@ class Rendezvous:
         with store_must_answer(FIRST_WORD, self.peers):
             self._generation = self._new_generation()
         self._sequence = self._generation << 32
+        self._all_know = False
 
     def _new_generation(self) -> int:
         """Number that keeps this meeting's keys apart from earlier ones; equal on all ranks.
@@ -130,6 +133,7 @@ class Rendezvous:
         """
         self.process.require("the group of ranks")
         self._sequence += 1
+        self._all_know = False
         own = json.dumps(with_version({"label": label, "message": message}))
         with store_must_answer(label, self.peers):
             try:
@@ -139,6 +143,7 @@ class Rendezvous:
                 if self._has_all:
                     self.peers.host_record.unlink()
         require_one_version(answers, self.ranks)
+        self._raise_what_is_told(answers, label)
         return [self._message_of(*each, label, message) for each in zip(self.ranks, answers, strict=True)]
 
     def _message_of(self, rank: int, answer: Any, label: str, own: Any) -> Any:
@@ -161,25 +166,58 @@ class Rendezvous:
         """Returns when every rank has come."""
         self.exchange(label, None)
 
-    def agree(self, label: str, error: Exception | None) -> None:
-        """Raises on every rank when any rank has an error: its own on the failing rank, that rank's text elsewhere."""
-        texts = self.exchange(label, None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, text in zip(self.ranks, texts, strict=True):
-            if text is not None:
+    @contextlib.contextmanager
+    def telling(self, waiting_at: str | None = None) -> Iterator[None]:
+        """Context of this rank's part of a collective call: an exception in it ends the call on all ranks.
+
+        The other ranks raise ConfigMismatchError, with this rank's number and the error's text, from the next exchange.
+        Contexts may be nested.
+
+        Args:
+            waiting_at: None: this rank does not wait for the others. A label: it waits for them to come to their next
+                exchange, since they use until then what this rank takes away when the context has ended.
+        """
+        self._all_know = False
+        try:
+            yield
+        except Exception as error:
+            told = self.tell(error)
+            if told is not None and waiting_at is not None:
+                with contextlib.suppress(EpA2AError, RuntimeError):
+                    self._texts(waiting_at, told)
+            raise
+
+    def tell(self, error: Exception) -> str | None:
+        """Makes `error` this rank's part of the next exchange, and returns that. Waits for nobody.
+
+        None where all ranks know of a failure, or in a forked child, which is no rank. A store that has ended tells
+        nobody.
+        """
+        if self._all_know or not self.process.is_current:
+            return None
+        self._all_know = True
+        self._sequence += 1
+        told = json.dumps(with_version({FAILED_KEY: f"{type(error).__name__}: {error}"}))
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key(self._sequence, self._place), told)
+        return told
+
+    def _raise_what_is_told(self, answers: Sequence[Any], label: str) -> None:
+        """Raises ConfigMismatchError where a rank has told an error in place of coming."""
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            if FAILED_KEY in answer:
+                self._all_know = True
                 raise ConfigMismatchError(
-                    f"{label} to succeed on every rank", f"rank {rank} failed with {text}", "See above."
+                    f"every rank to come to {label!r}",
+                    f"rank {rank} failed with {answer[FAILED_KEY]}",
+                    f"Correct the cause on rank {rank}, then make the call on every rank again.",
                 )
 
     def attempt(self, label: str, work: Callable[[], Result]) -> Result:
-        """Does `work` on every rank and returns its result; where it fails on one rank, all raise as `agree` does."""
-        try:
+        """Does `work` on every rank and returns its result; where it fails on one rank, all raise as `telling` says."""
+        with self.telling(label):
             result = work()
-        except Exception as error:
-            self.agree(label, error)
-            raise
-        self.agree(label, None)
+        self.barrier(label)
         return result
 
     def leave(self, patience_secs: float) -> str | None:
@@ -220,6 +258,7 @@ class Rendezvous:
         except (ValueError, TypeError):
             raise unreadable("the first rank to decide", label, "no decision") from None
         if verdict != Verdict():
+            self._all_know = True
             raise self._timeout(verdict, label)
         self.peers.withdraw()
         texts = [bytes(store.get(key)) for key in keys]
@@ -228,6 +267,12 @@ class Rendezvous:
         if self._place == 0:
             store.delete_key(self._decision_key(sequence - 2))
         return texts
+
+    def _has_told(self, rank: int) -> bool:
+        """Whether a rank has told an error in place of coming to the present meeting."""
+        key = self._key(self._sequence, self.ranks.index(rank))
+        found = parsed(self._store.get(key)) if self._store.check([key]) else None
+        return isinstance(found, dict) and FAILED_KEY in found
 
     def _wait_for(self, absent: tuple[int, ...], label: str) -> GivenUp:
         """This rank's wait in the present meeting, as others are told of it."""
@@ -240,7 +285,7 @@ class Rendezvous:
         say_at = clock.now() + SAY_SECS
         while True:
             # before the keys: a rank that is gone may have come before, and would not come to the next exchange
-            gone = tuple(rank for rank in self.peers.look() if rank in self.ranks)
+            gone = tuple(rank for rank in self.peers.look() if rank in self.ranks and not self._has_told(rank))
             is_over = clock.now() > deadline or self._store.check([decision])
             if self._store.check(keys):
                 return gone
@@ -262,6 +307,18 @@ class Rendezvous:
             missing_ranks=verdict.missing,
             late_ranks=verdict.late,
         )
+
+
+@contextlib.contextmanager
+def telling_before_the_first_meeting(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """`Rendezvous.telling` where the Rendezvous of `group` that the ranks make next does not exist yet."""
+    try:
+        yield
+    except Exception as error:
+        # as the other ranks make theirs; the error may be that there is no such group
+        with contextlib.suppress(Exception):
+            Rendezvous(cast("dist.ProcessGroup", group)).tell(error)
+        raise
 
 
 def unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:

@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.config.requirements import checked_seconds
-from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, UnsupportedError
+from ep_a2a.errors import CapacityError, ConfigMismatchError, UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp
@@ -67,7 +67,9 @@ class CollectiveDispatchCombineOp(AdapterOp):
     @outside_modes()
     def __init__(self, config: EpDispatchCombineConfig, exchange: RowExchange, device: torch.device) -> None:
         super().__init__(config, device)
-        agree_on_config(config, exchange.groups.rendezvous, error=_own_error(config))
+        with exchange.groups.rendezvous.telling():
+            _check_config(config)
+            agree_on_config(config, exchange.groups.rendezvous)
         self._exchange = exchange
         self._route: _Route | None = None
         # the tensors that calls return, at fixed addresses: R rows for dispatch, M rows for combine
@@ -193,18 +195,17 @@ class CollectiveDispatchCombineOp(AdapterOp):
         self._exchange.timeout_secs = checked_seconds("timeout_secs", timeout_secs)
 
 
-def _own_error(config: EpDispatchCombineConfig) -> EpA2AError | None:
-    """The error that keeps this op from being built, or None."""
+def _check_config(config: EpDispatchCombineConfig) -> None:
+    """Raise UnsupportedError where collectives cannot serve the config."""
     if config.layout == Layout.EXPERT_MAJOR:
-        return UnsupportedError(
+        raise UnsupportedError(
             "layout 'compact' or 'rank_major'",
             "'expert_major', which collectives do not have",
             "Use the backend 'ep_a2a', or sort the rows by their ids.",
         )
-    if config.combine_quant is QuantType.NONE:
-        return None
-    return UnsupportedError(
-        "a quant_type that acts on dispatch",
-        f"{config.quant_type!r}: collectives combine unquantised",
-        "Use the backend 'ep_a2a', or a quant_type that casts in dispatch.",
-    )
+    if config.combine_quant is not QuantType.NONE:
+        raise UnsupportedError(
+            "a quant_type that acts on dispatch",
+            f"{config.quant_type!r}: collectives combine unquantised",
+            "Use the backend 'ep_a2a', or a quant_type that casts in dispatch.",
+        )

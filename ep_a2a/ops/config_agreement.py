@@ -4,59 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep_a2a.errors import ConfigError, ConfigMismatchError, EpA2AError
+from ep_a2a.errors import ConfigError, ConfigMismatchError
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.rendezvous import Rendezvous
 
 
-def agree_on_config(
-    config: EpDispatchCombineConfig | None, rendezvous: Rendezvous, index: int = 0, error: EpA2AError | None = None
-) -> None:
+def agree_on_config(config: EpDispatchCombineConfig, rendezvous: Rendezvous, index: int = 0) -> None:
     """Compare the configs of all ranks, and return when they fit together. Collective.
 
-    A rank that cannot build the op passes its error, so that the others raise at once instead of waiting for it.
-
     Args:
-        config: this rank's; may be None with an error.
-        rendezvous: where the ranks meet.
+        config: this rank's.
+        rendezvous: where the ranks meet. `Rendezvous.telling` holds the call.
         index: the op's index, equal on all ranks. Ops of equal index share memory, so their steps must not overlap.
-        error: the reason why this rank cannot build the op.
 
     Raises:
-        EpA2AError: this rank's own `error`.
         ConfigError: rank or world size is not the group's.
         ConfigMismatchError: a field that must be equal on all ranks is not, or another rank has an error; the error
             names the field, or that error, and the ranks.
+        EnvironmentVariableError: a variable that counts cannot be read on this rank.
         RankTimeoutError: ranks did not come.
     """
-    fields: dict[str, str] = {}
-    try:
-        # variables of the environment count, too, and one may not be readable on this rank
-        fields = {} if config is None else config.shared_fields() | {"index": str(index)}
-    except EpA2AError as unreadable:
-        error = error or unreadable
-    if config is not None and error is None:
-        error = _own_error(config, rendezvous)
-    error_text = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = rendezvous.exchange("op configuration", {"fields": fields, "error": error_text})
-    if error is not None:
-        raise error
-    _raise_differences([each["fields"] for each in everyone if each["error"] is None])
-    failed = {rank: each["error"] for rank, each in enumerate(everyone) if each["error"] is not None}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        raise ConfigMismatchError("every rank to build the op", f"rank {rank} could not: {text}", "Mend it there.")
-
-
-def _own_error(config: EpDispatchCombineConfig, rendezvous: Rendezvous) -> EpA2AError | None:
-    if (config.rank, config.world_size) != (rendezvous.rank, rendezvous.world_size):
-        return ConfigError(
-            f"rank {rendezvous.rank} of {rendezvous.world_size}, as in the group",
-            f"rank {config.rank} of {config.world_size}",
+    own = (config.rank, config.world_size)
+    if own != (rendezvous.rank, rendezvous.world_size):
+        raise ConfigError(
+            f"rank {rendezvous.rank} of {rendezvous.world_size}, as in the group", f"rank {own[0]} of {own[1]}"
         )
-    return None
+    fields = config.shared_fields() | {"index": str(index)}
+    # in a dict, since ranks may have different fields
+    everyone = rendezvous.exchange("op configuration", {"fields": fields})
+    _raise_differences([each["fields"] for each in everyone])
 
 
 def _raise_differences(everyone: list[dict[str, str]]) -> None:

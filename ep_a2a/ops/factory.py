@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ep_a2a.config import EpDispatchCombineKernelType
 from ep_a2a.config.transports import transport_maker
-from ep_a2a.errors import EpA2AError
 from ep_a2a.kernels.ring_shape import BY_PUTS
 from ep_a2a.memory import nvshmem
 from ep_a2a.memory.arena import Arena
@@ -16,7 +15,7 @@ from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.transport_choice import choose_transport, name_network_devices
 from ep_a2a.ops.config_agreement import agree_on_config
-from ep_a2a.ops.inputs import construction_error
+from ep_a2a.ops.inputs import check_construction
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -58,12 +57,13 @@ class OpFactory:
         kind = self._kind or EpDispatchCombineOp
         if not topology.internode:
             return kind(config, arena=self.arena, index=index)
-        config, grid, reason = self._agree(config, topology, index)
-        logger.info("%s through %s: %s", config.kernel_type.name, config.internode_transport, reason)
-        arena = self._arena_of(config, grid)
-        if arena is None:
-            arena = self._make_arena(config, grid)
-        return kind(config, arena=arena, index=index, _is_agreed=True)
+        with self.arena.rendezvous.telling():
+            config, grid, reason = self._agree(config, topology, index)
+            logger.info("%s through %s: %s", config.kernel_type.name, config.internode_transport, reason)
+            arena = self._arena_of(config, grid)
+            if arena is None:
+                arena = self._make_arena(config, grid)
+            return kind(config, arena=arena, index=index, _is_agreed=True)
 
     def _agree(
         self, config: EpDispatchCombineConfig, topology: Topology, index: int | None
@@ -74,16 +74,13 @@ class OpFactory:
         and that rank would wait in a meeting of its own.
         """
         rendezvous = self.arena.rendezvous
-        try:
-            grid = NodeGrid.of(topology, rendezvous.rank)
-            transport, reason = choose_transport(config.internode_transport, self._out_of_use(topology))
-        except EpA2AError as error:
-            agree_on_config(None, rendezvous, index or 0, error)
-            raise
+        grid = NodeGrid.of(topology, rendezvous.rank)
+        transport, reason = choose_transport(config.internode_transport, self._out_of_use(topology))
         if transport != "peer_memory" and not config.uses_rings:
             config = replace(config, kernel_type=EpDispatchCombineKernelType.InterNodeV1)
         config = replace(config, internode_transport=transport)
-        agree_on_config(config, rendezvous, index or 0, construction_error(config, self._arena_of(config, grid), index))
+        check_construction(config, self._arena_of(config, grid), index)
+        agree_on_config(config, rendezvous, index or 0)
         return config, grid, reason
 
     def _out_of_use(self, topology: Topology) -> dict[str, str]:
@@ -109,10 +106,10 @@ class OpFactory:
         if device.type == "cuda":
             name_network_devices()
         if transport == BY_PUTS:
-            made = self._own[BY_PUTS, 0] = Arena(group, device, nvshmem.allocate_symmetric)
+            made = self._own[BY_PUTS, 0] = Arena(group, device, nvshmem.allocate_symmetric, self.arena.rendezvous)
             return made
         between = transport_maker(transport)(group, grid, config.timeout)
-        made = self._own[transport, grid.num_nodes] = NodeArena(group, grid, device, between)
+        made = self._own[transport, grid.num_nodes] = NodeArena(group, grid, device, between, self.arena.rendezvous)
         return made
 
     @property

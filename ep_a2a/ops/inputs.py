@@ -11,7 +11,6 @@ from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, INTERNODE_TRANSPORTS, EpDi
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import (
     ClosedError,
-    ConfigError,
     ContiguityError,
     DeviceError,
     DtypeError,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.errors import EpA2AError
     from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import CombineInputs, StepInputs
 
@@ -40,17 +38,22 @@ SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch
 """Dtypes of scales by their bytes. The first is the dtype of scales that this package computes."""
 
 
-def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, index: int | None) -> EpA2AError | None:
-    """The error that keeps this rank from building an op, or None.
+def check_construction(config: EpDispatchCombineConfig, arena: Arena | None, index: int | None) -> None:
+    """Raise if this rank cannot build an op.
 
     Args:
         config: the op's.
         arena: where its memory comes from; None if it will be made for the op.
         index: its place there; None for one of its own.
+
+    Raises:
+        UnsupportedError: the kernel or the transport is not to be had here.
+        ConfigError: the index is none.
+        ClosedError, StateError: the arena has been closed, or a living op has this place.
     """
     transport = config.internode_transport
     if config.kernel_type is EpDispatchCombineKernelType.IntraNodeLL:
-        return UnsupportedError(
+        raise UnsupportedError(
             "another kernel_type",
             "IntraNodeLL",
             "Use IntraNode, which takes few tokens the fast way by itself (flagged_max_tokens).",
@@ -58,33 +61,29 @@ def construction_error(config: EpDispatchCombineConfig, arena: Arena | None, ind
     between_nodes = config.kernel_type is not EpDispatchCombineKernelType.IntraNode
     by_host = INTERNODE_TRANSPORTS[transport] is not None
     if between_nodes and (by_host or transport == BY_PUTS) and not config.uses_rings:
-        return UnsupportedError(
+        raise UnsupportedError(
             f"internode_transport 'peer_memory' with {config.kernel_type.name}",
             repr(transport),
             f"Use InterNodeV1, which {'exchanges' if by_host else 'puts'}.",
         )
     if index is not None and not (arena is not None and arena.is_unshared(index)):
-        try:
-            checked_integer("index", index, 0)
-        except ConfigError as error:
-            return error
+        checked_integer("index", index, 0)
     if arena is None:
-        return None
+        return
     if arena.closed:
-        return ClosedError("an open arena", "a closed one")
+        raise ClosedError("an open arena", "a closed one")
     if between_nodes and by_host and arena.between_nodes is None:
-        return UnsupportedError(
+        raise UnsupportedError(
             f"an arena that exchanges blocks between nodes, with internode_transport {transport!r}",
             type(arena).__name__,
             "Get the op from a manager, which makes the arena.",
         )
     if index is not None and arena.in_use(config.digest(), index):
-        return StateError(
+        raise StateError(
             f"no living op of this config and index {index} in the arena",
             "one that has not been closed",
             "Use that op, close it first, or give this one another index.",
         )
-    return None
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:

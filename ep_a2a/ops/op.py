@@ -11,12 +11,13 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
-from ep_a2a.errors import ClosedError, InputError, StateError, UnsupportedError
+from ep_a2a.errors import ClosedError, ConfigMismatchError, InputError, StateError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
 from ep_a2a.memory.arena import Arena, default_device
 from ep_a2a.memory.guards import outside_modes
+from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import (
     RECEIVE,
@@ -104,30 +105,35 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         if group is not None:
             if arena is not None:
                 raise InputError("an arena or a group", "both", "Pass one of them.")
-            arena = Arena(group, default_device())
+            with telling_before_the_first_meeting(group):
+                device = default_device()
+            arena = Arena(group, device)
             self.close_after = arena.close
         if arena is None:
             from ep_a2a.shmem import default_arena
 
             arena = default_arena()
         self.arena = arena
-        self.index = arena.unshared_index() if index is None else index
-        if not _is_agreed:
-            agree_on_config(config, arena.rendezvous, self.index, inputs.construction_error(config, arena, index))
-        share = agree_on_share(config, arena, self.index)
-        self.timeouts = Timeouts.of(config)
-        self.memory = BoundMemory(config, arena, self.index)
-        self.memory.acquired.user = weakref.ref(self)
-        super().__init__(config, arena.device, self.memory.acquired.shared_blocks.streams)
-        self.engine = make_engine(config, self.memory, arena)
-        share_gpu(share, self, arena)
-        self._checked_calls: dict[Hashable, CheckedDispatch] = {}
-        max_tokens = config.max_num_inp_token_per_rank
-        self._tag_mask, self._tag_shift = tag_mask(max_tokens), tag_shift(max_tokens)
-        self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
-        by_expert = config.layout == Layout.EXPERT_MAJOR
-        self._reduced_rows = self.memory.view(Region.REDUCED_ROWS) if by_expert else None
-        self.arena.together("initialising the op", self._initialize)
+        with arena.rendezvous.telling():
+            self.index = arena.unshared_index() if index is None else index
+            if not _is_agreed:
+                inputs.check_construction(config, arena, index)
+                agree_on_config(config, arena.rendezvous, self.index)
+            share = agree_on_share(config, arena, self.index)
+            self.timeouts = Timeouts.of(config)
+            self.memory = BoundMemory(config, arena, self.index)
+            self.memory.acquired.user = weakref.ref(self)
+            super().__init__(config, arena.device, self.memory.acquired.shared_blocks.streams)
+            self.engine = make_engine(config, self.memory, arena)
+            share_gpu(share, self, arena)
+            self._checked_calls: dict[Hashable, CheckedDispatch] = {}
+            self._agreed_max_sms: set[int] = set()
+            max_tokens = config.max_num_inp_token_per_rank
+            self._tag_mask, self._tag_shift = tag_mask(max_tokens), tag_shift(max_tokens)
+            self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
+            by_expert = config.layout == Layout.EXPERT_MAJOR
+            self._reduced_rows = self.memory.view(Region.REDUCED_ROWS) if by_expert else None
+            arena.together("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
         self.memory.initialize(self.timeouts, refill=False)
@@ -291,7 +297,10 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         return self.engine.full_sized_launch(is_dispatch, LaunchWish(block_num, warp_per_block))
 
     def set_max_sms(self, max_sms: int, *, shares_sm: bool = False) -> None:
-        """Bound the multiprocessors that launches use from now on; 0 = all. Between nodes equal on all ranks.
+        """Bound the multiprocessors that launches use from now on; 0 = all.
+
+        Inside a node the call is local. Between nodes it is made on all ranks with the same bound, and is collective
+        for a bound that the op has not had before.
 
         Args:
             max_sms: the bound.
@@ -302,10 +311,20 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         Raises:
             ConfigError: max_sms is no integer >= 0.
             UnsupportedError: shares_sm of an op between nodes.
+            ConfigMismatchError: between nodes, another rank has given another bound, or raised an error.
         """
-        if shares_sm and self.config.uses_rings:
-            raise UnsupportedError("shares_sm of an op inside a node", "an op between nodes", field="shares_sm")
-        self.engine.limit_sms(checked_integer("max_sms", max_sms, 0), shares_sm=shares_sm)
+        if not self.config.uses_rings:
+            self.engine.limit_sms(checked_integer("max_sms", max_sms, 0), shares_sm=shares_sm)
+            return
+        with self.arena.rendezvous.telling():
+            if shares_sm:
+                raise UnsupportedError("shares_sm of an op inside a node", "an op between nodes", field="shares_sm")
+            self.engine.limit_sms(checked_integer("max_sms", max_sms, 0))
+            if max_sms not in self._agreed_max_sms:
+                bounds = self.arena.rendezvous.exchange("max_sms", max_sms)
+                if len(set(bounds)) > 1:
+                    raise ConfigMismatchError("the same max_sms on all ranks", f"by rank {bounds}")
+                self._agreed_max_sms.add(max_sms)
 
     def warmup_split(self) -> None:
         """Compile the kernels of split calls, now and when launches change, so that a graph can capture them. Local."""
@@ -336,12 +355,13 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
 
     def reset(self) -> None:
         """Drop the open step and make the op usable again after an error. Collective."""
-        if self._closed or self.arena.closed:
-            raise ClosedError("an open op", "a closed one")
-        self._process.require("the op")
-        self.engine.quiet()
-        self._end_step()
-        self.arena.together("resetting the op", lambda: self.memory.initialize(self.timeouts, refill=True))
+        with self.arena.rendezvous.telling():
+            if self._closed or self.arena.closed:
+                raise ClosedError("an open op", "a closed one")
+            self._process.require("the op")
+            self.engine.quiet()
+            self._end_step()
+            self.arena.together("resetting the op", lambda: self.memory.initialize(self.timeouts, refill=True))
 
     def _end_step(self) -> None:
         super()._end_step()

@@ -97,7 +97,9 @@ class _Offer:
     failure: str = ""
 
 
-def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = None) -> TopologyReport:
+def gather_report(
+    group: dist.ProcessGroup, device: torch.device | str | None = None, meeting: Rendezvous | None = None
+) -> TopologyReport:
     """Asks every rank of `group` where it runs and which ranks it shares memory with. Collective.
 
     A fact that a rank cannot find out is recorded as text and never raises.
@@ -105,6 +107,7 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
     Args:
         group: the ranks; any backend, since only the group's store is used.
         device: the device this rank will use; None is the current CUDA device, or CPU where there is none.
+        meeting: where all ranks of `group` meet; None makes a new Rendezvous.
 
     Raises:
         ConfigMismatchError: ranks have different versions of this package.
@@ -118,7 +121,7 @@ def gather_report(group: dist.ProcessGroup, device: torch.device | str | None = 
     own = {"facts": asdict(facts), "offer": asdict(offer)}
     own["facts"]["errors"] = list(facts.errors)
     try:
-        meeting = Rendezvous(group)
+        meeting = meeting or Rendezvous(group)
         answers = meeting.exchange(label := "facts of each rank", own)
         if not all(is_like(answer[part], own[part]) for answer in answers for part in own):
             raise unreadable("every rank", label, "a message without facts")

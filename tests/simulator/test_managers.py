@@ -37,5 +37,5 @@ def test_kwargs_that_one_rank_has_wrong_are_told_to_all():
             assert isinstance(error, ConfigError)
         else:
             assert isinstance(error, ConfigMismatchError)
-            assert f"rank {WRONG_RANK} could not" in str(error)
+            assert f"rank {WRONG_RANK} failed with" in str(error)
     assert run.machine.scheduler.now - run.machine.scheduler.start_secs < LONGEST_SECS

@@ -234,6 +234,7 @@ def op_of(**changes: Any) -> None:
 
 def op_in_a_node(kernel_type: EpDispatchCombineKernelType) -> None:
     world = object.__new__(shmem_context.World)
+    world.arena = ARENA  # type: ignore[assignment]
     world._topology = lambda _: SimpleNamespace(internode=False)  # type: ignore[assignment,return-value]
     world._factory = SimpleNamespace(make=lambda *_: None)  # type: ignore[assignment]
     world.make_op(dataclasses.replace(CONFIG, kernel_type=kernel_type))
@@ -299,7 +300,8 @@ LAYER = {
     "fp8_gsize": 128,
     "dtype": torch.bfloat16,
 }
-ARENA = SimpleNamespace(unshared_index=lambda: 0, rendezvous=None, group=None, device=None)
+ARENA = SimpleNamespace(unshared_index=lambda: 0, group=None, device=None)
+ARENA.rendezvous = SimpleNamespace(telling=contextlib.nullcontext)
 REFUSES: dict[str, Callable[[], Any]] = {
     "deep_ep Buffer enable_shrink": lambda: buffer(enable_shrink=True),
     "deep_ep Buffer comm": lambda: Buffer(None, comm=1),
@@ -350,7 +352,6 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     warn_once.cache_clear()
     monkeypatch.setattr(buffer_base, "Ops", DeepEpOps)
     monkeypatch.setattr(tensor_utils.shmem, "shmem_mype", lambda: 0)
-    monkeypatch.setattr(contexts, "agree_on_config", lambda *_: None)
     monkeypatch.setattr(contexts, "gather_report", lambda *_: None)
 
 

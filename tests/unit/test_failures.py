@@ -98,7 +98,7 @@ def test_class_and_words(name):
 def test_the_section_is_named_once():
     inner = ShapeError("[4, 8]", "[4]")
     for error in (
-        ConfigMismatchError("every rank to build the op", f"rank 1 could not: {inner}", "Mend it there."),
+        ConfigMismatchError("every rank to build the op", f"rank 1 failed with {inner}", "Mend it there."),
         pickle.loads(pickle.dumps(RankTimeoutError("rank 1", str(inner), missing_ranks=(1,)))),
         type("Extended", (ShapeError,), {})("a", "b"),
     ):

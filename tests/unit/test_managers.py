@@ -306,8 +306,12 @@ def small_kwargs(**changes: Any) -> dict[str, Any]:
 
 
 def offered_by(method: str) -> list[str]:
-    hooks = {"get_handle": "_make_op", "dispatch": "_dispatch_rows", "dispatch_router_logits": "_dispatch_logits"}
-    names = (method, hooks.get(method, method))
+    hooks = {
+        "get_handle": ("_get_handle", "_make_op"),
+        "dispatch": ("_dispatch_rows",),
+        "dispatch_router_logits": ("_dispatch_logits",),
+    }
+    names = (method, *hooks.get(method, ()))
     return [
         backend
         for backend, kind in MANAGERS.items()

@@ -40,17 +40,17 @@ class World:
             ConfigError: gpu_per_node would put ranks of two hosts on one node.
             UnsupportedError: nodes differ in size, or their ranks do not follow one another.
         """
-        topology = self._topology(config)
-        if not topology.internode and config.kernel_type is not KernelType.IntraNode:
-            warn_once("mori", "ops.EpDispatchCombineConfig", "kernel_type")
-            config = replace(config, kernel_type=KernelType.IntraNode)
-        with max_tokens_named("max_num_inp_token_per_rank"):
+        with self.arena.rendezvous.telling(), max_tokens_named("max_num_inp_token_per_rank"):
+            topology = self._topology(config)
+            if not topology.internode and config.kernel_type is not KernelType.IntraNode:
+                warn_once("mori", "ops.EpDispatchCombineConfig", "kernel_type")
+                config = replace(config, kernel_type=KernelType.IntraNode)
             return self._factory.make(config, topology, None)
 
     def _topology(self, config: EpDispatchCombineConfig) -> Topology:
         """Returns the nodes that the op spans."""
         if self._report is None:
-            self._report = gather_report(self.arena.rendezvous.group, self.arena.device)
+            self._report = gather_report(self.arena.group, self.arena.device, self.arena.rendezvous)
         if config.kernel_type in IN_A_NODE:
             return classify(self._report, config.world_size)
         return classify(self._report, None if config.kernel_type is KernelType.AsyncLL else config.gpu_per_node)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, cast
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.triton_distributed.phases import PhaseBuffers, make_config, nodes_of
 from ep_a2a.compat.triton_distributed.utils import world_arena
-from ep_a2a.errors import EpA2AError, InputError, max_tokens_named
-from ep_a2a.ops.config_agreement import agree_on_config
+from ep_a2a.errors import InputError, max_tokens_named
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.topology import gather_report
 
@@ -168,20 +167,15 @@ def create_ep_ll_a2a_ctx(
     """
     if arena is None:
         arena = world_arena()
-    indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
-    report = gather_report(arena.group, arena.device)
-    try:
+    with arena.rendezvous.telling(), max_tokens_named("max_m"):
+        indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
+        report = gather_report(arena.group, arena.device, arena.rendezvous)
         topology = nodes_of(report, world_size, local_world_size)
         per_node = topology.gpu_per_node if topology.internode else world_size
         config = make_config(
             max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, per_node
         )
-    except EpA2AError as error:
-        # the other ranks would wait for this one
-        agree_on_config(None, arena.rendezvous, indices[0], error)
-        raise
-    cast_group = fp8_gsize if online_quant_fp8 and not config.casts_in_dispatch else 0
-    with max_tokens_named("max_m"):
+        cast_group = fp8_gsize if online_quant_fp8 and not config.casts_in_dispatch else 0
         phases = [PhaseBuffers(op, cast_group) for op in _make_ops(config, topology, arena, indices)]
     return (
         LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),

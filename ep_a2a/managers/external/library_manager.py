@@ -105,7 +105,7 @@ class LibraryAll2AllManager(All2AllManagerBase):
         super()._check(config, topology, index)
 
     def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
-        agree_on_config(config, self.groups.rendezvous, index)
+        agree_on_config(config, self._rendezvous, index)
         guard = self._group_guard(topology)
         if guard is not None:
             guard.join(self.cpu_group, self._set_up)
