@@ -1,10 +1,13 @@
 """Calls of MORI and FlashInfer in the managers, against the sources in their wheels, which are not imported."""
 
+import inspect
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from ep_a2a.managers.external.flashinfer import LIBRARY as FLASHINFER
+from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.peer_contract import compare
 from tests.peer_contract.calls import PINNED
@@ -38,6 +41,13 @@ def test_every_call_fits(library: str, version: str) -> None:
     assert list(compare.problems(library, sources(library, version))) == []
 
 
+@pytest.mark.parametrize(("library", "version"), RELEASES)
+def test_what_a_library_must_have_to_count_as_usable_is_there(library: str, version: str) -> None:
+    for need in {"mori": MORI, "flashinfer": FLASHINFER}[library].needs:
+        module, _, name = need.partition(":")
+        assert compare.has(sources(library, version), f"{library}.{module}", name), need
+
+
 def test_moris_wheel_is_as_pinned() -> None:
     """Public names and enumerations, as tests/signatures/mori.json has them."""
     pinned = load("mori")
@@ -50,5 +60,5 @@ def test_moris_op_has_the_arguments_of_ours_in_its_order() -> None:
     for method in ("dispatch", "combine"):
         path = sources("mori", *PINNED["mori"]["versions"]) / file
         theirs = signature_of(path, f"EpDispatchCombineOp.{method}").positional
-        ours = getattr(EpDispatchCombineOp, method)
-        assert ours.__code__.co_varnames[1 : len(theirs) + 1] == theirs
+        ours = tuple(inspect.signature(getattr(EpDispatchCombineOp, method)).parameters)
+        assert ours[1 : len(theirs) + 1] == theirs

@@ -45,7 +45,7 @@ def problems(library: str, folder: Path) -> Iterator[str]:
     for spelled in sorted(set(calls) ^ set(targets)):
         yield f"{spelled}: not both in managers/external/{library}.py and in pinned.toml"
     for module, name in imports_of(library):
-        if not _has(folder, module, name):
+        if not has(folder, module, name):
             yield f"{module}.{name}: is not there"
     for name, made in _calls_by_function(calls, targets).items():
         file, positional = _expected(library, name)
@@ -94,10 +94,14 @@ def _misfits(
         yield f"returns {signature.num_returned} members, not {call.num_taken}"
 
 
-def _has(folder: Path, module: str, name: str) -> bool:
+def has(folder: Path, module: str, name: str) -> bool:
+    """Whether a module of a library's sources defines a name, or imports it by name or from its module api."""
     base = folder / module.replace(".", "/")
     file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    return file.exists() and re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) is not None
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if "from .api import *" in text:
+        text += (base / "api.py").read_text(encoding="utf-8")
+    return re.search(rf"\b{name}\b", text) is not None
 
 
 def _defines(path: Path, name: str) -> bool:

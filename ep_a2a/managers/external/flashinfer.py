@@ -296,6 +296,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         notes=(
             "a token without an expert is a row without ids on its own rank",
             "one set of ranks per process",
+            "all NVLinks of a GPU must be up",
             "before flashinfer-python 0.7.4 a workspace stays until the process ends",
         ),
     )
@@ -391,5 +392,5 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         min_ranks=2,
         single_node=True,
         was_run="two H200s, with flashinfer-python 0.7.2.post1",
-        notes=("one set of ranks per process",),
+        notes=("one set of ranks per process", "all NVLinks of a GPU must be up"),
     )
