@@ -181,7 +181,8 @@ class EngineManager(NativeAll2AllManager):
 
     def _log(self, op: EpDispatchCombineOp, advice: str) -> None:
         config, cast = op.config, op.config.dispatch_quant.value
-        found = self.explain(config.gpu_per_node, config.max_num_inp_token_per_rank)
+        per_node = config.gpu_per_node if config.gpu_per_node < self.world_size else None
+        found = self.explain(per_node, config.max_num_inp_token_per_rank)
         transport = "" if config.internode_transport == "auto" else f" over {config.internode_transport}"
         interpreter = " in Triton's interpreter" if op.device.type == "cpu" else ""
         wire = str(config.data_type).removeprefix("torch.") if cast == "none" else cast
