@@ -47,15 +47,23 @@ CHECKS = checks_of(config_checks, worker_checks, group_checks)
 
 
 def run(call: Callable[[str], Any], names: list[str]) -> None:
-    """Calls with each name, and reports what came of it."""
+    """Calls with each name, and reports what came of it, in the last line of all. Exits with 1 if one failed."""
+    failed = []
     for name in names:
         error = None
         try:
             call(name)
         except BaseException:  # noqa: BLE001 - whatever it is, it is the check's outcome
             error = traceback.format_exc()
+            failed.append(name)
         sys.stdout.write(f"{REPORT}{json.dumps({'name': name, 'error': error})}\n")
         sys.stdout.flush()
+    sys.stdout.write(
+        f"{len(names) - len(failed)} of {len(names)} checks passed; failed: {', '.join(failed) or 'none'}\n"
+    )
+    sys.stdout.flush()
+    if failed:
+        sys.exit(1)
 
 
 def main(names: list[str]) -> None:
