@@ -38,7 +38,8 @@ def group_ranks(
     An expert-parallel group merges all DP, PCP and TP ranks of one pipeline stage.
     """
     dp, tp, pcp = data_parallel_size, tensor_parallel_size, prefill_context_parallel_size
-    all_ranks = torch.arange(dp * pipeline_parallel_size * pcp * tp).reshape(1, dp, pipeline_parallel_size, pcp, tp)
+    all_ranks = torch.arange(dp * pipeline_parallel_size * pcp * tp, device="cpu")
+    all_ranks = all_ranks.reshape(1, dp, pipeline_parallel_size, pcp, tp)
     return GroupRanks(
         tp=all_ranks.reshape(-1, tp).tolist(),
         dp=all_ranks.transpose(1, 4).reshape(-1, dp).tolist(),

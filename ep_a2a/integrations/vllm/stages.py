@@ -51,7 +51,7 @@ class Stage:
         self._words = words
         on_gpu = group.device.type == "cuda"
         self._came = torch.zeros(1, dtype=torch.int32, device=group.device)
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._send = None if group.is_last_rank else group.isend_tensor_dict
         group.isend_tensor_dict = self._sending(group.isend_tensor_dict)
         group.irecv_tensor_dict = self._receiving(group.irecv_tensor_dict)

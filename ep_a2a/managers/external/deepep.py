@@ -127,7 +127,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
         config, world_size, row_bytes = self.config, self.config.world_size, self.config.hidden_dim * 2
         self._internode = topology.internode
         # DeepEP sends ids only together with weights
-        self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, device=self.device)
+        self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, dtype=torch.float32, device=self.device)
         num_sms = manager.max_sms_used()
         if num_sms:
             deep_ep.Buffer.set_num_sms(new_num_sms=num_sms)
@@ -296,7 +296,7 @@ class DeepEPV2Op(DeepEPOp):
     def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
         config, group = self.config, manager.groups.of(self.device)
         # DeepEP builds on NCCL's communicator, which NCCL makes for the first collective
-        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group=group)
         return deep_ep.ElasticBuffer(
             group=group,
             num_max_tokens_per_rank=config.max_num_inp_token_per_rank,

@@ -193,7 +193,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         num_most, topk = config.max_num_inp_token_per_rank, config.topk
         own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
         self._own_positions = own + config.rank * self.max_num_tokens_to_send()
-        self._no_weights = torch.zeros(num_most, topk, device=device)
+        self._no_weights = torch.zeros(num_most, topk, dtype=torch.float32, device=device)
         self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
         self._received_positions = self._own_positions[:0]
         self._workspace_rows: torch.Tensor | None = None
@@ -311,7 +311,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         config, most, group = self.config, self.config.max_num_inp_token_per_rank, manager.cpu_group
         own = torch.arange(most, dtype=torch.int32, device=self.device)[:, None]
         self._own_positions = (own + config.rank * self.max_num_tokens_to_send()).repeat(1, POSITION_WORDS)
-        self._no_weights = torch.zeros(most, config.topk, device=self.device)
+        self._no_weights = torch.zeros(most, config.topk, dtype=torch.float32, device=self.device)
         self._ranks = torch.arange(config.world_size, dtype=torch.int32, device=self.device)[:, None]
         self._received_positions = self._own_positions[:0, 0]
         params = MoEEpCommParams(

@@ -48,7 +48,9 @@ class MoriOp(LibraryDispatchCombineOp):
     def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
         mori, config = manager.library.load(), self.config
         # MORI's kernels between nodes copy weights even if there are none
-        self._no_weights = torch.zeros(config.max_num_inp_token_per_rank, config.topk, device=self.device)
+        self._no_weights = torch.zeros(
+            config.max_num_inp_token_per_rank, config.topk, dtype=torch.float32, device=self.device
+        )
         self._fills_slots = config.kernel_type is KernelType.InterNodeV1LL
         native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
         return mori.ops.EpDispatchCombineOp(native_config)

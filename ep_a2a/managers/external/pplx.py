@@ -44,7 +44,8 @@ class PplxOp(LibraryDispatchCombineOp):
         config, device, most = self.config, self.device, self.config.max_num_inp_token_per_rank
         lead = leading_dims(config, most).rows
         self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
-        self._scales = torch.empty(*lead, config.num_scales, device=device) if config.num_scales else None
+        scales = torch.empty(*lead, config.num_scales, dtype=torch.float32, device=device)
+        self._scales = scales if config.num_scales else None
         self._result = torch.empty(most, config.hidden_dim, dtype=config.combined_dtype, device=device)
         sizes = {
             "max_num_tokens": most,
