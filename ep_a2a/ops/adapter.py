@@ -196,6 +196,7 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         if self._closed:
             raise ClosedError("an open op", "a closed one")
 
+    @outside_modes()
     def reset(self) -> None:
         """Make the op usable again after an unfinished step. Must be called on every rank."""
         self.check()

@@ -334,6 +334,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         """Launch kernels that note times from now on, for StepProfiler to read. Local."""
         self.engine.record_spans()
 
+    @outside_modes()
     def set_timeout(self, timeout_secs: float) -> None:
         """Bound the waits of calls and of graph replays from now on, also in the first step. Local."""
         self.timeouts = Timeouts.same(timeout_secs)
@@ -353,6 +354,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
             raise error_of(failure, self.memory, self.timeouts, self.memory.epochs_seen(failure.phase))
 
+    @outside_modes()
     def reset(self) -> None:
         """Drop the open step and make the op usable again after an error. Collective."""
         with self.arena.rendezvous.telling():
@@ -367,6 +369,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         super()._end_step()
         self.memory.acquired.shared_blocks.leave(self)
 
+    @outside_modes()
     def close(self) -> None:
         """End the use of the op; a second call does nothing.
 

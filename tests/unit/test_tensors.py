@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import InputError
 from ep_a2a.memory.arena import Arena
+from tests.library_stand_ins import FlashInferOneSidedManager, flashinfer_modules
 
 T, H, K, E = 4, 16, 2, 4
 TOKENS = torch.arange(T * H, dtype=torch.float32).reshape(T, H).to(torch.bfloat16)
@@ -48,6 +51,12 @@ def whole(op: Any) -> Calls:
     yield op.combine, rows | {"out": TOKENS.clone(), "bias_0": TOKENS, "bias_1": TOKENS}
 
 
+def of_a_library(op: Any) -> Calls:
+    got = yield op.dispatch, {"input": TOKENS, "weights": None, "scales": None, "indices": IDS}
+    yield op.get_dispatch_src_token_pos, {}
+    yield op.combine, {"input": got[0], "weights": None, "indices": IDS, "out": TOKENS.clone(), "bias_0": TOKENS}
+
+
 def cast_already(op: Any) -> Calls:
     got = yield op.dispatch, {"input": TOKENS.to(FP8_DTYPE), "weights": None, "scales": SCALES, "indices": IDS}
     yield op.combine, {"input": got[0].to(torch.bfloat16), "weights": None, "indices": None}
@@ -63,6 +72,8 @@ def halves(op: Any) -> Calls:
     rows.copy_(got[0].flatten(0, -2))
     yield op.combine_send, {"input": rows, "weights": got[1], "out": TOKENS.clone(), "bias_0": TOKENS}
     yield op.combine_recv, {}
+    yield op.set_timeout, {"timeout_secs": 60.0}
+    yield op.reset, {}
 
 
 def in_mori(op: Any) -> Calls:
@@ -126,6 +137,17 @@ def manager_of(backend: str) -> Any:
 
 
 @contextlib.contextmanager
+def of_flashinfer() -> Any:
+    with (
+        mock.patch.dict(sys.modules, flashinfer_modules()),
+        mock.patch("torch.cuda.synchronize"),
+        FlashInferOneSidedManager(dist.group.WORLD) as manager,
+    ):
+        manager.device = "cpu"
+        yield manager.get_handle(KWARGS | {"layout": "rank_major"})
+
+
+@contextlib.contextmanager
 def deep_ep() -> Any:
     buffer = Buffer(dist.group.WORLD, device="cpu", explicitly_destroy=True)
     yield buffer
@@ -147,6 +169,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Calls]]] = {
     "naive op": (lambda: of_manager("naive"), whole),
     "naive op, fp8": (lambda: of_manager("naive", SCALED), cast_already),
     "naive op, halves": (lambda: of_manager("naive"), halves),
+    "flashinfer": (of_flashinfer, of_a_library),
     "mori": (lambda: of_manager("ep_a2a", wrap=MoriOp.around), in_mori),
     "ep_a2a": (lambda: manager_of("ep_a2a"), hidden_states),
     "naive": (lambda: manager_of("naive"), hidden_states),
@@ -216,14 +239,23 @@ def test_tensors_without_memory_are_refused(name):
     make, program = PROGRAMS[name]
 
     def refuse(call: Callable[..., Any], given: dict[str, Any]) -> None:
-        for bad in replaced(given, fake.from_tensor):
-            with pytest.raises(InputError, match="with memory; got a tensor without"):
-                call(**bad)
+        for change in (fake.from_tensor, torch._to_functional_tensor):
+            for bad in replaced(given, change):
+                with pytest.raises(InputError, match="with memory; got a tensor without"):
+                    call(**bad)
 
     fake = FakeTensorMode()
     with make() as made:
         drive(program(made))
         drive(program(made), refuse)
+
+
+def test_tensors_of_a_transform_are_refused():
+    """Torch has no address for them; the call before has filled the caches of checks."""
+    with of_manager("ep_a2a") as op:
+        drive(whole(op))
+        with pytest.raises(InputError, match="input with memory"):
+            torch.vmap(lambda tokens: op.dispatch(tokens, WEIGHTS, None, IDS)[0])(torch.stack([TOKENS, TOKENS]))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp, RowsBack
@@ -137,6 +138,7 @@ class LibraryDispatchCombineOp(AdapterOp):
             raise self._unsupported("layout expert_major")
         return self._expert_recv_count
 
+    @outside_graphs
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """The source of each received row: int32 [total_recv], source rank * (W * M) + token. Synchronises.
 
