@@ -7,7 +7,6 @@ more. An expert id outside `[0, num_experts)` is a dropped slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -17,16 +16,6 @@ from ep_a2a.errors import DtypeError, ShapeError, TopKError
 
 RoutingCase = Callable[[int, int, int, int, torch.Generator], torch.Tensor]
 """A routing: (num_tokens T, topk K, num_experts, world_size, CPU generator) -> ids int32 `[T, K]`, -1 = dropped."""
-
-
-INT32 = torch.iinfo(torch.int32)
-
-
-def in_int32(ids: Any) -> Any:
-    """Returns int64 ids as int32, those outside of int32 as another dropped slot; anything else as it is."""
-    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64:
-        return ids
-    return ids.clamp(INT32.min, INT32.max).to(torch.int32)
 
 
 def expert_ranges(num_experts: int, world_size: int) -> list[tuple[int, int]]:

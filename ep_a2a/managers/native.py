@@ -26,8 +26,7 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.guards import is_capturing
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.ops.factory import OpFactory
-from ep_a2a.ops.inputs import address_of
-from ep_a2a.routing import in_int32
+from ep_a2a.ops.inputs import address_of, in_int32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import CombineInputs, StepInputs
 
+INT32 = torch.iinfo(torch.int32)
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
 """Dtypes of scales by their bytes. The first is the dtype of scales that this package computes."""
 
@@ -200,6 +201,13 @@ def check_outside(places: tuple[range, ...], **tensors: torch.Tensor | None) -> 
                     "an overlap",
                     f"Copy it before combine (clone), or pass memory of your own as {name}.",
                 )
+
+
+def in_int32(ids: Any) -> Any:
+    """Returns int64 ids as int32, those outside of int32 as another dropped slot; anything else as it is."""
+    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64:
+        return ids
+    return ids.clamp(INT32.min, INT32.max).to(torch.int32)
 
 
 def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

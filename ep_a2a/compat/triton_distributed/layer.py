@@ -12,7 +12,7 @@ from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
 from ep_a2a.errors import DtypeError, StateError
 from ep_a2a.graph_breaks import outside_graphs
-from ep_a2a.routing import in_int32
+from ep_a2a.ops.inputs import in_int32
 
 if TYPE_CHECKING:
     from ep_a2a.compat.triton_distributed.phases import PhaseBuffers

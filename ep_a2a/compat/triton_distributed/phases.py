@@ -10,10 +10,9 @@ from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import AlternationError, ConfigError, UnsupportedError
-from ep_a2a.ops.inputs import check_rows, check_tensor
+from ep_a2a.ops.inputs import check_rows, check_tensor, in_int32
 from ep_a2a.ops.memory import block_sizes
 from ep_a2a.quantization import quantize_groups
-from ep_a2a.routing import in_int32
 from ep_a2a.topology import classify
 
 if TYPE_CHECKING:

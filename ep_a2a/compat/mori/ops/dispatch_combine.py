@@ -17,8 +17,9 @@ from ep_a2a.config.op_config import TOKEN_DTYPES
 from ep_a2a.errors import ClosedError, EpA2AError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import is_capturing
+from ep_a2a.ops.inputs import in_int32
 from ep_a2a.ops.op_sizes import OpSizes
-from ep_a2a.routing import count_ids, in_int32
+from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
