@@ -122,4 +122,5 @@ def warn_once(library: str, function: str, *parameters: str) -> None:
         function,
         ", ".join(parameters),
         " ".join(texts),
+        stacklevel=2,
     )

@@ -45,4 +45,5 @@ def warn_of_warps(given: str) -> None:
 @functools.cache
 def warn_once(op_name: str, names: tuple[str, ...]) -> None:
     """Warn once per process: every layer and every step passes the same arguments."""
-    logger.warning("without effect on %s: %s; the backend 'ep_a2a' goes by them", op_name, ", ".join(names))
+    text = "without effect on %s: %s; the backend 'ep_a2a' goes by them"
+    logger.warning(text, op_name, ", ".join(names), stacklevel=2)
