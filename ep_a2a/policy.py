@@ -12,66 +12,84 @@ from ep_a2a.config import Layout, QuantType
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
+# Figures beside a constant are µs on H200s, for hidden size 7168 and top-8 of 256 experts: EP4 unless they name the
+# ranks, T tokens per rank, N multiprocessors, the date of the report in docs/results/index.md.
+
 INTERPRETED_PROGRAMS = 3
 """Programs per launch on CPU: more than one, to exercise memory that programs share; few, since they run in turn."""
 INTERPRETED_TILE = 4
 """Tokens that a program of a bulk dispatch sends at once on CPU, where it would send tiles on a GPU."""
-DISPATCH_WARPS = 8
-LOW_LATENCY_WARPS = 8
-COMBINE_WARPS = 4
-COUNT_WARPS = 4
+DISPATCH_WARPS, LOW_LATENCY_WARPS, COMBINE_WARPS, COUNT_WARPS = 8, 8, 4, 4
+"""Warps of a program without a bound. Low-latency dispatch: 4, 8, 16 warps took 6.75, 6.73, 7.18 at EP2, T = 1, and
+18.3, 17.9 with 4 and 8 at T = 128 (21 November). Searches around the others gained 2 % at most (EP2, 28 November)."""
 BLOCK_ELEMENTS = 1024
 """Elements that a program of a combine adds at once, and sends at once where few tokens must be spread over the GPU."""
 SEND_ROW_ELEMENTS = 8192
-"""Elements that a program of a combine sends at once where there are many tokens: most rows in one piece."""
+"""Elements that a program of a combine sends at once where there are many tokens, most rows in one piece. Round trip at
+T = 4096 with 1024, 4096, 8192: 867, 743, 710 (21 November)."""
 FEW_TOKENS = 64
 """Below this max_num_tokens latency counts: work is spread thin, and a launch is prepared while the previous one runs.
-The same holds for as many tokens with a low-latency dispatch. Otherwise bandwidth counts, which an early launch takes
-from the previous one (bench/results)."""
+The same holds for as many tokens with a low-latency dispatch. An early launch takes bandwidth from the previous one.
+Round trip with and without early launches: 9.8, 10.2 at T = 1, 36.9, 35.6 at 128, 810, 714 at 4096 (21 November); 19.9,
+21.2 at 64 (27 November)."""
 MAX_COUNTED_ALONE = 1023
 """Up to this max_num_tokens each program scans the ids of all tokens (redundant scan) and needs no other program.
 Without a bound on multiprocessors, a bulk dispatch among MOST_UNROLLED_RANKS or fewer sends rows one by one up to here,
 and tiles of one token in larger steps: a tile takes fewer instructions, but destinations must be listed before the
-first one leaves (bench/results)."""
+first one leaves. Round trip row by row and in tiles: 55.7, 57.0 at T = 256, 100.8, 100.6 at 512, 189.1, 187.6 at 1024
+(27 November)."""
 MOST_UNROLLED_RANKS = 8
 """Code that sends rows one by one is repeated for each rank. With 24 ranks it has 2 KB of stack and takes 17 s to
 compile, with 64 it was not ready after 5 minutes; tiles loop over the destinations of a token."""
-BULK_SENDERS_PER_RANK = 16
-MOST_BULK_SENDERS = 64
-"""The most programs that send many tokens. More peers need more senders (2 ranks 32, 4 ranks 64: bench/results), until
-they take multiprocessors from programs that add."""
-BULK_CASTERS = 160
-CASTER_ELEMENTS = 4096
-"""SEND_ROW_ELEMENTS of programs that also cast: BULK_CASTERS of them, with fewer registers each."""
+BULK_SENDERS_PER_RANK, MOST_BULK_SENDERS = 16, 64
+"""Programs that send many tokens: more for more peers, until they take multiprocessors from programs that add. Round
+trip at T = 4096 with 16, 24, 32, 40, 48, 64 senders at EP2: 312, 280, 271, 286, 290, 274; with 32 and 64 at EP4: 734
+and 705 (21 and 22 November)."""
+BULK_CASTERS, CASTER_ELEMENTS = 160, 4096
+"""Programs that send and cast, and their SEND_ROW_ELEMENTS: more, with fewer registers each. At T = 512 with 160, 264,
+330 of them: 81.0, 79.0, 80.6 (27 November; from MANY_CAST_ROWS on others count)."""
 SEND_NS, ADD_NS = 0.046, 0.057
 """Nanoseconds of one multiprocessor for an element of a row that it sends, and of one that it adds. The sum of a token
-takes as long as one more row."""
+takes as long as one more row. Combine at N = 8, T = 4096: 1502 by these, 1492 measured (27 November)."""
 CAST_NS, ADD_CAST_NS = 0.060, 0.046
-"""The same for rows that are cast to fp8 on the way."""
+"""The same for rows that are cast to fp8 on the way: 1637 by these, 1648 measured. At EP2 and T = 512 casting takes
+less, perhaps since the rows fit into the L2: with N = 8 three programs that send took 145.4, four 156.9 (28
+November)."""
 WIRE_BYTES_PER_NS = 360.0
-"""Bytes that the links of a GPU carry one way. More programs than fill them would wait."""
+"""Bytes that the links of a GPU carry one way. More programs than fill them would wait: combine at N = 24 with 0.3 of
+the programs sending only took 525, where senders also add 538 (27 November)."""
 HEAD_START, CASTER_HEAD_START = 1.5, 1.1
-"""Programs that send first and then add, times those that would send for as long as the others add."""
+"""Programs that send first and then add, times those that would send for as long as the others add. Combine at N = 8 in
+place of senders that only send: 1492, 1768 (27 November). At EP2, N = 16, T = 4096 six senders took 467, the five of
+this factor 493 (28 November)."""
 NEVER_SHARED = 1 << 30
 """Launch.shared_from where programs that send add no rows."""
+WIDE_WARPS = 16
+"""Warps of a program where the multiprocessors are bounded, and so the programs. Round trip at EP2, N = 24, T = 4096
+with 8 (2048 elements at once), 16, 32: 974, 732, 747 (21 November). At EP2, N = 32 and T = 4096 dispatch with 8 warps
+took 312, with 16 326 (28 November)."""
 WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
 """Rows that a wide program of a combine sends at once, and one that also casts. Programs are wide where the
-multiprocessors are bounded and, with casts, where rows are many."""
+multiprocessors are bounded and, with casts, where rows are many. Round trip with casts at N = 24, T = 4096, one row at
+once and two: 1845, 1553 (27 November)."""
 MANY_CAST_ROWS = 1800
-"""Rows that a rank sends back, from which on programs that cast are wide without a bound, too: measured with 1843 rows
-(4 ranks, 512 tokens) and more."""
+"""Rows that a rank sends back, from which on programs that cast are wide without a bound, too. Combine of the others
+and of wide ones: 44.8, 43.4 at T = 512, which is 1843 rows, 306.8, 263.6 at 4096 (27 November); fewer were not
+measured."""
 WIDE_CASTERS = 39
 """Wide programs that cast as many rows for other ranks as the links carry; more cast a rank's own rows besides. 4 ranks
-have 52: with 36 a combine of 4096 tokens took 7 % longer (bench/results)."""
+have 52, which took 263.6 for a combine at T = 4096, where 36 took 282.7 (27 November). 2 and 8 ranks were not
+measured."""
 TILE_TOKENS = 16
-"""Tokens that a program of a bulk dispatch sends at once where the multiprocessors are bounded: one for each warp."""
+"""Tokens that a program of a bulk dispatch sends at once where the multiprocessors are bounded: one for each warp.
+Dispatch at T = 4096 in tiles of 8 and 16: 438, 385 at N = 8, 299, 289 at N = 24 (27 November)."""
 SHARED_WARPS, SHARED_REGISTERS = 4, 96
 """Warps of a program that shares a multiprocessor with one of a product, and registers of a thread: as many as 256
 threads of 208 registers leave, which hold a tile of 128 x 256 sums."""
 SHARED_SEND_ELEMENTS, SHARED_PROGRAMS_PER_SENDER = 4096, 3
-"""Elements of a row that such a program of a combine sends at once, and programs for each that sends."""
-MAX_WARPS = 32
-MAX_DISPATCH_PROGRAMS = 1024
+"""Elements of a row that such a program of a combine sends at once, and programs for each that sends. Others were not
+compared."""
+MAX_WARPS, MAX_DISPATCH_PROGRAMS = 32, 1024
 LEAST_PROGRAMS = 4
 """Programs of the smallest launch with all roles: two of FLAG_PROGRAMS, one that sends, one that receives."""
 
@@ -88,11 +106,8 @@ class Phase(enum.Enum):
 
 
 THREADS_PER_SM = {Phase.BULK_DISPATCH: 256, Phase.LOW_LATENCY_DISPATCH: 512, Phase.COMBINE: 640}
-"""Threads per multiprocessor that a launch asks for. How many fit depends on the kernel's registers (`fit`)."""
-
-
-WIDE_WARPS = {Phase.BULK_DISPATCH: 16, Phase.LOW_LATENCY_DISPATCH: 16, Phase.COMBINE: 16}
-"""Warps per program where the multiprocessors are bounded, and so the programs."""
+"""Threads per multiprocessor that a launch asks for. How many fit depends on the kernel's registers (`fit`). A second
+program of a dispatch on each gained nothing below T = 4096 (27 November)."""
 FLAG_PROGRAMS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 """By phase, how many first programs of a launch exchange flags and counts with peers; they move no rows."""
 
@@ -209,7 +224,7 @@ def _widened(
     wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int, num_tokens: int, max_num_tokens: int
 ) -> Launch:
     """Returns the wish with programs of the best width for a multiprocessor; those of a combine take whole rows."""
-    wish = replace(wish, num_warps=WIDE_WARPS[phase])
+    wish = replace(wish, num_warps=WIDE_WARPS)
     if phase is Phase.BULK_DISPATCH:
         return replace(wish, send_rows=TILE_TOKENS)
     if phase is not Phase.COMBINE:
@@ -236,7 +251,7 @@ def _by_rows(wish: Launch, send_rows: int) -> Launch:
     """Returns the wish for a combine with programs that send `send_rows` whole rows at once, and add whole rows."""
     return replace(
         wish,
-        num_warps=WIDE_WARPS[Phase.COMBINE],
+        num_warps=WIDE_WARPS,
         send_elements=SEND_ROW_ELEMENTS,
         send_rows=send_rows,
         add_elements=SEND_ROW_ELEMENTS,

@@ -232,7 +232,7 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, nu
     config = config_of(max_sms=max_sms, quant_type=quant_type)
     launch = choose_launch(config, phase, 4096, 4096, H200_SMS)
     unbounded = choose_launch(config_of(quant_type=quant_type), phase, 4096, 4096, H200_SMS)
-    assert launch.num_warps == WIDE_WARPS[phase] >= unbounded.num_warps
+    assert launch.num_warps == WIDE_WARPS >= unbounded.num_warps
     if phase is Phase.COMBINE:
         assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
         assert (launch.send_rows, launch.read_ahead) == (num_rows, True)
