@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
-from ep_a2a.errors import ConfigError, InputError, NotInitializedError, UnknownNameError, max_tokens_named
+from ep_a2a.config.handle_kwargs import KWARG_OF_CONFIG_FIELD
+from ep_a2a.errors import (
+    ConfigError,
+    ConfigMismatchError,
+    InputError,
+    NotInitializedError,
+    UnknownNameError,
+    max_tokens_named,
+)
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
 
@@ -71,11 +79,9 @@ def make_op(
     """
     with telling_before_the_first_meeting(group or dist.group.WORLD):
         manager = OneOpManager(_checked(group))
-        rank, world_size = manager.rank, manager.world_size
         kwargs = {
-            "rank": rank,
-            "num_ep_ranks": world_size,
-            "num_local_experts": num_owned_experts(num_experts, world_size, rank),
+            "rank": manager.rank,
+            "num_ep_ranks": manager.world_size,
             "num_experts": num_experts,
             "token_hidden_size": hidden_size,
             "num_experts_per_token": topk,
@@ -97,10 +103,12 @@ class OneOpManager(NativeAll2AllManager):
             try:
                 if device is not None:
                     self.device = device
-                op: EpDispatchCombineOp = self._get_handle(kwargs, index=0)
-            except (ConfigError, UnknownNameError) as error:
+                own = num_owned_experts(kwargs["num_experts"], self.world_size, self.rank)
+                op: EpDispatchCombineOp = self._get_handle(kwargs | {"num_local_experts": own}, index=0)
+            except (ConfigError, UnknownNameError, ConfigMismatchError) as error:
                 # before the other ranks are told of it
-                error.field = ARGUMENT_OF_KWARG.get(error.field or "", error.field)
+                kwarg = KWARG_OF_CONFIG_FIELD.get(error.field or "", error.field)
+                error.field = ARGUMENT_OF_KWARG.get(kwarg or "", kwarg)
                 if isinstance(error, ConfigError):
                     error.remedy = "Correct the argument of make_op."
                 raise

@@ -43,4 +43,4 @@ def _raise_differences(everyone: list[dict[str, str]]) -> None:
         if len(set(values)) > 1:
             by_value = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
             got = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-            raise ConfigMismatchError(f"the same {name} on all ranks", got)
+            raise ConfigMismatchError("to be the same on all ranks", got, field=name)
