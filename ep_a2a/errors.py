@@ -58,6 +58,11 @@ def max_tokens_named(name: str) -> Iterator[None]:
         _max_tokens_name.reset(token)
 
 
+def max_tokens_name() -> str:
+    """Returns the name that remedies say for MAX_TOKENS now."""
+    return _max_tokens_name.get()
+
+
 class EpA2AError(Exception):
     """Base of all errors of this package. The text's last line names the class's section in the documentation.
 
@@ -79,7 +84,7 @@ class EpA2AError(Exception):
     def __init__(self, expected: str, got: str, remedy: str | None = None, *, field: str | None = None) -> None:
         self.field = field
         self._expected, self.got = without_section(expected), without_section(got)
-        self.remedy = (self.remedy if remedy is None else remedy).replace(MAX_TOKENS, _max_tokens_name.get())
+        self.remedy = (self.remedy if remedy is None else remedy).replace(MAX_TOKENS, max_tokens_name())
         # a subclass whose own text fails can still be raised
         super().__init__(EpA2AError.__str__(self))
 

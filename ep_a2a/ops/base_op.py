@@ -12,7 +12,14 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, UnsupportedError
+from ep_a2a.errors import (
+    AlternationError,
+    ConfigError,
+    EpA2AError,
+    StateError,
+    UnsupportedError,
+    max_tokens_name,
+)
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineInputs, LaunchWish, StepInputs
@@ -79,6 +86,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         self._process = OwnProcess()
         self._interrupted: str | None = None
         self._closed = False
+        self._max_tokens_name = max_tokens_name()
 
     @property
     def closed(self) -> bool:

@@ -11,7 +11,14 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
-from ep_a2a.errors import ClosedError, ConfigMismatchError, InputError, StateError, UnsupportedError
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigMismatchError,
+    InputError,
+    StateError,
+    UnsupportedError,
+    max_tokens_named,
+)
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
@@ -159,7 +166,8 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
         if checked is None:
-            checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
+            with max_tokens_named(self._max_tokens_name):
+                checked = add_to_cache(self._checked_calls, key, prepare_dispatch(self.memory, self.device, step))
         inputs.check_dispatch_addresses(tokens, scales)
         inputs.check_outside(self.memory.received, input=tokens, weights=weights, scales=scales, indices=ids)
         self.memory.acquired.shared_blocks.enter(self)

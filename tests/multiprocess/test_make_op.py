@@ -12,7 +12,14 @@ import torch.distributed as dist
 import ep_a2a
 from ep_a2a import shmem
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.errors import ConfigError, ConfigMismatchError, InputError, NotInitializedError, UnknownNameError
+from ep_a2a.errors import (
+    ConfigError,
+    ConfigMismatchError,
+    InputError,
+    NotInitializedError,
+    TooManyTokensError,
+    UnknownNameError,
+)
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.routing import num_distinct_ranks
@@ -80,6 +87,9 @@ def with_choices(context: RankContext) -> None:
     sizes = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
     for quant in ("fp8_per_token", "fp8_per_1x128"):
         with ep_a2a.make_op(context.group, **sizes, quant=quant, layout="rank_major") as op:
+            # nothing is sent, so the other rank is not waited for
+            with pytest.raises(TooManyTokensError, match=r"\. Raise max_tokens, or the max_num_tokens that was given"):
+                op.dispatch(torch.ones(9, HIDDEN).bfloat16(), None, None, torch.zeros(9, TOPK).int())
             tokens, _, scales, _, _ = op.dispatch(
                 torch.ones(1, HIDDEN).bfloat16(), None, None, torch.zeros(1, TOPK).int()
             )
