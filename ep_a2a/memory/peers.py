@@ -7,6 +7,7 @@ import enum
 import itertools
 import json
 import operator
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
+from ep_a2a.errors import ForkedProcessError
 from ep_a2a.memory.host_record import HostRecord, parsed
 
 if TYPE_CHECKING:
@@ -300,10 +302,21 @@ def waiting_calls(given_up: Mapping[int, GivenUp], since: float) -> dict[int, st
 
 
 _peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
+_of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups that this process was forked with."""
+os.register_at_fork(after_in_child=lambda: _of_parent.update(distributed_c10d._world.pg_map))
 
 
 def peers_of(group: dist.ProcessGroup) -> Peers:
-    """Returns this process's view of a group. The first call joins the host's ranks; it waits for nobody."""
+    """Returns this process's view of a group. The first call joins the host's ranks; it waits for nobody.
+
+    Raises:
+        ForkedProcessError: this is a forked child of the process that made the group.
+    """
+    if group in _of_parent:
+        raise ForkedProcessError(
+            f"the process group to be used by process {os.getppid()}, which made it", f"process {os.getpid()}"
+        )
     found = _peers.get(group)
     if found is None:
         world_size = dist.get_world_size(group)

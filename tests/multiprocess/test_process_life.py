@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ep_a2a
 from ep_a2a.errors import ConfigMismatchError, ForkedProcessError, RankTimeoutError, StateError
 from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory.arena import Arena
@@ -43,6 +44,7 @@ def fork_in_a_step(context: RankContext, case: Case) -> Any:
                 lambda: op.combine_send(rows),
                 op.reset,
                 lambda: make_op(context, case, arena),
+                lambda: ep_a2a.make_op(context.group, hidden_size=32, num_experts=2, topk=2, max_tokens=4),
                 lambda: arena.rendezvous.barrier("of the child"),
             ):
                 raised(ForkedProcessError, call, f"process {os.getppid()}, which made it", "spawn")
