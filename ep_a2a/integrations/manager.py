@@ -160,11 +160,8 @@ class EngineManager(NativeAll2AllManager):
         self._layers.append(layer)
         return len(self._layers)
 
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
-        """Returns the op for these kwargs. Collective when it is new; kept until `destroy`.
-
-        CUDA graphs hold the op's addresses when no layer does.
-        """
+    def _get_handle(self, kwargs: Mapping[str, Any], index: int) -> EpDispatchCombineOp:
+        """Returns the op, and keeps it until `destroy`: CUDA graphs hold the op's addresses when no layer does."""
         # The time-out is part of the op's key. It must be the same after warm-up: layers that are built again, with
         # new weights, must get the op that graphs have captured.
         timeout_secs = self._wait_as_the_group_does()
@@ -172,7 +169,7 @@ class EngineManager(NativeAll2AllManager):
             # with that patience: ranks learn about each other's GPUs with less
             self.arena.rendezvous.barrier("the first layer")
         with max_tokens_named(self.tokens_option):
-            op: EpDispatchCombineOp = super().get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
+            op: EpDispatchCombineOp = super()._get_handle({"timeout_secs": timeout_secs, **kwargs}, index)
         if op not in self._ops:
             self._ops.append(op)
             if self._step_timeout_secs is not None:
@@ -228,7 +225,7 @@ class EngineManager(NativeAll2AllManager):
     def close_open_steps(self) -> None:
         """Closes ops that an error has left between dispatch and combine, so that later calls raise and do not wait."""
         for op in self._ops:
-            if op.has_open_step:
+            if not op.closed and op.has_open_step:
                 op.close()
 
     def end_warm_up(self, timeout_secs: float) -> None:

@@ -16,6 +16,7 @@ from ep_a2a.errors import ClosedError, ConfigError, StateError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.memory.guards import become_closed
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.inputs import address_of
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.libraries import Library
+
+_CREATE = "Create a new one: create_manager(name, group)."
 
 Tensor = torch.Tensor
 DispatchedTokens = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]
@@ -344,6 +347,7 @@ class All2AllManagerBase:
 
     def reset(self) -> None:
         """Drops a step that a failure has left between `dispatch` and `combine`; to be called on every rank."""
+        self._require_open()
         raise self._unsupported("reset")
 
     def allocate_combine_input(
@@ -372,6 +376,8 @@ class All2AllManagerBase:
     def destroy(self, *, alone: bool = False) -> None:
         """Closes every live op and gives all memory back; to be called on every rank. A second call does nothing.
 
+        Every other method and property but `closed` and `device` raises ClosedError from then on.
+
         Args:
             alone: wait for no other rank, as after an exception that only this rank may have.
         """
@@ -384,10 +390,16 @@ class All2AllManagerBase:
             getattr(op, "close", lambda: None)()
         self.handle_cache.clear()
         self._release()
+        become_closed(self, "manager", _CREATE, tells=("get_handle", "reset"))
 
     def close(self) -> None:
         """Calls `destroy`."""
         self.destroy()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `destroy` has been called."""
+        return self._closed
 
     def __enter__(self) -> Self:
         return self
@@ -402,7 +414,7 @@ class All2AllManagerBase:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError("an open manager", "a destroyed one", "Create a new one: create_manager(name, group).")
+            raise ClosedError("an open manager", "a closed one", _CREATE)
 
     def _unsupported(self, method: str, others: str = "ep_a2a, naive or allgather_reducescatter") -> UnsupportedError:
         """Returns the refusal of a method; `others` are the backends that have it and need no other library."""

@@ -66,7 +66,6 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         return self.exchange_type(self.groups, timeout_secs)
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self._require_open()
         if self._counts is not None:
             raise AlternationError("combine after dispatch", "dispatch again", f"{AlternationError.remedy} {_RESET}")
         num_tokens = _check_rows(tensors)
@@ -116,7 +115,6 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         return output
 
     def _sum(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        self._require_open()
         if self._counts is None:
             raise AlternationError("dispatch before combine", "combine")
         if hidden_states.dtype not in COMBINE_DTYPES:
@@ -141,6 +139,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
 
     def reset(self) -> None:
         """Forgets a dispatch that will not be combined. Local; to be called on every rank."""
+        self._require_open()
         self._counts = None
 
     @classmethod

@@ -93,7 +93,6 @@ class NativeAll2AllManager(All2AllManagerBase):
     @property
     def arena(self) -> Arena:
         """The arena of the ops' memory. The first access makes it, on every rank, and allocates nothing."""
-        self._require_open()
         if self._arena is None:
             self._device_in_use = True
             self._arena = Arena(self.cpu_group, self.device, rendezvous=self._rendezvous)
@@ -119,7 +118,6 @@ class NativeAll2AllManager(All2AllManagerBase):
 
     def _live_handle(self) -> EpDispatchCombineOp:
         """The living op that `get_handle` returned last."""
-        self._require_open()
         handles = self.handle_cache.handles()
         if not handles:
             raise StateError(
@@ -151,7 +149,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             RankTimeoutError, CapacityError, ConfigMismatchError: recorded by the kernels. Call `reset` on every rank.
         """
         op = self._live_handle()
-        if self._step is not None and self._step.op.has_open_step:
+        if self._step is not None and not self._step.op.closed and self._step.op.has_open_step:
             raise AlternationError(
                 "combine after dispatch",
                 "dispatch again",
@@ -208,7 +206,6 @@ class NativeAll2AllManager(All2AllManagerBase):
             AlternationError: there is no dispatch to combine.
             ShapeError, DtypeError, DeviceError: hidden_states does not fit; combine can be repeated.
         """
-        self._require_open()
         if self._step is None:
             raise AlternationError("dispatch before combine", "combine")
         op, leading_sizes, counts, num_tokens = self._step

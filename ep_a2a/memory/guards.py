@@ -13,7 +13,7 @@ import torch
 from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ep_a2a.errors import AlternationError, ForkedProcessError, InputError, StateError
+from ep_a2a.errors import AlternationError, ClosedError, ForkedProcessError, InputError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -121,6 +121,38 @@ class OwnProcess:
             raise ForkedProcessError(
                 f"{what} to be used by process {self._pid}, which made it", f"process {os.getpid()}"
             )
+
+
+ALWAYS_OPEN = frozenset({"closed", "close", "destroy", "config", "device"})
+
+
+def become_closed(thing: object, what: str, remedy: str | None = None, *, tells: tuple[str, ...] = ()) -> None:
+    """Make every public method and property of an object raise ClosedError, but those in ALWAYS_OPEN; idempotent.
+
+    The object gets another class, so that calls of open ones check nothing.
+
+    Args:
+        thing: the object.
+        what: its kind, for the error. remedy: that of the error; None is the class's.
+        tells: methods that stay, since they tell the other ranks that this one is closed.
+    """
+    kind: Any = type(thing)
+    if not hasattr(kind, "_of_closed_objects"):
+        thing.__class__ = _closed_kind(kind, what, remedy, ALWAYS_OPEN.union(tells))
+
+
+@functools.cache
+def _closed_kind(kind: type, what: str, remedy: str | None, stay: frozenset[str]) -> Any:
+    def refuse(*_: object, **__: object) -> Any:
+        raise ClosedError(f"an open {what}", "a closed one", remedy)
+
+    members: dict[str, Any] = {
+        name: property(refuse) if isinstance(member, property | functools.cached_property) else refuse
+        for name, member in inspect.getmembers_static(kind)
+        if not name.startswith("_") and name not in stay and hasattr(type(member), "__get__")
+    }
+    members |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "_of_closed_objects": True}
+    return type(kind.__name__, (kind,), members)
 
 
 class StreamOrder:

@@ -208,7 +208,7 @@ class Rendezvous:
             if FAILED_KEY in answer:
                 self._all_know = True
                 raise ConfigMismatchError(
-                    f"every rank to come to {label!r}",
+                    f"{label} to succeed on every rank",
                     f"rank {rank} failed with {answer[FAILED_KEY]}",
                     f"Correct the cause on rank {rank}, then make the call on every rank again.",
                 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.errors import ClosedError, ForeignIndicesError, UnsupportedError
+from ep_a2a.errors import ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.guards import StreamOrder, is_capturing, outside_modes
 from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
 from ep_a2a.ops.base_op import BaseOp, OpenStep
@@ -193,8 +193,6 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
 
     def check(self) -> None:
         """Raise ClosedError after close. All other errors are raised by the call that causes them."""
-        if self._closed:
-            raise ClosedError("an open op", "a closed one")
 
     @outside_modes()
     def reset(self) -> None:
@@ -207,10 +205,6 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
 
     def _abandon(self, step: OpenStep[AdapterStep]) -> None:
         """Undo the effects of an unfinished step; a subclass without state has none."""
-
-    def close(self) -> None:
-        """End the use of the op; local, and a second call does nothing. Its tensors stay valid."""
-        self._closed = True
 
 
 def _num_writes(tensor: torch.Tensor) -> int | None:

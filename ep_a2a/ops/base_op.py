@@ -21,7 +21,7 @@ from ep_a2a.errors import (
     max_tokens_name,
 )
 from ep_a2a.graph_breaks import outside_graphs
-from ep_a2a.memory.guards import OwnProcess
+from ep_a2a.memory.guards import OwnProcess, become_closed
 from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineInputs, LaunchWish, StepInputs
 from ep_a2a.ops.op_sizes import OpSizes, num_rows
 
@@ -363,7 +363,18 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         )
 
     def close(self) -> None:
-        """End the use of the op; local, and a second call does nothing."""
+        """End the use of the op; local, and a second call does nothing.
+
+        Every other method and property but `closed`, `config` and `device` raises ClosedError from then on.
+        """
+        if not self._closed:
+            self._closed = True
+            if self._process.is_current:
+                self._close()
+            become_closed(self, "op", tells=("reset",))
+
+    def _close(self) -> None:
+        """Free what the op holds. Called once."""
 
     def __enter__(self) -> Self:
         return self

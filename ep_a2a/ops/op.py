@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -135,6 +136,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             share_gpu(share, self, arena)
             self._checked_calls: dict[Hashable, CheckedDispatch] = {}
             self._agreed_max_sms: set[int] = set()
+            self._telling_between_nodes = arena.rendezvous.telling if config.uses_rings else contextlib.nullcontext
             max_tokens = config.max_num_inp_token_per_rank
             self._tag_mask, self._tag_shift = tag_mask(max_tokens), tag_shift(max_tokens)
             self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
@@ -321,14 +323,12 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             UnsupportedError: shares_sm of an op between nodes.
             ConfigMismatchError: between nodes, another rank has given another bound, or raised an error.
         """
-        if not self.config.uses_rings:
-            self.engine.limit_sms(checked_integer("max_sms", max_sms, 0), shares_sm=shares_sm)
-            return
-        with self.arena.rendezvous.telling():
-            if shares_sm:
+        with self._telling_between_nodes():
+            is_between_nodes = self.config.uses_rings
+            if shares_sm and is_between_nodes:
                 raise UnsupportedError("shares_sm of an op inside a node", "an op between nodes", field="shares_sm")
-            self.engine.limit_sms(checked_integer("max_sms", max_sms, 0))
-            if max_sms not in self._agreed_max_sms:
+            self.engine.limit_sms(checked_integer("max_sms", max_sms, 0), shares_sm=shares_sm)
+            if is_between_nodes and max_sms not in self._agreed_max_sms:
                 bounds = self.arena.rendezvous.exchange("max_sms", max_sms)
                 if len(set(bounds)) > 1:
                     raise ConfigMismatchError("the same max_sms on all ranks", f"by rank {bounds}")
@@ -356,7 +356,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             ClosedError: the op or its arena has been closed.
             RankTimeoutError, AlternationError, ConfigMismatchError, CapacityError, ForeignIndicesError: as recorded.
         """
-        if self._closed or self.arena.closed:
+        if self.arena.closed:
             raise ClosedError("an open op", "a closed one")
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
@@ -382,21 +382,21 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         """End the use of the op; a second call does nothing.
 
         Its memory stays with the arena for the next op of its kind, and the call is local. An op that owns its memory
-        (make_op, group=) gives it back: call it on every rank then; it waits 3 seconds at most for the others.
+        (make_op, group=) gives it back: call it on every rank then; it waits 3 seconds at most for the others. Every
+        other method and property but `closed`, `config` and `device` raises ClosedError from then on.
         """
-        if not self._closed:
-            self._closed = True
-            if not self._process.is_current:
-                return
-            if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize(self.device)  # running kernels may yet fail
-            if self.has_open_step or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):
-                self.memory.acquired.shared_blocks.spoil()
-            self._end_step()
-            self.memory.acquired.user = None
-            self.arena.give_back(self.index)
-            if self.close_after is not None:
-                self.close_after()
+        super().close()
+
+    def _close(self) -> None:
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)  # running kernels may yet fail
+        if self.has_open_step or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):
+            self.memory.acquired.shared_blocks.spoil()
+        self._end_step()
+        self.memory.acquired.user = None
+        self.arena.give_back(self.index)
+        if self.close_after is not None:
+            self.close_after()
 
 
 def make_engine(config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena) -> Engine:

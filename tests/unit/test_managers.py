@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_a2a.compat.mori.ops.dispatch_combine import EpDispatchCombineOp as MoriOp
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ClosedError, ConfigError, StateError, UnknownNameError, UnsupportedError
@@ -384,6 +385,31 @@ def test_handles_are_shared_and_closed_with_the_manager(manager):
             call()
     with pytest.raises(ClosedError, match="create_manager"):
         manager.get_handle(small_kwargs())
+
+
+def use(thing: Any, name: str) -> None:
+    """Reads a property, or calls a method with nothing for what it must be given."""
+    member = getattr(thing, name)
+    if callable(member):
+        parameters = inspect.signature(member).parameters.values()
+        member(*(None for each in parameters if each.default is each.empty))
+
+
+def test_nothing_of_a_closed_op_or_manager_works(manager):
+    op = manager.get_handle(small_kwargs())
+    _ = op.recv_counts  # a property that keeps its value
+    things = [(MoriOp.around(manager.get_handle(small_kwargs(), 1)), "op"), (op, "op"), (manager, "manager")]
+    stay = {"closed", "close", "destroy", "config", "device"}
+    for thing, what in things:
+        members = {name: inspect.getattr_static(thing, name) for name in dir(type(thing)) if not name.startswith("_")}
+        names = {name for name, member in members.items() if hasattr(type(member), "__get__")}
+        thing.close()
+        for name in names - stay:
+            with pytest.raises(ClosedError, match=f"an open {what}"):
+                use(thing, name)
+        for name in names & stay:
+            use(thing, name)
+        assert thing.closed
 
 
 def test_a_closed_handle_is_made_anew(manager):

@@ -62,12 +62,16 @@ class MoriHandles(All2AllManagerBase):
                 1, the value of AITER's test, have no effect.
             index: ops whose steps overlap need different indices.
         """
+        op: EpDispatchCombineOp = super().get_handle(kwargs, index)
+        return op
+
+    def _get_handle(self, kwargs: Mapping[str, Any], index: int) -> EpDispatchCombineOp:
         per_node = kwargs.get("gpu_per_node")
         wanted = {name: value for name, value in kwargs.items() if name not in ("gpu_per_node", "low_latency")}
         if isinstance(per_node, int) and 1 < per_node < self.world_size and per_node < self.topology().gpu_per_node:
             wanted["gpu_per_node"] = per_node
         with max_tokens_named("max_num_tokens_per_dp_rank"):
-            native = super().get_handle(wanted, index)
+            native = super()._get_handle(wanted, index)
         # a handle holds its op, so no other op has this id while the handle lives
         op: EpDispatchCombineOp = self._mori_ops.get_or_create(id(native), lambda: EpDispatchCombineOp.around(native))
         return op
@@ -79,7 +83,8 @@ class MoriHandles(All2AllManagerBase):
 
     def destroy(self, *, alone: bool = False) -> None:
         """Closes all ops and gives all memory back, on every rank. AITER's communicator calls it."""
-        self._mori_ops.clear()
+        for op in self._mori_ops.handles():
+            op.close()
         super().destroy(alone=alone)
 
 

@@ -153,12 +153,10 @@ class LibraryDispatchCombineOp(AdapterOp):
         """Raises UnsupportedError: a library has its own time-outs, or none."""
         raise self._unsupported("waits that this package bounds")
 
-    def close(self) -> None:
-        """Ends the use of the op and gives the library's object back. Must be called on every rank; idempotent."""
-        if not self._closed:
-            super().close()
-            self._destroy()
-            self._native = self._handle = self._sent_ids = None
+    def _close(self) -> None:
+        """Gives the library's object back. Collective."""
+        self._destroy()
+        self._native = self._handle = self._sent_ids = None
 
     def _destroy(self) -> None:
         """Frees resources that the library keeps when its object is deleted. Called once."""

@@ -16,7 +16,7 @@ from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig, EpDispatchCombineK
 from ep_a2a.config.op_config import TOKEN_DTYPES
 from ep_a2a.errors import ClosedError, EpA2AError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
-from ep_a2a.memory.guards import is_capturing
+from ep_a2a.memory.guards import become_closed, is_capturing
 from ep_a2a.ops.inputs import in_int32
 from ep_a2a.ops.op_sizes import OpSizes
 from ep_a2a.routing import count_ids
@@ -285,6 +285,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         """Ends the use of the op and gives its memory to the next one, in the same order on all ranks. Not MORI's."""
         for native, _ in self._by_dtype.values():
             native.close()
+        become_closed(self, "op")
 
     @property
     def closed(self) -> bool:
