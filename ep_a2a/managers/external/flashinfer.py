@@ -292,7 +292,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         even_experts=True,
         single_node=True,
         max_ranks=MAX_RANKS,
-        was_run="two H200s, with flashinfer-python 0.7.2.post1; its kernels on four by `ep-a2a bench`",
+        was_run="the kernels of flashinfer-python 0.7.2.post1 on two and four H200s, by functions that 0.7.4 lacks",
         notes=(
             "a token without an expert is a row without ids on its own rank",
             "one set of ranks per process",
@@ -391,6 +391,6 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         even_experts=True,
         min_ranks=2,
         single_node=True,
-        was_run="two H200s, with flashinfer-python 0.7.2.post1",
+        was_run="the kernels of flashinfer-python 0.7.2.post1 on two H200s, by functions that 0.7.4 lacks",
         notes=("one set of ranks per process", "all NVLinks of a GPU must be up"),
     )
