@@ -40,11 +40,15 @@ HERE = (
 THERE = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
 THERE += [part for minor in (28, 24, 17) for part in ("--platform", f"manylinux_2_{minor}_x86_64")]
 LISTED = """
-import importlib, json, pathlib, sys
+import importlib.util, json, pathlib, sys
 from flashinfer.jit import comm, env
 split = "flashinfer.moe_ep.backends.split.comm"
-for name in ("flashinfer.comm.mnnvl", *(f"{split}.nvlink_{sides}_sided.communication" for sides in ("one", "two"))):
-    importlib.import_module(name)
+importlib.import_module("flashinfer.comm.mnnvl")
+for sides in ("one", "two"):
+    importlib.import_module(f"{split}.nvlink_{sides}_sided.communication")
+    # loaded when they are used first
+    if importlib.util.find_spec(f"{split}.nvlink_{sides}_sided.kernels"):
+        importlib.import_module(f"{split}.nvlink_{sides}_sided.kernels")
 for name in ("trtllm_alltoall", "trtllm_moe_alltoall"):
     if (pathlib.Path(comm.__file__).parents[1] / "comm" / f"{name}.py").exists():
         importlib.import_module(f"flashinfer.comm.{name}")
