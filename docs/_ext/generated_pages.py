@@ -230,16 +230,6 @@ def read_page(app: Sphinx, name: str, content: list[str]) -> None:
     content[0] = RESULT_LINK.sub(rf"]({'../' * depth}results/runs/\1", content[0])
 
 
-def fill_in(page: str) -> str:
-    """The text of a page with its generated parts made anew; a part goes up to `<!-- end -->`."""
-
-    def filled(mark: re.Match[str]) -> str:
-        text = PAGE.sub(r"[\1](\1.md)", part(mark[1]))
-        return f"<!-- generated: {mark[1]} -->\n\n{text}\n\n<!-- end -->"
-
-    return MARK.sub(filled, page)
-
-
 def copy_results(app: Sphinx) -> None:
     """Makes docs/results/runs anew from bench/results: reports become pages, their other files stay where they are."""
     folder = Path(app.srcdir) / "results" / "runs"
@@ -264,10 +254,3 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", copy_results)
     app.connect("source-read", read_page)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
-
-
-if __name__ == "__main__":
-    # Writes the generated parts into the pages, where they are read without the site.
-    pages = {page: fill_in(page.read_text()) for page in sorted((PROJECT / "docs").glob("*.md"))}
-    for page, text in pages.items():
-        page.write_text(text)
