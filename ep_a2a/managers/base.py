@@ -268,6 +268,8 @@ class All2AllManagerBase:
         router_logits: torch.Tensor,
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
+        *,
+        tag: int = 0,
     ) -> DispatchedLogits:
         """Gathers every rank's hidden states [sum T_r, H] and router logits [sum T_r, E], in rank order.
 
@@ -275,18 +277,19 @@ class All2AllManagerBase:
             hidden_states, router_logits: this rank's T_r rows.
             is_sequence_parallel: without effect: all ranks of the group exchange in either case.
             extra_tensors: further tensors of T_r rows; gathered likewise and returned as a list at the end.
+            tag: see `dispatch`.
 
         Raises:
             UnsupportedError: the backend moves tokens with their ids only.
             ShapeError, DeviceError: the tensors do not fit each other.
-            ConfigMismatchError: another rank's tensors have other dtypes or row shapes.
+            ConfigMismatchError: another rank's tensors have other dtypes or row shapes, or its tag differs.
             AlternationError: the dispatch before has not been combined.
             RankTimeoutError: on CPU, a rank did not come within EP_A2A_TIMEOUT_SECS.
         """
-        hidden, logits, *extra = self._dispatch_logits([hidden_states, router_logits, *(extra_tensors or ())])
+        hidden, logits, *extra = self._dispatch_logits([hidden_states, router_logits, *(extra_tensors or ())], tag)
         return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
 
-    def _dispatch_logits(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _dispatch_logits(self, tensors: Sequence[torch.Tensor], tag: int) -> list[torch.Tensor]:
         """Returns the rows that come for each of `tensors`: hidden states, router logits, further ones."""
         raise self._unsupported("dispatch_router_logits", "naive or allgather_reducescatter")
 
@@ -298,6 +301,9 @@ class All2AllManagerBase:
         topk_ids: torch.Tensor | bool | None = None,
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
+        *,
+        handle: Any = None,
+        tag: int = 0,
     ) -> DispatchedTokens | DispatchedLogits:
         """Brings this rank the tokens of all ranks that name one of its experts, and on some backends all others, too.
 
@@ -309,6 +315,10 @@ class All2AllManagerBase:
             topk_weights, topk_ids: [T, K] of any floating and any integer dtype; ids are global, others are dropped.
             is_sequence_parallel: without effect: all ranks of the group exchange in either case.
             extra_tensors: further tensors of T rows, which travel likewise.
+            handle: the op of this manager that moves the rows, the same on all ranks; None is its only living one.
+                Backends on torch.distributed need none.
+            tag: the layer's number, at least 0, equal on all ranks. A rank that leaves out a layer would exchange the
+                next one's rows with the others, silently; where tags differ, all raise ConfigMismatchError.
 
         Returns:
             (hidden_states [N, H], topk_weights [N, K], topk_ids [N, K]), and with extra_tensors their list, of the
@@ -316,19 +326,22 @@ class All2AllManagerBase:
             weights of their token. The host waits once.
 
         Raises:
-            StateError, AlternationError: `ep_a2a` has no live handle; the dispatch before has not been combined.
+            StateError: `ep_a2a` has no living handle, or several and is told none.
+            AlternationError: the dispatch before has not been combined.
             UnsupportedError: not in this backend, in a graph's capture, in expert_major or with a cast in dispatch.
             InputError: a tensor does not fit; nothing was launched.
             RankTimeoutError, CapacityError, ConfigMismatchError: the step failed. Call `reset` on every rank.
         """
         if not isinstance(topk_ids, torch.Tensor):
             is_sequence_parallel = bool(topk_ids) or is_sequence_parallel
-            return self.dispatch_router_logits(hidden_states, topk_weights, is_sequence_parallel, extra_tensors)
+            return self.dispatch_router_logits(
+                hidden_states, topk_weights, is_sequence_parallel, extra_tensors, tag=tag
+            )
         tensors = [hidden_states, topk_weights, topk_ids, *(extra_tensors or ())]
-        hidden, weights, ids, *extra = self._dispatch_rows(tensors)
+        hidden, weights, ids, *extra = self._dispatch_rows(tensors, handle, tag)
         return (hidden, weights, ids) if extra_tensors is None else (hidden, weights, ids, extra)
 
-    def _dispatch_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _dispatch_rows(self, tensors: Sequence[torch.Tensor], handle: Any, tag: int) -> list[torch.Tensor]:
         """Returns the rows that come for each of `tensors`: hidden states, weights, ids, further ones."""
         raise self._unsupported("dispatch")
 

@@ -65,12 +65,13 @@ class CollectiveAll2AllManager(All2AllManagerBase):
     def _exchange(self, timeout_secs: float) -> RowExchange:
         return self.exchange_type(self.groups, timeout_secs)
 
-    def _gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _dispatch_logits(self, tensors: Sequence[torch.Tensor], tag: int) -> list[torch.Tensor]:
         if self._counts is not None:
             raise AlternationError("combine after dispatch", "dispatch again", f"{AlternationError.remedy} {_RESET}")
         num_tokens = _check_rows(tensors)
         exchange = self._exchange(env.TIMEOUT_SECS.get())
-        description = "; ".join(f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in tensors)
+        rows = "; ".join(f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in tensors)
+        description = f"{rows}; tag {tag}"
         everyone = exchange.exchange_numbers([num_tokens, zlib.crc32(description.encode())])
         different = [rank for rank, numbers in enumerate(everyone) if numbers[1] != everyone[self.rank][1]]
         if different:
@@ -82,7 +83,8 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         self._counts = counts
         return gathered
 
-    _dispatch_rows = _dispatch_logits = _gather
+    def _dispatch_rows(self, tensors: Sequence[torch.Tensor], handle: Any, tag: int) -> list[torch.Tensor]:
+        return self._dispatch_logits(tensors, tag)
 
     @outside_graphs
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -60,9 +61,9 @@ class NativeAll2AllManager(All2AllManagerBase):
     IntraNode serves one node. InterNodeV1 serves several, or InterNodeV1LL where no rank ever has many tokens. The
     manager owns the memory: ops of the same handle kwargs get the same addresses again, and `destroy` gives it back.
 
-    `dispatch` and `combine` work on hidden states, for callers that can use any backend. The live handle moves the
-    rows: of the ops that are still alive, the one that `get_handle` returned last. Ranks must agree on it, so each
-    holds the handles that the others hold. Engines that can should call the ops, which wait for nothing on the host.
+    `dispatch` and `combine` work on hidden states, for callers that can use any backend. The handle that dispatch is
+    told moves the rows, or the only living one. Engines that can should call the ops, which wait for nothing on the
+    host.
     """
 
     backend = "ep_a2a"
@@ -89,6 +90,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._factory: OpFactory | None = None
         self._max_sms = 0
         self._step: _Step | None = None
+        self._dispatched_by: weakref.ref[EpDispatchCombineOp] | None = None
 
     @property
     def arena(self) -> Arena:
@@ -116,20 +118,28 @@ class NativeAll2AllManager(All2AllManagerBase):
             op.set_max_sms(self._max_sms)
         return op
 
-    def _live_handle(self) -> EpDispatchCombineOp:
-        """The living op that `get_handle` returned last."""
-        handles = self.handle_cache.handles()
-        if not handles:
+    def _handle(self, told: Any) -> EpDispatchCombineOp:
+        """The op that the caller tells, or the only living one."""
+        living = self.handle_cache.handles()
+        # an op with another interface holds ours
+        told = getattr(told, "native", told)
+        if not living or (told is not None and told not in living):
             raise StateError(
                 "a living op of this manager, whose config says how tokens travel",
-                "none",
+                "none" if told is None else "one of another manager, or a closed one",
                 "Call op = manager.get_handle(kwargs) on every rank first, and hold the op.",
             )
-        op: EpDispatchCombineOp = handles[-1]
+        if told is None and len(living) > 1:
+            raise StateError(
+                "the op to be told where a manager has several",
+                f"{len(living)} living ops",
+                "Pass the same op on every rank: manager.dispatch(..., handle=op).",
+            )
+        op: EpDispatchCombineOp = living[0] if told is None else told
         return op
 
-    def _dispatch_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Brings the tokens that name an expert of this rank, by the live handle. Synchronises the host once.
+    def _dispatch_rows(self, tensors: Sequence[torch.Tensor], handle: Any, tag: int) -> list[torch.Tensor]:
+        """Brings the tokens that name an expert of this rank, by `_handle`. Synchronises the host once.
 
         Received tensors may be views of the op's memory: they are valid until `combine`. Their dtypes are those given.
 
@@ -141,14 +151,14 @@ class NativeAll2AllManager(All2AllManagerBase):
                 - where the config has them (scale_dim, scale_type_size) the tokens' scales, or nothing.
 
         Raises:
-            StateError: no op of the manager is alive.
+            StateError: no op of the manager is alive, or several are and none is told.
             AlternationError: the dispatch before has not been combined.
             UnsupportedError: a CUDA graph is being captured; the config is of layout expert_major or casts inside
                 dispatch; further tensors are others.
             InputError: a tensor does not fit the config; nothing was launched.
             RankTimeoutError, CapacityError, ConfigMismatchError: recorded by the kernels. Call `reset` on every rank.
         """
-        op = self._live_handle()
+        op = self._handle(handle)
         if self._step is not None and not self._step.op.closed and self._step.op.has_open_step:
             raise AlternationError(
                 "combine after dispatch",
@@ -157,8 +167,13 @@ class NativeAll2AllManager(All2AllManagerBase):
             )
         hidden_states, topk_weights, topk_ids, *extra = tensors
         scales = self._scales_to_send(op.config, extra)
+        self._dispatched_by = weakref.ref(op)
         tokens, weights, received_scales, indices, _ = op.dispatch(
-            hidden_states.contiguous(), topk_weights.float().contiguous(), scales, in_int32(topk_ids).int().contiguous()
+            hidden_states.contiguous(),
+            topk_weights.float().contiguous(),
+            scales,
+            in_int32(topk_ids).int().contiguous(),
+            tag=tag,
         )
         counts = op.recv_counts.tolist()
         if op.config.layout == Layout.COMPACT:
@@ -241,12 +256,12 @@ class NativeAll2AllManager(All2AllManagerBase):
         return super().combine_into_output(hidden_states, output, is_sequence_parallel)
 
     def reset(self) -> None:
-        """Makes dispatch usable again after a step that failed. Collective; the step in progress is lost."""
+        """Resets the op of the last dispatch after a step that failed. Collective; the step in progress is lost."""
         with self._rendezvous.telling():
             self._require_open()
-            ops = self.handle_cache.handles() if self._step is None else [self._step.op]
+            op = None if self._dispatched_by is None else self._dispatched_by()
             self._step = None
-            for op in ops[-1:]:
+            if op is not None and not op.closed:
                 op.reset()
 
     @property

@@ -213,6 +213,8 @@ def ranks_that_disagree(context: RankContext, name: str) -> None:
     tokens = torch.zeros(2, 16 + context.rank, device=context.device)
     with pytest.raises(ConfigMismatchError, match=r"others on ranks \["):
         manager.dispatch_router_logits(tokens, torch.zeros(2, 4, device=context.device))
+    with pytest.raises(ConfigMismatchError, match=rf"tag {context.rank} on all ranks.*others on ranks \["):
+        manager.dispatch_router_logits(tokens[:, :16], tokens[:, :4], tag=context.rank)
     with pytest.raises(ConfigMismatchError, match="hidden_dim to be the same on all ranks"):
         manager.get_handle(kwargs_of(case, context.rank, token_hidden_size=64 + 8 * (context.rank % 2)))
     op = manager.get_handle(kwargs_of(case, context.rank))

@@ -11,6 +11,7 @@ from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.errors import (
     AlternationError,
     CapacityError,
+    ConfigMismatchError,
     DtypeError,
     EpA2AError,
     HiddenSizeError,
@@ -115,7 +116,7 @@ def layer_on_the_communicator(context: RankContext, backend: str) -> None:
 
 
 def needs_a_living_handle(context: RankContext) -> None:
-    """The op that get_handle returned last counts, while it lives; without one there is nothing to go by."""
+    """The op that dispatch is told, or the only one that lives; of several it takes none by itself."""
     with create("ep_a2a", context) as manager:
         hidden, weights, ids = inputs_of(context.rank, 0)
         with pytest.raises(StateError, match="get_handle"):
@@ -123,11 +124,14 @@ def needs_a_living_handle(context: RankContext) -> None:
         manager.reset()
         first = manager.get_handle(kwargs_of(context))
         wide = manager.get_handle(kwargs_of(context, token_hidden_size=2 * HIDDEN_DIM))
-        with pytest.raises(HiddenSizeError):
+        with pytest.raises(StateError, match=r"2 living ops.*dispatch\(\.\.\., handle=op\)"):
             manager.dispatch(hidden, weights, ids)
-        assert manager.get_handle(kwargs_of(context)) is first
-        run_layer(context, manager, "ep_a2a", 0)
-        manager.get_handle(kwargs_of(context, token_hidden_size=2 * HIDDEN_DIM))
+        with pytest.raises(HiddenSizeError):
+            manager.dispatch(hidden, weights, ids, handle=wide)
+        with pytest.raises(StateError, match="one of another manager"):
+            manager.dispatch(hidden, weights, ids, handle=manager)
+        manager.combine(torch.zeros_like(manager.dispatch(hidden, weights, ids, handle=first)[0]))
+        manager.reset()
         del wide
         run_layer(context, manager, "ep_a2a", 1)
         # the op of a step lives until combine, whoever drops it
@@ -162,6 +166,11 @@ def steps_that_fail(context: RankContext) -> None:
         manager.dispatch(hidden, weights, ids)
         manager.reset()
         run_layer(context, manager, "ep_a2a", 3)
+        # a rank is a layer ahead
+        with pytest.raises(ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
+            manager.dispatch(hidden, weights, ids, tag=7 + min(context.rank, 1))
+        manager.reset()
+        run_layer(context, manager, "ep_a2a", 3)
         # the op's own calls share its order of calls
         op.dispatch(hidden, weights, None, ids.int())
         with pytest.raises(AlternationError):
@@ -174,11 +183,11 @@ def steps_that_fail(context: RankContext) -> None:
         small = manager.get_handle(kwargs_of(context, max_total_recv_tokens=context.world_size))
         # only rank 0 has too many rows; the others may learn of it later
         with pytest.raises(CapacityError) if context.rank == 0 else contextlib.suppress(EpA2AError):
-            manager.dispatch(hidden, weights, torch.zeros_like(ids))
+            manager.dispatch(hidden, weights, torch.zeros_like(ids), handle=small)
         manager.reset()
         assert not small.has_open_step
         few, none = hidden[:0], weights[:0]
-        manager.combine(manager.dispatch(few, none, ids[:0])[0])
+        manager.combine(manager.dispatch(few, none, ids[:0], handle=small)[0])
 
 
 def what_is_refused(context: RankContext) -> None:
@@ -198,10 +207,10 @@ def what_is_refused(context: RankContext) -> None:
             manager.dispatch(hidden, weights, ids)
         casting = manager.get_handle(kwargs_of(context, quant_dtype=FP8_DTYPE, quant_type="fp8_per_token"))
         with pytest.raises(UnsupportedError, match="fp8_per_token"):
-            manager.dispatch(hidden, weights, ids)
+            manager.dispatch(hidden, weights, ids, handle=casting)
         by_expert = manager.get_handle(kwargs_of(context, layout="expert_major"))
         with pytest.raises(UnsupportedError, match="expert_major"):
-            manager.dispatch(hidden, weights, ids)
+            manager.dispatch(hidden, weights, ids, handle=by_expert)
         assert not any(each.has_open_step for each in (op, casting, by_expert))
         assert len(manager.get_handle(kwargs_of(context)).dispatch(hidden, weights, None, ids.int())) == 5
 
@@ -221,7 +230,7 @@ def other_forms(context: RankContext) -> None:
             torch.arange(4.0) + 100 * rank + torch.arange(len(part[0]))[:, None] for rank, part in enumerate(parts)
         ]
         tokens, weights, ids = parts[context.rank]
-        *dispatched, extra = manager.dispatch(tokens, weights, ids, False, [scales[context.rank]])
+        *dispatched, extra = manager.dispatch(tokens, weights, ids, False, [scales[context.rank]], handle=scaled)
         everything = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         owned = owned_experts(context.world_size, context.rank)
         comes = ((everything[2] >= owned.start) & (everything[2] < owned.stop)).any(1)

@@ -9,6 +9,7 @@ import gc
 import linecache
 import random
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def between_nodes(context: RankContext, close: contextlib.ExitStack, **kwargs: A
     manager._device = torch.device("cpu")
     op = manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=1, **kwargs))
     op.set_max_sms(3)
+    manager._dispatched_by = weakref.ref(op)
     manager.reset()
 
 

@@ -354,8 +354,16 @@ def test_a_manager_that_makes_ops_needs_to_say_nothing_more(group):
 def test_the_signatures_of_vllm_and_aiter():
     expected = {
         "get_handle": ["kwargs", "index"],
-        "dispatch_router_logits": ["hidden_states", "router_logits", "is_sequence_parallel", "extra_tensors"],
-        "dispatch": ["hidden_states", "topk_weights", "topk_ids", "is_sequence_parallel", "extra_tensors"],
+        "dispatch_router_logits": ["hidden_states", "router_logits", "is_sequence_parallel", "extra_tensors", "tag"],
+        "dispatch": [
+            "hidden_states",
+            "topk_weights",
+            "topk_ids",
+            "is_sequence_parallel",
+            "extra_tensors",
+            "handle",
+            "tag",
+        ],
         "combine": ["hidden_states", "is_sequence_parallel"],
         "allocate_combine_input": ["shape", "dtype", "device", "is_sequence_parallel"],
         "combine_into_output": ["hidden_states", "output", "is_sequence_parallel"],

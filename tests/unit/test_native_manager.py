@@ -91,8 +91,8 @@ def test_a_dispatch_that_fails_raises_at_once(manager, monkeypatch):
     op = manager.get_handle(KWARGS)
     dispatch, failure = type(op).dispatch, RankTimeoutError("a rank", "none")
 
-    def fail(self: EpDispatchCombineOp, *args: Any) -> Any:
-        found = dispatch(self, *args)
+    def fail(self: EpDispatchCombineOp, *args: Any, **kwargs: Any) -> Any:
+        found = dispatch(self, *args, **kwargs)
         monkeypatch.setattr(EpDispatchCombineOp, "check", lambda _: raise_(failure))
         return found
 
