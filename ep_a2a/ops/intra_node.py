@@ -207,7 +207,6 @@ class IntraNodeEngine(Engine):
             config.rank,
             launch.num_receivers,
             launch.shared_from,
-            launch.pause_ns,
         )
 
 
