@@ -1,7 +1,7 @@
 """Lists in which order the compiled kernels access memory: one file, tests/order/triton-X.Y.txt, per Triton of PINNED.
 
     python tools/order.py             # compile with the Triton that is installed, and print what differs from its file
-    python tools/order.py --write     # write that file, and the table in docs/protocol.md
+    python tools/order.py --write     # write that file
 
 Another Triton needs no environment of its own:
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 PINNED = ("3.6", "3.9")
 KERNELS = PROJECT / "ep_a2a" / "kernels"
-PAGE = PROJECT / "docs" / "protocol.md"
 INSTALLED = ".".join(triton.__version__.split(".")[:2])
 
 PLAIN = re.compile(r"(ld|st)\.global(?:\.v\d)?\.b\d+")
@@ -49,7 +48,6 @@ ACCESS = re.compile(
 FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
 PLACE = re.compile(r"\s*\.loc\s+(\d+) (\d+) \d+(?:, function_name \S+ inlined_at (\d+) (\d+))?")
 SECTION = re.compile(r"^## (.+) \((\w+)\)\n((?:(?!## ).+\n)+)", re.MULTILINE)
-TABLE = re.compile(r"(<!-- order -->\n).*?(<!-- end -->)", re.DOTALL)
 MAX_REPEATED_LINES = 20
 
 
@@ -215,7 +213,7 @@ def accesses_by_function(lines: str) -> dict[str, set[str]]:
 
 
 def table_of(document: str) -> str:
-    """The table of docs/protocol.md: the device functions that order accesses, and the kernels they are part of."""
+    """The table of the site's protocol page: the device functions that order accesses, and the kernels they are in."""
     modules = {name: path.name for path in sorted(KERNELS.glob("*.py")) for *_, name in _functions(path)}
     accesses: dict[str, set[str]] = {}
     kernels: dict[str, set[str]] = {}
@@ -235,15 +233,10 @@ def _code(accesses: set[str]) -> str:
     return ", ".join(f"`{access}`" for access in sorted(accesses))
 
 
-def page_with(document: str, page: str) -> str:
-    """The page with the table of this file."""
-    return TABLE.sub(lambda marks: f"{marks[1]}{table_of(document)}\n{marks[2]}", page)
-
-
 def main() -> int:
     """Compile all variants and print, or write, what is new; 1 when the file differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the file and the table")
+    parser.add_argument("--write", action="store_true", help="write the file")
     options = parser.parse_args()
     path = path_of(INSTALLED)
     orders = {name: (variant.kernel.__name__, order_of(ptx_of(variant, args))) for name, variant, args in variants()}
@@ -254,8 +247,6 @@ def main() -> int:
     if not options.write:
         return int(before != after)
     path.write_text(after, encoding="utf-8")
-    if PINNED[-1] == INSTALLED:
-        PAGE.write_text(page_with(after, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -199,6 +199,13 @@ def compat_arguments() -> str:
     return "\n\n".join(parts)
 
 
+def memory_order() -> str:
+    """The table of device functions that order accesses."""
+    from tools import order
+
+    return order.table_of(order.path_of(order.PINNED[-1]).read_text(encoding="utf-8"))
+
+
 def _names(text: str) -> str:
     return ", ".join(f"`{name}`" for name in text.split())
 
@@ -214,6 +221,7 @@ PARTS: dict[str, Callable[[], str]] = {
         enumerations,
         vllm_patches,
         compat_arguments,
+        memory_order,
     )
 }
 
