@@ -11,12 +11,14 @@ import torch
 from ep_a2a.compat.aiter.managers import make_manager
 from ep_a2a.compat.deep_ep import Buffer
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
+from ep_a2a.integrations.atom import activate
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.token_format import LayerShape, TokenFormat
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.testing import RankContext
+from tests.cases import atom_cases
 from tests.cases.mori_programs import make_config, mori_world
 
 HIDDEN_DIM, TOPK, EXPERTS_PER_RANK, MAX_TOKENS = 128, 2, 3, 4
@@ -140,6 +142,18 @@ def engine(context: RankContext, steps: list[Tokens], cast: str, num_words: int,
     made.destroy()
 
 
+def atom(context: RankContext, steps: list[Tokens], **changes: Any) -> Any:
+    """ATOM's modular kernel of a layer, whose rows are narrower than those here; rows are cut to what came."""
+    with atom_cases.shape(context, "ep_a2a"):
+        assert activate()
+        kernel = atom_cases.make_kernel(context, **changes)
+        for each in steps:
+            mine = each._replace(x=each.x[:, : atom_cases.HIDDEN_DIM].contiguous())
+            rows, _, metadata, ids, weights = kernel._prepare(*mine, NUM_EXPERTS, None, False, None)[1]()
+            back = weighed(context, rows, weights, ids)[: int(metadata.expert_num_tokens)]
+            yield mine, kernel._finalize(None, back, mine.weights, mine.ids, False)[1]()
+
+
 def deep_ep(
     context: RankContext, steps: list[Tokens], *, topk: bool, fp8: bool = False, again: bool = False, worst: int = 0
 ) -> Any:
@@ -239,6 +253,8 @@ def _forms() -> dict[str, partial[Any]]:
         "engine": partial(engine, cast="none", num_words=0, split=False),
         "engine cast words": partial(engine, cast="fp8_per_1x128", num_words=2, split=False),
         "engine halves": partial(engine, cast="fp8_per_token", num_words=0, split=True),
+        "atom": partial(atom),
+        "atom low latency": partial(atom, enable_low_latency=True),
         "deep_ep": partial(deep_ep, topk=True),
         "deep_ep without topk": partial(deep_ep, topk=False),
         "deep_ep fp8 again": partial(deep_ep, topk=True, fp8=True, again=True),
