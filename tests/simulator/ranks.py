@@ -3,6 +3,7 @@
 import contextlib
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -244,6 +245,7 @@ class Simulation:
                 (clock, "now", lambda: self.scheduler.now),
                 (clock, "sleep", self.scheduler.sleep),
                 (peers, "_start", self._repeat),
+                (peers, "_peers", weakref.WeakKeyDictionary()),
                 (peers, "_leave", lambda stopping, _, record: (stopping.set(), record.close())),
                 (peers, "within", at_once),
                 (rendezvous_module, "within", at_once),
@@ -260,7 +262,12 @@ class Simulation:
                 ),
             ):
                 stack.enter_context(mock.patch.object(owner, name, new))
-            yield
+            try:
+                yield
+            finally:
+                # their records lead back to them by the scheduler, so that nothing of this run would ever be freed
+                for each in list(peers._peers.values()):
+                    each._finalizer.detach()
 
     def _record(self, rank: int) -> Record:
         return Record(rank, self.scheduler, self._lines[self.hosts[rank]], self._left)

@@ -1,5 +1,6 @@
 """Runs of the simulator by name, and what a failure prints: the command that repeats it, and the last operations."""
 
+import gc
 import threading
 import traceback
 from collections.abc import Callable
@@ -79,6 +80,8 @@ def run_on_ranks(
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises
         failed = {"": error}
     if failed:
+        # frees the runs of earlier failures, which their tracebacks keep in cycles; their memory does not count there
+        gc.collect()
         errors = [f"{whose}{words_of(each)}" for whose, each in failed.items()]
         first = next(iter(failed.values()))
         raise SimulationFailed("\n".join([*errors, note, describe(simulation)])) from first

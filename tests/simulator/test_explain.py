@@ -1,10 +1,14 @@
 """What a failure tells: the load that missed a store, the store, and why no order held."""
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
 
+from ep_a2a.memory.arena import Arena
+from tests.simulator.ranks import Context
 from tests.simulator.runs import CONDITIONS, SimulationFailed, run, run_on_ranks, words_of
 from tests.simulator.sites import ordering_sites
 from tests.simulator.test_memory import overwrite_without_order
@@ -83,3 +87,18 @@ def test_a_check_without_a_text_is_named_by_its_source():
         check(2)
     failed.value.args = ()
     assert re.search(r"AssertionError at .*test_explain.py:\d+, in check: assert found == 1", words_of(failed.value))
+
+
+def test_nothing_of_a_run_that_has_failed_is_kept() -> None:
+    """A suite with many failures would take gigabytes."""
+    groups = []
+
+    def fail(context: Context) -> None:
+        groups.append(weakref.ref(context.group))
+        with Arena(context.group, context.device):
+            raise ValueError
+
+    with pytest.raises(SimulationFailed):
+        run_on_ranks(fail, 2)
+    gc.collect()
+    assert [group() for group in groups] == [None, None]

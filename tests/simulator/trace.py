@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_ELEMENTS = 1 << 22
-"""Elements of all operations that are kept. The oldest operations are dropped."""
+MOST_ELEMENTS, ELEMENTS_OF_NONE = 1 << 22, 64
+"""Elements of all operations that are kept, each of which takes as much memory as so many more. The oldest are dropped.
+"""
 HOST_WRITES = "host write"
 FUNCTIONS: dict[str, str] = {}
 """The device function of each place "file:line" of a kernel's source."""
@@ -66,9 +67,9 @@ class Trace:
         self.num_operations += 1
         operation = Operation(self.num_operations, rank, task, name, site, places, size, program, phase)
         self.operations.append(operation)
-        self._num_elements += places.size
+        self._num_elements += places.size + ELEMENTS_OF_NONE
         while self._num_elements > MOST_ELEMENTS:
-            self._num_elements -= self.operations.popleft().places.size
+            self._num_elements -= self.operations.popleft().places.size + ELEMENTS_OF_NONE
         return operation
 
     def add_host_write(self, places: np.ndarray, values: np.ndarray) -> None:
