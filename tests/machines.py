@@ -1,83 +1,74 @@
 """Machines as the doctor's probes would describe them, for its checks."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from ep_a2a.commands.doctor.checks import run_checks
-from ep_a2a.commands.doctor.finding import Finding
-from ep_a2a.commands.doctor.machine import (
-    Driver,
-    Folder,
-    Gpu,
-    Host,
-    Imported,
-    Installation,
-    Machine,
-    RdmaPort,
-    Request,
-    Torch,
-    Vllm,
-)
+from ep_a2a.commands.doctor.checks import Finding, run_checks
+from ep_a2a.commands.doctor.machine import Choice, Gpu, Machine
 from ep_a2a.commands.doctor.probe import choose
 
 GIB = 1 << 30
 NUM_GPUS = 2
-ALL = ((True,) * NUM_GPUS,) * NUM_GPUS
-PACKAGES = {"numpy": "2.4.0", "typer": "0.20.0", "rich": "14.0"}
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 140 * GIB, 138 * GIB)
 
-H200_HOST = Machine(
-    installation=Installation(
-        version="0.1.0",
-        installed_version="0.1.0",
-        vllm_entry_point=True,
-        atom_entry_point=True,
-        packages=PACKAGES | {"cuda-bindings": "13.0", "nvidia-nccl-cu13": "2.28.9"},
-    ),
-    torch=Torch("2.11.0+cu130", cuda_build="13.0", num_gpus=NUM_GPUS),
-    triton=Imported("3.6.0"),
-    driver=Driver("", "580.95", (13, 0), (H200,) * NUM_GPUS, access=ALL, atomics=ALL, num_gpus_of_host=NUM_GPUS),
-    host=Host(
-        python="3.12.3",
-        shared_memory=Folder("/dev/shm", size_bytes=64 * GIB, free_bytes=60 * GIB),
-        triton_cache=Folder("/home/user/.triton/cache", size_bytes=900 * GIB, free_bytes=100 * GIB),
-        compiler="/usr/bin/gcc",
-        python_header=True,
-        name="gpu-1",
-        addresses=("10.0.0.7",),
-    ),
-    rdma=(RdmaPort("mlx5_0", "1", rate="400 Gb/sec (4X NDR)"),),
-    vllm=Vllm(version="0.33.0"),
-)
-"""Two H200s on NVLink, with vLLM: nothing to complain about."""
-
 CPU_HOST = Machine(
-    installation=replace(H200_HOST.installation, packages=PACKAGES),
-    torch=Torch(version="2.13.0+cpu"),
-    triton=Imported("3.9.0"),
-    driver=Driver(problem="libcuda.so.1: cannot open shared object file"),
-    host=H200_HOST.host,
+    version="0.1.0",
+    installed_version="0.1.0",
+    vllm_entry_point=True,
+    torch="2.13.0+cpu",
+    triton="3.9.0",
+    triton_cache="/home/user/.triton/cache",
+    python="3.12.3",
+    compiler="/usr/bin/gcc",
+    python_header=True,
+    shared_memory_bytes=64 * GIB,
+    shared_memory_free_bytes=60 * GIB,
+    host_name="gpu-1",
+    addresses=("10.0.0.7",),
 )
 """A laptop: ranks are processes."""
 
+H200_HOST = replace(
+    CPU_HOST,
+    torch="2.11.0+cu130",
+    triton="3.6.0",
+    cuda_build="13.0",
+    num_gpus=NUM_GPUS,
+    gpus=(H200,) * NUM_GPUS,
+    unreachable={"peer access": (), "native atomics": ()},
+    driver="580.95",
+    num_gpus_of_host=NUM_GPUS,
+    rdma=("mlx5_0",),
+    vllm="0.33.0",
+)
+"""Two H200s on NVLink, with vLLM: nothing to complain about."""
 
-def findings_of(machine: Machine, request: Request | None = None, section: str = "", **backend: Any) -> list[Finding]:
+
+def choice_of(
+    machine: Machine, backend: str | None = None, ranks_per_node: tuple[int, ...] = (), **sizes: Any
+) -> Choice:
+    """What a request gets on a machine, before its backend is asked."""
+    return choose(machine.num_gpus, backend, None, ranks_per_node, **sizes)
+
+
+def findings_of(
+    machine: Machine, request: Mapping[str, Any] = MappingProxyType({}), section: str = "", **backend: Any
+) -> list[Finding]:
     """What all checks find on a machine of which something is asked, or those of one section.
 
     Args:
-        machine: with the backend's description, or with none.
-        request: what is asked. section: of the report.
+        machine: without judgement.
+        request: arguments of `choice_of`. section: of the report.
         backend: facts of the backend that differ.
     """
-    request = request or Request()
-    choice = choose(request, machine.torch.num_gpus)
-    described = replace(machine.backend, name=machine.backend.name or choice.backend, **backend)
-    found = run_checks(replace(machine, request=request, choice=choice, backend=described))
+    found = run_checks(machine, replace(choice_of(machine, **request), **backend))
     return [each for name, findings in found.items() if section in ("", name) for each in findings]
 
 
 def with_facts(machine: Machine, facts: dict[str, Any]) -> Machine:
-    """The machine with other facts by dotted names: {"driver.gpus.1.num_sms": 20, "environment": {"A": "1"}}."""
+    """The machine with other facts by dotted names: {"gpus.1.num_sms": 20, "environment": {"A": "1"}}."""
     for name, value in facts.items():
         machine = _with_fact(machine, name.split("."), value)
     return machine

@@ -135,10 +135,9 @@ class Row:
 
     def doctor(self) -> str:
         """Run `ep-a2a doctor`, which reads the metadata of the wheel."""
-        report = json.loads(self._program("doctor", "--json"))
-        installation = report["machine"]["installation"]
-        if installation["installed_version"] != installation["version"] or not installation["vllm_entry_point"]:
-            raise StepFailedError(f"the metadata are not those of the wheel: {installation}")
+        machine = json.loads(self._program("doctor", "--json"))["machine"]
+        if machine["installed_version"] != machine["version"] or not machine["vllm_entry_point"]:
+            raise StepFailedError(f"the metadata are not those of the wheel: {machine}")
         return ""
 
     def demo(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -52,7 +51,6 @@ OPTIONS = (
     dataclasses.replace(opt.QUANT, panel=TO_JUDGE),
     opt.Option("selftest", bool, "Let every two ranks of this host exchange data.", False, panel=SELF_TEST),
     opt.Option("pair_secs", float, "Seconds to test a pair; default: 2.", panel=SELF_TEST, limits=SECS_OF_A_PAIR),
-    opt.Option("plot", Path, "Draw the rates between ranks as a heat map (PNG).", panel=SELF_TEST),
 )
 
 
@@ -66,11 +64,5 @@ def run(options: SimpleNamespace) -> int:
 
     if options.pair_secs is not None and not options.selftest:
         raise typer.BadParameter("it bounds what --selftest measures: add that", param_hint="--pair-secs")
-    if options.plot is not None:
-        if not options.selftest:
-            raise typer.BadParameter("it draws what --selftest measures: add that", param_hint="--plot")
-        from ep_a2a.commands.plots import check_can_plot
-
-        check_can_plot(options.plot)
     check_can_write(options.output)
     return execute(options)

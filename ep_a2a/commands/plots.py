@@ -40,7 +40,7 @@ class Theme:
 
     Attributes:
         name: "light" or "dark".
-        page: background. lane: areas on it. text, faint: of words, and of axes, remarks and cells without a value.
+        page: background. lane: areas on it. text, faint: of words, and of axes and remarks.
         colours: of lines and bars, in this order. on_colour: text on a bright area of them.
         ramp: matplotlib's name of the colours of a heat map.
     """
@@ -197,8 +197,8 @@ def lines(
     return figure
 
 
-def cells(theme: Theme, values: Sequence[Sequence[float | None]], caption: Caption, unit: str) -> Figure:
-    """Returns a heat map of numbers that are not negative, from each rank (down) to each (across); None is grey."""
+def cells(theme: Theme, values: Sequence[Sequence[float]], caption: Caption, unit: str) -> Figure:
+    """Returns a heat map of numbers that are not negative, from each rank (down) to each (across)."""
     import numpy as np
     from matplotlib import colormaps
 
@@ -206,11 +206,10 @@ def cells(theme: Theme, values: Sequence[Sequence[float | None]], caption: Capti
     step, inches = (1, 0.55) if num_ranks <= MOST_RANKS_WITH_TEXT else (8, 0.15)
     figure = framed_figure(caption, theme, max(7.0, inches * num_ranks + 3.5), max(2.0, inches * num_ranks + 0.8))
     axes = figure.add_subplot(xlabel="to rank", ylabel="from rank")
-    found = np.array([[np.nan if each is None else each for each in row] for row in values], float)
-    shades = colormaps[theme.ramp].with_extremes(bad=theme.faint)
-    image = axes.imshow(found, cmap=shades, vmin=0, vmax=np.nanmax(found, initial=0) or 1, aspect="auto")
+    found, shades = np.array(values, float), colormaps[theme.ramp]
+    image = axes.imshow(found, cmap=shades, vmin=0, vmax=found.max(initial=0) or 1, aspect="auto")
     for (y, x), value in np.ndenumerate(found) if step == 1 else ():
-        text = "-" if np.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
         is_bright = sum(shades(image.norm(value))[:3]) > 1.5
         axes.text(x, y, text, ha="center", va="center", color="black" if is_bright else "white")
     axes.set(xticks=range(0, num_ranks, step), yticks=range(0, num_ranks, step))

@@ -11,7 +11,7 @@ import typer
 
 from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, run_cli, succeeded
 
-FACTS = ("Python", "torch", "triton", "GPUs", "/dev/shm", "locked memory", "RDMA", "vLLM", "ATOM", "backend", "kernel")
+FACTS = ("Python", "torch", "triton", "GPUs", "/dev/shm", "RDMA", "vLLM", "backend", "kernel")
 HEAVY = ("torch", "triton", "numpy", "nvidia")
 """Starts of the names of packages that `run_light` does without."""
 
@@ -59,7 +59,7 @@ def test_without_torch_and_triton(light: Path, module: tuple[str, ...]) -> None:
     done = run_without_site("-m", *module, "--json", "--selftest", path=str(light))
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
-    assert errors_of(report) == ["torch", "triton", "packages", "self-test"]
+    assert errors_of(report) == ["torch", "triton", "self-test"]
     assert all(diagnostic["remedy"] for diagnostic in report["findings"] if diagnostic["level"] == "error")
 
 
@@ -84,14 +84,9 @@ def test_with_a_broken_torch(tmp_path: Path) -> None:
     assert "LD_LIBRARY_PATH" in torch["remedy"]
 
 
-def test_the_self_test_measures_and_draws(tmp_path: Path) -> None:
-    picture = tmp_path / "rates.png"
-    arguments = ("--selftest", "--ranks-per-node", "2", "--pair-secs", "0", "--plot", str(picture))
-    done = run_cli("doctor", *arguments)
+def test_the_self_test_measures() -> None:
+    done = run_cli("doctor", "--selftest", "--ranks-per-node", "2", "--pair-secs", "0")
     printed = " ".join(succeeded(done).split())
-    assert "1 pairs" in printed
+    assert "ranks 0, 1 6 pushes with flags and 3 steps of the op, all right" in printed
     assert "says nothing about GPUs" in printed
-    assert "Pushes from rank (down) to rank (across)" in printed
     assert "GB/s" not in printed
-    for each in (picture, tmp_path / "rates.dark.png"):
-        assert each.read_bytes().startswith(b"\x89PNG")

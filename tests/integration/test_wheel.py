@@ -147,9 +147,9 @@ def test_it_finds_its_tables(installed, tmp_path):
 
 def test_its_doctor_finds_the_installation(installed, tmp_path):
     report = json.loads(run_installed(installed, tmp_path, "ep-a2a", "doctor", "--json"))
-    installation = report["machine"]["installation"]
-    assert installation["version"] == installation["installed_version"] == ep_a2a.__version__
-    assert installation["vllm_entry_point"] is True
+    machine = report["machine"]
+    assert machine["version"] == machine["installed_version"] == ep_a2a.__version__
+    assert machine["vllm_entry_point"] is True
 
 
 def test_its_demo_runs_without_a_checkout(installed, tmp_path):

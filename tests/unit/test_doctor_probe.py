@@ -1,32 +1,28 @@
-"""How the doctor finds facts: programs that fail, backends, folders, RDMA devices, nvidia-smi's words."""
+"""How the doctor finds facts: programs that fail, backends, GPUs, folders, nvidia-smi's words."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from ep_a2a.commands.doctor import ask
 from ep_a2a.commands.doctor.ask import request_facts
-from ep_a2a.commands.doctor.machine import Atom, Backend, Choice, Driver, Gpu, Request, Vllm
+from ep_a2a.commands.doctor.machine import Choice, Gpu
 from ep_a2a.commands.doctor.probe import (
+    ask_backend,
     ask_library,
-    choose,
-    find_atom,
-    find_backend,
-    find_folder,
-    find_rdma_ports,
-    find_variable_problems,
+    find_variables,
     find_vllm,
+    folder_problem,
     read_query,
 )
 from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.programs import command_output
 from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.path_security import why_unsafe
-from tests.cases.atom_cases import SHAPE
+from tests.machines import CPU_HOST, choice_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "ep_a2a" / "commands" / "doctor"
@@ -38,10 +34,11 @@ DOCTOR = ROOT / "ep_a2a" / "commands" / "doctor"
 def broken_torch(tmp_path, monkeypatch):
     """Makes `import torch` do something else in new processes."""
 
-    def make(source: str) -> None:
+    def make(source: str, version: str = "") -> None:
         package = tmp_path / "torch"
         package.mkdir(exist_ok=True)
         (package / "__init__.py").write_text(source)
+        (package / "version.py").write_text(version)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     return make
@@ -60,8 +57,8 @@ def broken_torch(tmp_path, monkeypatch):
 def test_a_broken_torch_is_described(broken_torch, source, problem):
     broken_torch(source)
     found = ask_library("torch", 0.1 if "pause" in source else 60.0)
-    assert "version" not in found
-    assert problem in found["problem"]
+    assert "torch" not in found
+    assert problem in found["torch_problem"]
 
 
 def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
@@ -79,8 +76,8 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
 
 def test_this_torch_is_described():
     found = ask_library("torch", 120.0)
-    assert found["problem"] == ""
-    assert found["version"]
+    assert found["torch_problem"] == ""
+    assert found["torch"]
 
 
 @pytest.fixture
@@ -104,28 +101,28 @@ def library(tmp_path, monkeypatch):
 )
 def test_a_broken_library_is_described_and_what_its_backend_needs_is_known(library, source, problem):
     library("deep_ep", source)
-    found = find_backend(choose(Request("deepep_low_latency", ranks_per_node=(2,)), 0), Request())
+    found = ask_backend(choice_of(CPU_HOST, "deepep_low_latency", (2,)))
     assert problem in found.problems[0]
-    assert (found.name, found.kernel, found.refusal) == ("deepep_low_latency", "deep_ep", "")
+    assert (found.backend, found.kernel, found.refusal) == ("deepep_low_latency", "deep_ep", "")
 
 
 def test_without_torch_nothing_is_known_of_a_backend(broken_torch):
     broken_torch("raise ImportError('libtorch.so')")
-    found = find_backend(Choice("pplx"), Request())
+    found = ask_backend(Choice("pplx"))
     assert "libtorch.so" in found.problems[0]
     assert found.kernel == "not known"
 
 
 def test_a_backend_that_is_not_there_is_not_asked():
-    assert find_backend(choose(Request("mroi"), 0), Request(), 0.0) == Backend()
+    choice = choice_of(CPU_HOST, "mroi")
+    assert ask_backend(choice, 0.0) == choice
 
 
 def test_our_own_backend_says_what_it_takes(tmp_path, monkeypatch):
     """No file of the current folder runs instead of a library."""
     (tmp_path / "typer.py").write_text("open('it ran', 'w').close()")
     monkeypatch.chdir(tmp_path)
-    request = Request(hidden_dim=256, max_tokens=16)
-    found = find_backend(choose(request, 0), request)
+    found = ask_backend(choice_of(CPU_HOST, hidden=256, max_tokens=16))
     assert (found.problems, found.refusal) == ((), "")
     assert found.needed_bytes
     assert not (tmp_path / "it ran").exists()
@@ -192,41 +189,34 @@ def test_the_doctor_runs_without_torch_and_triton():
     subprocess.run([sys.executable, "-c", program, "torch", "triton", "numpy"], cwd=ROOT, check=True, timeout=60)
 
 
-# --- the driver and nvidia-smi ---
+# --- GPUs ---
 
 
-class TwoGpus:
-    """A driver library with two H200s that reach each other's memory, without atomics."""
-
-    ATTRIBUTES: ClassVar = {ask.CAPABILITY_MAJOR: 9, ask.CAPABILITY_MINOR: 0, ask.NUM_SMS: 132}
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> int:
-            answers = {
-                "cuDriverGetVersion": lambda: 13000,
-                "cuDeviceGetCount": lambda: 2,
-                "cuDeviceGet": lambda: args[1],
-                "cuDeviceTotalMem_v2": lambda: 140 << 30,
-                "cuDeviceGetAttribute": lambda: self.ATTRIBUTES[args[1]],
-                "cuDeviceGetP2PAttribute": lambda: args[1] == ask.P2P_ACCESS,
-            }
-            if name == "cuDeviceGetName":
-                args[0].value = b"NVIDIA H200"
-            elif name in answers:
-                args[0]._obj.value = answers[name]()
-            return 0
-
-        return call
+GPUS = """
+import ctypes
+from types import SimpleNamespace as Names
+import torch.version
+__version__ = "2.13.0+cu130"
+gpu = Names(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30)
+cuda = Names(init=lambda: None, device_count=lambda: 2, get_device_properties=lambda number: gpu)
+class Driver:
+    def cuDeviceGetP2PAttribute(self, answer, attribute, a, b):
+        answer._obj.value = attribute == 2 or a > b
+ctypes.CDLL = lambda name: Driver()
+"""
+"""A torch that sees two H200s, which reach each other's memory, and one way only with atomics."""
+TOO_OLD = 'raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\\nUpdate")'
 
 
-def test_the_driver_is_described(monkeypatch):
-    monkeypatch.setattr(ask.ctypes, "CDLL", lambda name: TwoGpus())
-    (found,) = ask.driver_facts()
-    gpus = found.pop("gpus")
-    assert Gpu(**gpus[1]) == Gpu("NVIDIA H200", (9, 0), 132, 140 << 30)
-    assert Driver(**found, gpus=gpus).cuda == (13, 0)
-    assert found["access"] == ((True, True), (True, True))
-    assert found["atomics"] == ((True, False), (False, True))
+def test_gpus_are_described(broken_torch):
+    broken_torch(GPUS, version="cuda, hip = '13.0', None")
+    found = ask_library("torch", 60.0)
+    assert (found["torch"], found["torch_problem"], found["num_gpus"]) == ("2.13.0+cu130", "", 2)
+    assert Gpu(*found["gpus"][1]) == Gpu("NVIDIA H200", (9, 0), 132, 140 << 30)
+    assert found["unreachable"] == {"peer access": (), "native atomics": ("0 and 1",)}
+    broken_torch(f"{GPUS}\ndef init(): {TOO_OLD}\ncuda.init = init", version="cuda, hip = '13.0', None")
+    found = ask_library("torch", 60.0)
+    assert found["gpu_problem"] == "The NVIDIA driver on your system is too old (found version 12040)."
 
 
 def test_gpus_are_read_from_a_query():
@@ -237,40 +227,19 @@ def test_gpus_are_read_from_a_query():
 # --- the host ---
 
 
-def make_port(root: Path, device: str, state: str, layer: str, gids: tuple[str, ...]) -> None:
-    port = root / device / "ports" / "1"
-    (port / "gids").mkdir(parents=True)
-    for name, text in (("state", state), ("link_layer", layer), ("rate", "400 Gb/sec (4X NDR)")):
-        (port / name).write_text(f"{text}\n")
-    for number, gid in enumerate(gids):
-        (port / "gids" / str(number)).write_text(f"{gid}\n")
-
-
-def test_rdma_ports_are_found(tmp_path):
-    none = "0000:0000:0000:0000:0000:0000:0000:0000"
-    make_port(tmp_path, "mlx5_1", "1: DOWN", "Ethernet", (none, none))
-    make_port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand", (none, "fe80:0000:0000:0000:0000:0000:0000:0001"))
-    first, second = find_rdma_ports(tmp_path)
-    assert (first.device, first.port, first.state, first.has_address) == ("mlx5_0", "1", "ACTIVE", True)
-    assert (second.device, second.state, second.link_layer, second.has_address) == ("mlx5_1", "DOWN", "Ethernet", False)
-    assert find_rdma_ports(tmp_path / "none") == ()
-
-
 def test_folders_are_described(tmp_path):
     tmp_path.chmod(0o777)
-    found = find_folder(tmp_path)
-    assert (found.path, found.problem) == (str(tmp_path), "")
-    assert 0 < found.free_bytes <= found.size_bytes
-    assert find_folder(tmp_path / "not" / "yet").problem == "does not exist"
-    assert find_folder(tmp_path, holds_code=True).problem.startswith("holds code that is not executed: everybody may")
+    assert folder_problem(tmp_path) == ""
+    assert folder_problem(tmp_path / "not" / "yet") == "does not exist"
+    assert folder_problem(tmp_path, holds_code=True).startswith("holds code that is not executed: everybody may")
     tmp_path.chmod(0o700)
-    assert find_folder(tmp_path / "not" / "yet", holds_code=True).problem == ""
+    assert folder_problem(tmp_path / "not" / "yet", holds_code=True) == ""
 
 
 def test_variables_that_cannot_be_read_are_described(monkeypatch):
     monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "soon")
     monkeypatch.setenv("EP_A2A_COUNTERS", "3")
-    problems = find_variable_problems()
+    problems = find_variables()["variable_problems"]
     assert list(problems) == ["EP_A2A_TIMEOUT_SECS"]
     assert "'soon'" in problems["EP_A2A_TIMEOUT_SECS"]
 
@@ -283,25 +252,10 @@ def test_a_vllm_that_lacks_what_the_plugin_stands_on_is_described(tmp_path, monk
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = find_vllm()
-    assert found.version == "0.99.0"
-    assert "has no" in found.problem
+    assert found["vllm"] == "0.99.0"
+    assert "has no" in found["vllm_problem"]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
-    assert find_vllm() == Vllm("0.9.1", "it is older than 0.24")
-
-
-def test_an_atom_is_described_and_not_imported(tmp_path, monkeypatch):
-    assert find_atom() == Atom()
-    monkeypatch.syspath_prepend(str(SHAPE))
-    assert find_atom() == Atom("?", "?")
-    info = tmp_path / "amd_aiter-0.1.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.9\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert find_atom() == Atom("?", "0.1.9")
-    (tmp_path / "atom").mkdir()
-    (tmp_path / "atom" / "__init__.py").write_text("raise RuntimeError('another package of that name')")
-    assert find_atom() == Atom(None, "0.1.9")
-    assert not {"atom", "aiter"} & set(sys.modules)
+    assert find_vllm() == {"vllm": "0.9.1", "vllm_problem": "it is older than 0.24"}
 
 
 # --- whom a folder belongs to ---

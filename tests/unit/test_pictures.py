@@ -1,8 +1,7 @@
-"""Pictures of the command line: nothing lies over the data, what was not measured is grey, units fit, two themes."""
+"""Pictures of the command line: nothing lies over the data, units fit, two themes."""
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ import pytest
 from ep_a2a.commands import plots
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.demo.view import plot_traffic
-from ep_a2a.commands.doctor.selftest import SelfTest, plot_rates
-from ep_a2a.commands.doctor.selftest_rank import PairResult
 from ep_a2a.commands.plan.nodes import plot_predictions, predictions
 from ep_a2a.commands.plots import DARK, LIGHT, style_of
 from ep_a2a.commands.simulation.traffic import Shape
 from ep_a2a.commands.trace import plot_timeline
 from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
-from ep_a2a.topology.gpu_share import sharing_note
 
 ROWS = Path(__file__).resolve().parents[2] / "bench" / "results" / "2026-11-26_h100x4.jsonl"
 LINES = [json.loads(line) for line in ROWS.read_text().replace('"wire_limit"', '"reference_push"').splitlines()]
@@ -38,11 +34,6 @@ def some_spans(us: int) -> list[TraceSpan]:
     ]
 
 
-def self_test(device: str, num_ranks: int) -> SelfTest:
-    pairs = {pair: PairResult((120.0, 98.5), 1, 1) for pair in itertools.combinations(range(num_ranks), 2)}
-    return SelfTest(device, num_ranks, pairs | {(0, 1): PairResult(error="RankTimeoutError: late")})
-
-
 DEMO = {"backend": "ep_a2a", "tokens_per_rank": (96,), "topk": 4, "experts": 16}
 DRAWN = {
     "traffic": lambda path: plot_traffic(DEMO | {"ranks": 2, "rows": [[9, 23], [2500, 0]]}, path),
@@ -53,10 +44,6 @@ DRAWN = {
     "timeline": lambda path: plot_timeline({0: some_spans(1), 1: some_spans(2)}, path, "a note " * 30),
     "timeline of nothing": lambda path: plot_timeline({0: []}, path),
     "timeline on CPU": lambda path: plot_timeline({0: some_spans(100_000)}, path, device="cpu"),
-    "rates": lambda path: plot_rates(self_test("cuda", 8), path),
-    "rates on a shared GPU": lambda path: plot_rates(replace(self_test("cuda", 3), note=sharing_note(3, 1)), path),
-    "rates of one": lambda path: plot_rates(SelfTest("cuda", 1, {}), path),
-    "rates on CPU": lambda path: plot_rates(self_test("cpu", 3), path),
     "nodes": lambda path: plot_predictions(predictions((2, 4), Shape(32, 512, casts=False)), path),
 }
 
@@ -107,23 +94,9 @@ def test_every_line_of_a_bench_has_a_name_in_the_order_of_their_ends(figure) -> 
     assert len(ends) >= 4
 
 
-def test_what_was_not_measured_is_grey(figure) -> None:
-    drawn = figure("rates")
-    image = drawn.axes[0].images[0]
-    colours = image.to_rgba(image.get_array())
-    for source, destination in itertools.product(range(8), repeat=2):
-        unmeasured = source == destination or {source, destination} == {0, 1}
-        assert (tuple(colours[source, destination]) == mpl.colors.to_rgba(LIGHT.faint)) == unmeasured
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("rates", "Rates of pushes between ranks: 98.5 to 120 GB/s"),
-        ("rates", "failed: 0 and 1"),
-        ("rates on a shared GPU", sharing_note(3, 1)),
-        ("rates on CPU", "Functional check"),
-        ("rates on CPU", "nothing about speed"),
         ("bench", "Both axes logarithmic"),
         ("bench", "H 7168"),
         ("bench", "4 x NVIDIA H100"),

@@ -1,13 +1,12 @@
 """Prints what a library says of itself. Runs as a program of its own, since a library may crash or hang.
 
-    ask.py torch                          fields of machine.Torch
-    ask.py triton                         fields of machine.Imported, and where its cache is
-    ask.py driver                         fields of machine.Driver, from libcuda itself
-    ask.py backend FOLDER BACKEND SIZES   fields of machine.Backend
+    ask.py torch                          fields of Machine about torch, its GPUs and the CUDA driver
+    ask.py triton                         fields of Machine about Triton and its cache
+    ask.py backend FOLDER BACKEND SIZES   fields of Choice
 
-Each line of facts is MARK and a Python dictionary; the last one has `problem` or `problems`. FOLDER is the one that the
-package ep_a2a lies in, SIZES a dictionary in JSON. What a backend's manager says is printed before its library is
-imported, which may hang.
+Each line of facts is MARK and a Python dictionary; the last one has `{name}_problem` or `problems`. FOLDER is the one
+that the package ep_a2a lies in, SIZES a dictionary in JSON. What a backend's manager says is printed before its library
+is imported, which may hang.
 """
 
 from __future__ import annotations
@@ -16,116 +15,68 @@ import ctypes
 import importlib
 import json
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     Facts = dict[str, Any]
 
 MARK = "ep_a2a_facts:"
-# CUdevice_attribute and CUdevice_P2PAttribute of cuda.h.
-CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS = 75, 76, 16
-P2P_ACCESS, P2P_NATIVE_ATOMICS = 2, 3
-NAME_BYTES = 256
-EXPERTS_PER_RANK = 32
-TOKENS = 128
-"""Tokens per rank where the request names none: as many as every backend takes."""
+WAYS = {"peer access": 2, "native atomics": 3}
+"""Ways to reach another GPU's memory, as CUdevice_P2PAttribute of cuda.h."""
+EXPERTS_PER_RANK, TOKENS = 32, 128
+"""Of a rank, where the request names none: as many as every backend takes."""
 
 
-def _imported(name: str) -> tuple[Any, Facts]:
-    """Returns a package and its version; None with `problem` where it is absent or its import fails."""
+def library_facts(name: str) -> Facts:
+    """Returns what torch or triton says; its version is None where it is absent, missing where its import fails."""
     try:
         package = importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - whatever a broken library raises is the answer
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == name
-        return None, {"version": None, "problem": ""} if is_absent else {"problem": _text(error)}
+        return (
+            {name: None, f"{name}_problem": ""}
+            if is_absent
+            else {f"{name}_problem": f"{type(error).__name__}: {error}"}
+        )
     if not hasattr(package, "__version__"):
-        return None, {"problem": f"the folder {list(package.__path__)} stands in its place"}
-    return package, {"version": str(package.__version__), "problem": ""}
+        return {f"{name}_problem": f"the folder {list(package.__path__)} stands in its place"}
+    more = _gpu_facts(package) if name == "torch" else {"triton_cache": str(package.knobs.cache.dir)}
+    return {name: str(package.__version__), f"{name}_problem": "", **more}
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def torch_facts() -> Iterator[Facts]:
-    """What torch says."""
-    torch, found = _imported("torch")
-    if torch is not None:
-        found |= {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip}
-        if torch.version.cuda or torch.version.hip:
-            found |= _gpus(torch)
-    yield found
-
-
-def _gpus(torch: Any) -> Facts:
-    said = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            # Unlike device_count, it makes a context: a driver that only half works fails here.
-            torch.cuda.init()
-        except Exception as error:  # noqa: BLE001
-            said = [str(error)]
-        count = 0 if said else torch.cuda.device_count()
-    said += [str(each.message) for each in caught]
-    problem = "; ".join(text.strip().splitlines()[0] for text in said if text.strip())
-    return {"num_gpus": count, "gpu_problem": "" if count else problem}
-
-
-def triton_facts() -> Iterator[Facts]:
-    """What Triton says."""
-    triton, found = _imported("triton")
-    knobs = getattr(triton, "knobs", None)
-    yield {**found, "cache": str(knobs.cache.dir) if knobs else ""}
-
-
-def driver_facts() -> Iterator[Facts]:
-    """What libcuda says, without torch."""
+def _gpu_facts(torch: Any) -> Facts:
+    said: Facts = {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip}
+    if not (torch.version.cuda or torch.version.hip):
+        return said
     try:
-        yield {"problem": "", **_cuda_facts(ctypes.CDLL("libcuda.so.1"))}
-    except OSError as error:
-        yield {"problem": str(error)}
+        # Unlike device_count, it makes a context: a driver that only half works fails here.
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001
+        return said | {"gpu_problem": str(error).strip().partition("\n")[0]}
+    numbers = range(torch.cuda.device_count())
+    said["num_gpus"] = len(numbers)
+    if torch.version.cuda:
+        gpus = [torch.cuda.get_device_properties(number) for number in numbers]
+        said["gpus"] = [(gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count, gpu.total_memory) for gpu in gpus]
+        said["unreachable"] = _unreachable(numbers)
+    return said
 
 
-def _cuda_facts(library: ctypes.CDLL) -> Facts:
-    def call(name: str, *args: Any) -> None:
-        if code := getattr(library, name)(*args):
-            text = ctypes.c_char_p()
-            library.cuGetErrorString(code, ctypes.byref(text))
-            raise OSError(f"{name}: error {code}, {text.value.decode() if text.value else 'no text'}")
+def _unreachable(numbers: range) -> dict[str, tuple[str, ...]]:
+    """Returns by way the pairs of GPUs, as "0 and 1", of which one does not reach the other's memory."""
+    driver = ctypes.CDLL("libcuda.so.1")
 
-    def integer(name: str, *args: Any) -> int:
-        value = ctypes.c_int(0)
-        call(name, ctypes.byref(value), *args)
-        return value.value
+    def is_missing(attribute: int, a: int, b: int) -> bool:
+        answer = ctypes.c_int(0)
+        driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), attribute, a, b)
+        return not answer.value
 
-    def gpu(device: int) -> Facts:
-        name, num_bytes = ctypes.create_string_buffer(NAME_BYTES), ctypes.c_size_t(0)
-        call("cuDeviceGetName", name, NAME_BYTES, device)
-        call("cuDeviceTotalMem_v2", ctypes.byref(num_bytes), device)
-        attributes = (CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_SMS)
-        *capability, num_sms = (integer("cuDeviceGetAttribute", each, device) for each in attributes)
-        return {
-            "name": name.value.decode(),
-            "capability": tuple(capability),
-            "num_sms": num_sms,
-            "total_bytes": num_bytes.value,
-        }
-
-    def reach(attribute: int, a: int) -> tuple[bool, ...]:
-        return tuple(a == b or bool(integer("cuDeviceGetP2PAttribute", attribute, a, b)) for b in devices)
-
-    call("cuInit", 0)
-    version = integer("cuDriverGetVersion")
-    devices = [integer("cuDeviceGet", index) for index in range(integer("cuDeviceGetCount"))]
+    pairs = [(a, b) for b in numbers for a in range(b)]
     return {
-        "cuda": (version // 1000, version % 1000 // 10),
-        "gpus": tuple(gpu(device) for device in devices),
-        "access": tuple(reach(P2P_ACCESS, device) for device in devices),
-        "atomics": tuple(reach(P2P_NATIVE_ATOMICS, device) for device in devices),
+        way: tuple(f"{a} and {b}" for a, b in pairs if is_missing(each, a, b) or is_missing(each, b, a))
+        for way, each in WAYS.items()
     }
 
 
@@ -152,7 +103,7 @@ def backend_facts(folder: str, name: str, sizes: str) -> Iterator[Facts]:
         yield request_facts(manager, **json.loads(sizes))
         yield {"problems": problems(manager, "cuda" if torch.cuda.is_available() else "cpu")}
     except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
-        yield {"problems": (_text(error),)}
+        yield {"problems": (f"{type(error).__name__}: {error}",)}
 
 
 def request_facts(manager: Any, ranks_per_node: list[int], **sizes: Any) -> Facts:
@@ -188,14 +139,8 @@ def request_facts(manager: Any, ranks_per_node: list[int], **sizes: Any) -> Fact
     return found
 
 
-PROBES: dict[str, Callable[..., Iterator[Facts]]] = {
-    "torch": torch_facts,
-    "triton": triton_facts,
-    "driver": driver_facts,
-    "backend": backend_facts,
-}
-
 if __name__ == "__main__":
-    for facts in PROBES[sys.argv[1]](*sys.argv[2:]):
+    asked, *arguments = sys.argv[1:]
+    for facts in backend_facts(*arguments) if asked == "backend" else [library_facts(asked)]:
         sys.stdout.write(f"\n{MARK}{facts!r}\n")
         sys.stdout.flush()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -11,29 +10,21 @@ from rich.text import Text
 
 import ep_a2a
 from ep_a2a.commands import messages
-from ep_a2a.commands.doctor.checks import run_checks
-from ep_a2a.commands.doctor.finding import Finding, Level, error
-from ep_a2a.commands.doctor.machine import Request
-from ep_a2a.commands.doctor.probe import choose, find_backend, find_machine
+from ep_a2a.commands.doctor.checks import Finding, Level, error, run_checks
+from ep_a2a.commands.doctor.probe import ask_backend, choose, find_machine
 from ep_a2a.commands.files import give_json
-from ep_a2a.commands.progress import Progress
 from ep_a2a.errors import EpA2AError
 from ep_a2a.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
     from types import SimpleNamespace
 
     from rich.console import Console
 
-    from ep_a2a.commands.doctor.machine import Machine
+    from ep_a2a.commands.doctor.machine import Choice, Machine
     from ep_a2a.commands.doctor.selftest import SelfTest
 
-PAIR_SECS = 2.0
-"""Seconds to test a pair, unless --pair-secs says otherwise."""
-LOUD = (Level.WARNING, Level.ERROR)
-"""Levels in capitals."""
 NO_TROUBLE = "Nothing found that prevents use."
 
 
@@ -43,58 +34,42 @@ def execute(options: SimpleNamespace) -> int:
     Args:
         options: by name, as cli/doctor.py declares them.
     """
-    ranks, quant = options.ranks_per_node or (), options.quant.value
-    request = Request(options.backend, options.config, ranks, options.hidden, quant, options.max_tokens)
-    machine = find_machine(options.ask_secs)
-    choice = choose(request, machine.torch.num_gpus)
-    backend = find_backend(choice, request, options.ask_secs)
-    choice = replace(choice, kernel=backend.kernel, kernel_reason=backend.kernel_reason)
-    machine = replace(machine, request=request, choice=choice, backend=backend)
-    sections, test = run_checks(machine), None
+    sizes = {"hidden": options.hidden, "quant": options.quant.value, "max_tokens": options.max_tokens}
+    machine, test = find_machine(options.ask_secs), None
+    choice = choose(machine.num_gpus, options.backend, options.config, options.ranks_per_node, **sizes)
+    choice = ask_backend(choice, options.ask_secs)
+    sections = run_checks(machine, choice)
     if options.selftest:
-        pair_secs = PAIR_SECS if options.pair_secs is None else options.pair_secs
-        test, sections["self-test"] = _selftest(machine, pair_secs, options.plot)
+        test, sections["self-test"] = _selftest(machine, choice, options.pair_secs)
     prevented = any(each.level is Level.ERROR for findings in sections.values() for each in findings)
-    facts = asdict(machine)
     report = {
         "ep_a2a": ep_a2a.__version__,
         "usable": not prevented,
         "findings": [{"section": name, **asdict(each)} for name, findings in sections.items() for each in findings],
-        "choice": facts.pop("choice"),
-        "machine": facts,
-        "selftest": None if test is None else test.as_json_object(),
+        "choice": asdict(choice),
+        "machine": asdict(machine),
+        "selftest": test and asdict(test),
     }
     give_json(report, options.output, as_json=options.as_json)
     if not options.as_json:
         show_findings(messages.output(), sections)
-        if test is not None:
-            messages.output().print("", Text(test.table), sep="\n", end="", soft_wrap=True)
     return messages.EXIT_MISMATCH if prevented else messages.EXIT_OK
 
 
-def _selftest(machine: Machine, pair_secs: float, plot: Path | None) -> tuple[SelfTest | None, list[Finding]]:
-    for name, works in (("torch", machine.torch.works), ("triton", machine.triton.works)):
-        if not works:
-            return None, [_not_run(f"it needs {name}")]
+def _selftest(machine: Machine, choice: Choice, pair_secs: float | None) -> tuple[SelfTest | None, list[Finding]]:
+    if machine.lacks:
+        return None, [error("self-test", f"not run: it needs {machine.lacks}", "See above.")]
     try:
-        # They import torch, and code that its import runs swallows KeyboardInterrupt.
+        # It imports torch, and code that its import runs swallows KeyboardInterrupt.
         with interrupts_held():
-            from ep_a2a.commands.doctor.selftest import judge, plot_rates, run_selftest
+            from ep_a2a.commands.doctor.selftest import judge, run_selftest
 
-        num_ranks = machine.choice.ranks_per_node[0]
-        with Progress("testing", math.comb(num_ranks, 2) + 1, messages.notices()) as progress:
-            test = run_selftest(machine.choice.device, num_ranks, pair_secs, progress)
-        if plot is not None:
-            plot_rates(test, plot)
+        test = run_selftest(choice.device, choice.ranks_per_node[0], pair_secs)
     except ImportError as problem:
-        return None, [_not_run(str(problem))]
+        return None, [error("self-test", f"not run: {problem}", "See above.")]
     except EpA2AError as problem:
-        return None, [error(f"expected {problem.expected}; got {problem.got}", problem.remedy, "self-test")]
+        return None, [error("self-test", f"expected {problem.expected}; got {problem.got}", problem.remedy)]
     return test, judge(test)
-
-
-def _not_run(reason: str) -> Finding:
-    return error(f"not run: {reason}", "See above.", "self-test")
 
 
 def show_findings(console: Console, sections: Mapping[str, Sequence[Finding]]) -> None:
@@ -113,7 +88,7 @@ def show_findings(console: Console, sections: Mapping[str, Sequence[Finding]]) -
         grid.add_column(min_width=width)
         grid.add_column(overflow="fold")
         for each in findings:
-            level = each.level.upper() if each.level in LOUD else each.level
+            level = each.level.upper() if each.level in (Level.WARNING, Level.ERROR) else each.level
             grid.add_row(level, Text(each.subject), Text(each.found))
             if each.remedy:
                 grid.add_row("", "", Text(f"> {each.remedy}"))

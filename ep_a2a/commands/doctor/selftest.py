@@ -2,182 +2,211 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
-from dataclasses import asdict, dataclass, field
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import ep_a2a
-from ep_a2a.commands import plots
-from ep_a2a.commands.doctor.finding import Finding, error, note, ok, warning
-from ep_a2a.commands.doctor.selftest_rank import PairResult, check_op, check_pair
-from ep_a2a.errors import RankTimeoutError
+import torch
+
+from ep_a2a import env
+from ep_a2a.commands import messages
+from ep_a2a.commands.doctor.checks import Finding, error, note, ok, warning
+from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, PushLaunch, pattern
+from ep_a2a.commands.progress import Progress
+from ep_a2a.errors import CheckFailedError, RankTimeoutError
+from ep_a2a.managers.make_op import make_op
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.reference import combine_reference, dispatch_reference
 from ep_a2a.testing.launch import RankFailure, RankPool
+from ep_a2a.testing.worker import RankContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-    from ep_a2a.commands.progress import Progress
-
-    Pair = tuple[int, int]
-
-ALL_SECS = 1.0
+PAIR_SECS = 2.0
+"""Seconds to test a pair, unless --pair-secs says otherwise."""
 LIMIT_SECS = 240.0
 """For one pair, compilation included. EP_A2A_TIMEOUT_SECS bounds the wait for a flag or row that never comes."""
+PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
+PUSH_LAUNCH = {"cpu": PushLaunch(1, 4096), "cuda": PushLaunch(132, 1024)}
+NUM_STEPS, TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 3, 4, 64, 2, 2
+VALUES = 251
+"""Tokens hold integers below this, which bf16 and sums of two of them hold exactly."""
 SLOW = 0.5
-"""A link with less than this share of the median rate gets a warning."""
+"""A pair with less than this share of the median rate gets a warning."""
 CPU_NOTE = "on CPU, over shared memory, in Triton's interpreter: a functional check that says nothing about GPUs"
+REMEDY = "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid"
 FLAGS_REMEDY = "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics."
 OTHER_REMEDY = "Run it again with EP_A2A_LOG_LEVEL=INFO, and read the ranks' messages above."
 
 
 @dataclass(frozen=True)
-class SelfTest:
-    """Results of a self-test.
+class Result:
+    """What two ranks did, or all ranks together; `error` says why they failed, and `remedy` what to do.
 
-    Attributes:
-        device: "cpu" or "cuda". num_ranks: ranks that took part.
-        pairs: what two ranks measured, or why they failed.
-        together: a step of all ranks.
-        note: what the numbers do not say where ranks share GPUs; "" else.
+    `gb_per_s` is 1e9 bytes per second, each way at once. All results of the pushes and steps were right.
     """
 
-    device: str
-    num_ranks: int
-    pairs: dict[Pair, PairResult] = field(default_factory=dict)
-    together: PairResult = field(default_factory=PairResult)
+    gb_per_s: float = 0.0
+    num_pushes: int = 0
+    num_steps: int = 0
+    error: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Results by name of the ranks; `note` says what rates do not tell on CPU or where ranks share GPUs, else ""."""
+
     note: str = ""
-
-    @property
-    def gb_per_s(self) -> list[list[float]]:
-        """`[a][b]`: 1e9 bytes per second from rank a to rank b; 0 where that is not known."""
-        matrix = [[0.0] * self.num_ranks for _ in range(self.num_ranks)]
-        for (a, b), result in self.pairs.items():
-            matrix[a][b], matrix[b][a] = result.gb_per_s
-        return matrix
-
-    @property
-    def table(self) -> str:
-        """The matrix of rates as text; on CPU, whose rates say nothing, which pairs are right."""
-        on_cpu, ranks = self.device == "cpu", range(self.num_ranks)
-        heading = "Pushes from rank (down) to rank (across)" if on_cpu else "GB/s from rank (down) to rank (across)"
-        lines = [heading, "      " + "".join(f"{rank:>9}" for rank in ranks)]
-        for source, row in enumerate(self.gb_per_s):
-            cells = ["failed" if not rate else "right" if on_cpu else f"{rate:.3g}" for rate in row]
-            cells[source] = "-"
-            lines.append(f"{source:>6}" + "".join(f"{cell:>9}" for cell in cells))
-        return "\n".join(lines) + "\n"
-
-    def as_json_object(self) -> dict[str, Any]:
-        """Returns everything that was found; None in place of rates on CPU, which say nothing."""
-        on_cpu = self.device == "cpu"
-        results = [{"ranks": list(pair), **asdict(result)} for pair, result in self.pairs.items()]
-        together = asdict(self.together)
-        for each in (*results, together):
-            del each["gb_per_s"]
-        return {
-            "device": self.device,
-            "note": CPU_NOTE if on_cpu else self.note,
-            "num_ranks": self.num_ranks,
-            "gb_per_s": None if on_cpu else self.gb_per_s,
-            "pairs": results,
-            "together": together,
-        }
+    results: dict[str, Result] = field(default_factory=dict)
 
 
-def run_selftest(
-    device: str,
-    num_ranks: int,
-    pair_secs: float,
-    progress: Progress,
-    body: Callable[..., PairResult | None] = check_pair,
-) -> SelfTest:
-    """Tests all pairs of ranks one after another, then all ranks together.
+# --- on each rank ---
+
+
+def check_ranks(context: RankContext, ranks: tuple[int, ...], secs: float) -> Result | None:
+    """Tests some ranks of the pool, and two with pushes for about `secs` seconds; called on all. None on the others.
+
+    Raises:
+        CheckFailedError: something arrived that had not been sent.
+        RankTimeoutError: a flag did not come.
+    """
+    if context.rank not in ranks:
+        return None
+    group = make_subgroup(context.group, ranks)
+    try:
+        inside = RankContext(ranks.index(context.rank), len(ranks), context.device, group)
+        gb_per_s, num_pushes = _push(inside, secs) if len(ranks) == 2 else (0.0, 0)
+        _check_op(inside)
+        return Result(gb_per_s, num_pushes, NUM_STEPS)
+    finally:
+        destroy_subgroup(group)
+
+
+def _check_op(context: RankContext) -> None:
+    """Runs steps of the op with identity experts on all ranks, and compares each with reference.py. Collective."""
+    rank, world_size, device, group = context.rank, context.world_size, context.device, context.group
+    num_experts, none = world_size * EXPERTS_PER_RANK, [None] * world_size
+    # All ranks get some tokens, and some tokens name one rank twice.
+    first = [torch.arange(TOKENS, dtype=torch.int32) + source for source in range(world_size)]
+    ids = [torch.stack((each, each * 2 + 1), 1) % num_experts for each in first]
+    own_ids, weights = ids[rank].to(device), torch.ones(TOKENS, TOPK, device=device)
+    with make_op(group, hidden_size=HIDDEN, num_experts=num_experts, topk=TOPK, max_tokens=TOKENS, device=device) as op:
+        # All ranks are running, so a late flag never comes.
+        op.set_timeout(env.TIMEOUT_SECS.get())
+        for step in range(NUM_STEPS):
+            tokens = [_tokens(source, step) for source in range(world_size)]
+            sent = dispatch_reference(tokens, none, none, ids, num_experts=num_experts, max_num_tokens=TOKENS)
+            expert_rows = [each.valid_rows(each.tokens) for each in sent]
+            want = combine_reference(expert_rows, sent, [TOKENS] * world_size, torch.bfloat16)[rank]
+            received = op.dispatch(tokens[rank].to(device), weights, None, own_ids)
+            came = received.tokens[: int(received.total_recv)].cpu()
+            _require(torch.equal(came, expert_rows[rank]), f"dispatch of step {step}", rank)
+            result = op.combine(received.tokens.clone(), None, own_ids).tokens[:TOKENS].cpu()
+            _require(torch.equal(result, want), f"combine of step {step}", rank)
+            op.check()
+
+
+def _tokens(rank: int, step: int) -> torch.Tensor:
+    row, element = torch.arange(TOKENS)[:, None], torch.arange(HIDDEN)[None]
+    return ((row * 13 + element * 7 + rank * 97 + step * 31) % VALUES).bfloat16()
+
+
+def _push(context: RankContext, secs: float) -> tuple[float, int]:
+    """Pushes between two ranks, each way at once; returns 1e9 bytes per second of a way, and the pushes of both."""
+    kind, rendezvous = context.device.type, Rendezvous(context.group)
+    vectors = torch.tensor([[0, 1], [1, 0]]) * (PUSH_BYTES[kind] // VECTOR_BYTES)
+    with contextlib.closing(Push(context, rendezvous, vectors)) as made:
+
+        def seconds_of(num_pushes: int) -> float:
+            start = time.perf_counter()
+            for _ in range(num_pushes):
+                made.push(PUSH_LAUNCH[kind])
+            # Reading the state waits for the pushes.
+            if int(made.state[GAVE_UP]):
+                raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(1 - context.rank,))
+            seconds: list[float] = rendezvous.exchange("seconds", time.perf_counter() - start)
+            return max(seconds)
+
+        # The first push compiles; the second shows how long one takes.
+        seconds_of(1)
+        num_pushes = int(max(1, secs / seconds_of(1)))
+        seconds = seconds_of(num_pushes)
+        want = pattern(1 - context.rank, 0, PUSH_BYTES[kind] // VECTOR_BYTES, context.device)
+        # No name for a view of the landing area: it would outlive the memory.
+        is_right = torch.equal(made.landing.view(torch.int32), want)
+        _require(is_right, f"{PUSH_BYTES[kind]} bytes pushed", context.rank)
+        rendezvous.barrier("pushed")
+    return num_pushes * PUSH_BYTES[kind] / seconds / 1e9, 2 * (num_pushes + 2)
+
+
+def _require(right: bool, what: str, rank: int) -> None:
+    if not right:
+        found = f"something else at rank {rank} of the group"
+        raise CheckFailedError(f"{what} to arrive as it was sent", found, REMEDY)
+
+
+# --- in the command ---
+
+
+def run_selftest(device: str, num_ranks: int, secs: float | None, body: Callable[..., Any] = check_ranks) -> SelfTest:
+    """Tests all pairs of ranks one after another, then all ranks together; shows progress.
 
     A pair that fails ends the processes; the next one gets new ones, so that failures do not spread.
 
     Args:
         device: "cpu" or "cuda".
         num_ranks: processes.
-        pair_secs: how long to measure a pair.
-        progress: of a part for each pair, and one for all ranks together.
-        body: what a rank does for a pair.
+        secs: how long to push between a pair; None is PAIR_SECS.
+        body: what a rank does for a pair, and for all.
     """
-    pairs: dict[Pair, PairResult] = {}
-    with RankPool(num_ranks, device=device, timeout_secs=LIMIT_SECS + pair_secs) as pool:
-
-        def try_part(name: str, rank: int, function: Callable[..., PairResult | None], *args: Any) -> PairResult:
+    secs = PAIR_SECS if secs is None else secs
+    pairs = itertools.combinations(range(num_ranks), 2)
+    parts = {f"ranks {', '.join(map(str, ranks))}": ranks for ranks in (*pairs, tuple(range(num_ranks)))}
+    results = {}
+    with (
+        Progress("testing", len(parts), messages.notices()) as progress,
+        RankPool(num_ranks, device=device, timeout_secs=LIMIT_SECS + secs) as pool,
+    ):
+        for name, ranks in parts.items():
             progress.begin(name)
             try:
-                result: PairResult = pool.run(function, *args)[rank]
+                results[name] = pool.run(body, ranks, secs)[ranks[0]]
             except RankFailure as failure:
-                result = _failed(failure)
+                results[name] = _failed(failure)
             progress.end(name)
-            return result
-
-        for pair in itertools.combinations(range(num_ranks), 2):
-            pairs[pair] = try_part(f"ranks {pair[0]} and {pair[1]}", pair[0], body, pair, pair_secs)
-        together = try_part("all ranks together", 0, check_op, ALL_SECS)
-    return SelfTest(device, num_ranks, pairs, together, pool.note)
+    return SelfTest(CPU_NOTE if device == "cpu" else pool.note, results)
 
 
-def judge(test: SelfTest) -> list[Finding]:
-    """Returns the findings of what the self-test measured."""
-    results = {f"ranks {a}, {b}": result for (a, b), result in test.pairs.items()} | {"all ranks": test.together}
-    findings = [error(result.error, result.remedy, who) for who, result in results.items() if result.error]
-    if test.device != "cpu" and not test.note:
-        findings += _slow_links(test.gb_per_s)
-    if test.num_ranks < 2:
-        findings.append(note("one rank has no peers: nothing was pushed", "--ranks 2 tries two.", "self-test"))
-    if not findings:
-        pushes = sum(each.num_pushes for each in test.pairs.values())
-        steps = sum(each.num_steps for each in test.pairs.values())
-        done = f"{len(test.pairs)} pairs: {pushes} pushes with flags and {steps} steps of the op, all right"
-        findings.append(ok(done, subject="self-test"))
-    if test.device == "cpu" or test.note:
-        findings.append(note(CPU_NOTE if test.device == "cpu" else test.note, subject="self-test"))
-    return findings
-
-
-def _slow_links(gb_per_s: list[list[float]]) -> list[Finding]:
-    rates = {(a, b): rate for a, row in enumerate(gb_per_s) for b, rate in enumerate(row) if rate}
-    usual = statistics.median(rates.values()) if rates else 0.0
-    remedy = "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`."
-    return [
-        warning(f"{rate:.0f} GB/s from {a} to {b}, the median is {usual:.0f}", remedy, f"ranks {a}, {b}")
-        for (a, b), rate in rates.items()
-        if rate < SLOW * usual
-    ]
-
-
-def _failed(failure: RankFailure) -> PairResult:
+def _failed(failure: RankFailure) -> Result:
     """Returns the result of a part in which a rank failed."""
     known = failure.expected_error
     if known is None:
-        return PairResult(error=failure.summary, remedy=OTHER_REMEDY)
+        return Result(error=failure.summary, remedy=OTHER_REMEDY)
     remedy = FLAGS_REMEDY if isinstance(known, RankTimeoutError) else known.remedy
-    return PairResult(error=f"{type(known).__name__}: expected {known.expected}; got {known.got}", remedy=remedy)
+    return Result(error=f"{type(known).__name__}: expected {known.expected}; got {known.got}", remedy=remedy)
 
 
-def plot_rates(test: SelfTest, path: Path) -> tuple[Path, Path]:
-    """Writes a heat map of the rates between ranks, on CPU which pairs passed; raises as `plots.write`.
-
-    Args:
-        test: what was measured. path: *.png or *.svg.
-    """
-    rates = [[rate or None for rate in row] for row in test.gb_per_s]
-    known = [rate for row in rates for rate in row if rate is not None]
-    failed = [f"{a} and {b}" for (a, b), result in test.pairs.items() if result.error]
-    footer = f"EP {test.num_ranks} on {test.device} · ep_a2a {ep_a2a.__version__}, ep-a2a doctor --selftest"
-    footer += f"\n{test.note}" if test.note else ""
-    if test.device == "cpu":
-        words = f"{len(test.pairs) - len(failed)} of {len(test.pairs)} pairs exchange bytes and flags"
-        passed = [[None if a == b else float(bool(rate)) for b, rate in enumerate(row)] for a, row in enumerate(rates)]
-        caption = plots.Caption(f"Functional check: {words}", "Over shared memory: says nothing about speed", footer)
-        return plots.write(path, plots.cells, passed, caption, "1: right, 0: failed")
-    span = f": {min(known):.3g} to {max(known):.3g} GB/s" if known else ": nothing was measured"
-    reading = "From rank (down) to rank (across), pair by pair; grey: not measured"
-    reading += f" (failed: {', '.join(failed)})" if failed else ""
-    caption = plots.Caption(f"Rates of pushes between ranks{span}", reading, footer)
-    return plots.write(path, plots.cells, rates, caption, "GB/s")
+def judge(test: SelfTest) -> list[Finding]:
+    """Returns the findings of what the self-test measured: a line for each pair, and one for all ranks."""
+    rates = [each.gb_per_s for each in test.results.values() if each.gb_per_s]
+    usual = statistics.median(rates) if rates and not test.note else 0.0
+    findings = [note("self-test", test.note)] if test.note else []
+    for who, result in test.results.items():
+        rate = f" ({result.gb_per_s:.3g} GB/s each way)" if usual else ""
+        pushed = f"{result.num_pushes} pushes with flags{rate} and " if result.num_pushes else ""
+        if result.error:
+            findings.append(error(who, result.error, result.remedy))
+        elif 0 < result.gb_per_s < SLOW * usual:
+            remedy = "Look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`."
+            findings.append(warning(who, f"{result.gb_per_s:.0f} GB/s, the median is {usual:.0f}", remedy))
+        else:
+            findings.append(ok(who, f"{pushed}{result.num_steps} steps of the op, all right"))
+    if "ranks 0" in test.results:
+        findings.append(note("self-test", "one rank has no peers: nothing was pushed", "--ranks 2 tries two."))
+    return findings
