@@ -117,22 +117,23 @@ class EngineManager(NativeAll2AllManager):
         Raises:
             UnsupportedError: counters across nodes.
         """
-        parts = self._num_micro_batches
-        ranks = {"rank": self.rank, "world_size": self.world_size}
-        of_part, of_step = (handle_kwargs(token_format, shape.of_micro_batch(n), **ranks) for n in (parts, 1))
-        num_known = len(self._ops)
-        # the op of whole steps is the last one of a shape
-        others = [self.get_handle(of_part, index) for index in range(1, parts)]
-        ops = [self.get_handle(of_step), *others]
-        if len(self._ops) > num_known and self.rank == 0:
-            self._log(ops[0], token_format.advice)
-        if parts > 1:
-            # kernels for the bound are compiled
-            for op in ops:
-                op.set_max_sms(self._split_max_sms)
-                op.set_max_sms(self.max_sms_used() or 0)
-        if self.combines_in_halves:
-            ops[0].warmup_split()
+        with self._rendezvous.telling():
+            parts = self._num_micro_batches
+            ranks = {"rank": self.rank, "world_size": self.world_size}
+            of_part, of_step = (handle_kwargs(token_format, shape.of_micro_batch(n), **ranks) for n in (parts, 1))
+            num_known = len(self._ops)
+            # the op of whole steps is the last one of a shape
+            others = [self.get_handle(of_part, index) for index in range(1, parts)]
+            ops = [self.get_handle(of_step), *others]
+            if len(self._ops) > num_known and self.rank == 0:
+                self._log(ops[0], token_format.advice)
+            if parts > 1:
+                # kernels for the bound are compiled
+                for op in ops:
+                    op.set_max_sms(self._split_max_sms)
+                    op.set_max_sms(self.max_sms_used() or 0)
+            if self.combines_in_halves:
+                ops[0].warmup_split()
         number = self.layer_number(layer)
         counters = self.counters
         return [

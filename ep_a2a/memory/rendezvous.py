@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ep_a2a.memory.peers import Peers
 
 Result = TypeVar("Result")
+_telling: ContextVar[tuple[Rendezvous, ...]] = ContextVar("telling", default=())
+"""Those whose `telling` this thread is in. Meetings of some ranks may be held meanwhile."""
 
 DEFAULT_TIMEOUT_SECS = 300.0
 FIRST_WORD = "the first word of a meeting"
@@ -178,6 +181,7 @@ class Rendezvous:
                 exchange, since they use until then what this rank takes away when the context has ended.
         """
         self._all_know = False
+        token = _telling.set((*_telling.get(), self))
         try:
             yield
         except Exception as error:
@@ -186,6 +190,8 @@ class Rendezvous:
                 with contextlib.suppress(EpA2AError, RuntimeError):
                     self._texts(waiting_at, told)
             raise
+        finally:
+            _telling.reset(token)
 
     def tell(self, error: Exception) -> str | None:
         """Makes `error` this rank's part of the next exchange, and returns that. Waits for nobody.
@@ -259,6 +265,8 @@ class Rendezvous:
             raise unreadable("the first rank to decide", label, "no decision") from None
         if verdict != Verdict():
             self._all_know = True
+            if (call := self._ended_call((*verdict.missing, *verdict.late))) is not None:
+                call.barrier(label)
             raise self._timeout(verdict, label)
         self.peers.withdraw()
         texts = [bytes(store.get(key)) for key in keys]
@@ -268,9 +276,21 @@ class Rendezvous:
             store.delete_key(self._decision_key(sequence - 2))
         return texts
 
-    def _has_told(self, rank: int) -> bool:
-        """Whether a rank has told an error in place of coming to the present meeting."""
-        key = self._key(self._sequence, self.ranks.index(rank))
+    def _ended_call(self, absent: Sequence[int]) -> Rendezvous | None:
+        """Where all ranks meet of whom some meet here, if an absent one has told an error there; else None."""
+        for call in _telling.get():
+            if call is not self and call.peers is self.peers and any(call._has_told(rank, ahead=1) for rank in absent):  # noqa: SLF001
+                return call
+        return None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether another rank has told an error in place of coming to the next meeting."""
+        return any(self._has_told(rank, ahead=1) for rank in self.ranks)
+
+    def _has_told(self, rank: int, ahead: int = 0) -> bool:
+        """Whether a rank has told an error in place of coming to the present meeting, or to one that is ahead."""
+        key = self._key(self._sequence + ahead, self.ranks.index(rank))
         found = parsed(self._store.get(key)) if self._store.check([key]) else None
         return isinstance(found, dict) and FAILED_KEY in found
 
@@ -290,6 +310,7 @@ class Rendezvous:
             if self._store.check(keys):
                 return gone
             absent = tuple(rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key]))
+            is_over = is_over or self._ended_call(absent) is not None
             if gone or is_over or any(map(self.peers.has_gone, absent)):
                 return tuple(sorted({*absent, *gone}))
             if absent and clock.now() >= say_at:

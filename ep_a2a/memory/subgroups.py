@@ -67,41 +67,42 @@ def make_subgroup(
             "Call make_subgroup on the ranks of the subgroup only.",
         )
     meeting = Rendezvous(parent, timeout_secs, ranks=ranks, store=store)
-    store = meeting.peers.group_store if store is None else store
-    name = meeting.exchange("name of a subgroup", secrets.token_hex(8))[0]
-    deadline = clock.now() + timeout_secs + CONNECT_PATIENCE_SECS
-    # gloo may wait for a key, which occupies the connection to the store
-    own_store = store.clone()  # type: ignore[attr-defined]
-    connect = functools.partial(
-        _make_group, parent, ranks, f"ep_a2a_{name}", timedelta(seconds=timeout_secs), own_store
-    )
-    failure: RuntimeError | None = None
-    with contextlib.ExitStack() as undo:
-        try:
-            group = _while_all_live(connect, meeting)
-            undo.callback(destroy_subgroup, group)
-        except RuntimeError as error:
-            if not is_rank_gone(error):
-                raise
-            failure = error
-        meeting.timeout_secs = max(0.0, deadline - clock.now())
-        # gloo does not say which connection failed, and a member may be connected to all where others are not
-        texts = meeting.exchange("connections of a subgroup", failure and str(failure))
-        if not any(texts):
-            undo.pop_all()
-            return group
-    raise RankTimeoutError(
-        f"ranks {list(ranks)} to connect within {timeout_secs:g} s",
-        "; ".join(f"rank {rank} failed: {text}" for rank, text in zip(ranks, texts, strict=True) if text),
-        "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
-    ) from failure
+    with meeting.telling():
+        store = meeting.peers.group_store if store is None else store
+        name = meeting.exchange("name of a subgroup", secrets.token_hex(8))[0]
+        deadline = clock.now() + timeout_secs + CONNECT_PATIENCE_SECS
+        # gloo may wait for a key, which occupies the connection to the store
+        own_store = store.clone()  # type: ignore[attr-defined]
+        connect = functools.partial(
+            _make_group, parent, ranks, f"ep_a2a_{name}", timedelta(seconds=timeout_secs), own_store
+        )
+        failure: RuntimeError | None = None
+        with contextlib.ExitStack() as undo:
+            try:
+                group = _while_all_live(connect, meeting)
+                undo.callback(destroy_subgroup, group)
+            except RuntimeError as error:
+                if not is_rank_gone(error):
+                    raise
+                failure = error
+            meeting.timeout_secs = max(0.0, deadline - clock.now())
+            # gloo does not say which connection failed, and a member may be connected to all where others are not
+            texts = meeting.exchange("connections of a subgroup", failure and str(failure))
+            if not any(texts):
+                undo.pop_all()
+                return group
+        raise RankTimeoutError(
+            f"ranks {list(ranks)} to connect within {timeout_secs:g} s",
+            "; ".join(f"rank {rank} failed: {text}" for rank, text in zip(ranks, texts, strict=True) if text),
+            "Check that these ranks are alive and reach each other (GLOO_SOCKET_IFNAME).",
+        ) from failure
 
 
 def _while_all_live(connect: Callable[[], dist.ProcessGroup], meeting: Rendezvous) -> dist.ProcessGroup:
     """Returns the group that `connect` makes, in a thread: gloo itself would wait for a dead member until its time-out.
 
     Raises:
-        RuntimeError: of gloo, or that a member's process has ended; the thread is left behind then.
+        RuntimeError: of gloo, or that a member has ended or told an error; the thread is left behind then.
     """
     made: list[dist.ProcessGroup] = []
     errors: list[BaseException] = []
@@ -114,11 +115,11 @@ def _while_all_live(connect: Callable[[], dist.ProcessGroup], meeting: Rendezvou
 
     thread = threading.Thread(target=work, name="ep_a2a connects", daemon=True)
     thread.start()
-    while thread.is_alive() and not set(meeting.ranks).intersection(meeting.peers.look()):
+    while thread.is_alive() and not (set(meeting.ranks).intersection(meeting.peers.look()) or meeting.is_told):
         thread.join(BEAT_SECS)
     if made:
         return made[0]
-    raise errors[0] if errors else RuntimeError("closed by peer: a member's process has ended")
+    raise errors[0] if errors else RuntimeError("closed by peer: a member's process has ended, or it has told an error")
 
 
 def destroy_subgroup(group: dist.ProcessGroup) -> None:

@@ -33,7 +33,8 @@ MACHINERY = tuple(
 )
 ENTERS = ("telling", "manager.make(", "return Rendezvous(", "try:")
 """Parts of lines that only lead to the first line whose error is told, or hold no code that could fail."""
-FAILING, WORLD_SIZE, SEED, NUM_QUICK = 1, 2, 20261129, 10
+FAILING, WORLD_SIZE, SEED = 1, 2, 20261129
+NUM_QUICK, NUM_AT_ONCE = 10, 100
 CASE = Case(world_size=WORLD_SIZE, tokens=((4, 3),), hidden_dim=32)
 Place = tuple[str, int]
 
@@ -54,6 +55,10 @@ def between_nodes(context: RankContext, close: contextlib.ExitStack, **kwargs: A
     manager.reset()
 
 
+def between_hosts(context: RankContext, close: contextlib.ExitStack) -> None:
+    between_nodes(context, close, internode_transport="torch.distributed")
+
+
 def collective(context: RankContext, close: contextlib.ExitStack) -> None:
     manager = create_manager("naive", context.group)
     close.callback(manager.destroy)
@@ -61,7 +66,7 @@ def collective(context: RankContext, close: contextlib.ExitStack) -> None:
     close.push(manager.get_handle(kwargs_of(CASE, context.rank)))
 
 
-CALLS: tuple[Callable[..., None], ...] = (one_op, between_nodes, collective)
+CALLS: tuple[Callable[..., None], ...] = (one_op, between_nodes, between_hosts, collective)
 
 
 def traced(seen: Callable[[Any], None], calls: Callable[[], None]) -> None:
@@ -107,6 +112,7 @@ def places_of(context: RankContext, calls: Callable[..., None]) -> list[Place]:
 
 def plant(context: RankContext, calls: Callable[..., None], places: list[Place]) -> None:
     """The calls, once for each place, where the failing rank raises an error."""
+    context = RankContext(context.rank, context.world_size, context.device, dist.new_group())
     meeting = Rendezvous(dist.new_group())
     # so that a collection looks at what a call has left, and not at all of torch
     gc.freeze()
@@ -151,4 +157,5 @@ def test_the_other_ranks_are_told(ranks: Any, calls: Callable[..., None], every:
     places = ranks(places_of, WORLD_SIZE, calls)[FAILING]
     assert len(places) > NUM_QUICK
     chosen = places if every else random.Random(SEED).sample(places, NUM_QUICK)
-    ranks(plant, WORLD_SIZE, calls, chosen)
+    for first in range(0, len(chosen), NUM_AT_ONCE):
+        ranks(plant, WORLD_SIZE, calls, chosen[first : first + NUM_AT_ONCE])
