@@ -24,7 +24,7 @@ SECS_OF_A_PAIR = {"min": 0, "max": opt.MOST_SECS}
 
 
 def read_counts(option: str, text: str) -> tuple[int, ...]:
-    """Returns the numbers between commas, each 1 or more."""
+    """Return the numbers between commas, each 1 or more."""
     parts = tuple(part.strip() for part in text.split(","))
     if not all(part.isdecimal() and len(part) < 10 and 1 <= int(part) <= opt.MOST_RANKS for part in parts):
         expected = f"{text!r} is no list of numbers from 1 to {opt.MOST_RANKS} with commas between, as 8,8"

@@ -1,4 +1,4 @@
-"""Prints what a library says of itself. Runs as a program of its own, since a library may crash or hang.
+"""Print what a library says of itself. Runs as a program of its own, since a library may crash or hang.
 
     ask.py torch                          fields of Machine about torch, its GPUs and the CUDA driver
     ask.py triton                         fields of Machine about Triton and its cache
@@ -30,7 +30,7 @@ EXPERTS_PER_RANK, TOKENS = 32, 128
 
 
 def library_facts(name: str) -> Facts:
-    """Returns what torch or triton says; its version is None where it is absent, missing where its import fails."""
+    """Return what torch or triton says; its version is None where it is absent, missing where its import fails."""
     try:
         package = importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - whatever a broken library raises is the answer
@@ -65,7 +65,7 @@ def _gpu_facts(torch: Any) -> Facts:
 
 
 def _unreachable(numbers: range) -> dict[str, tuple[str, ...]]:
-    """Returns by way the pairs of GPUs, as "0 and 1", of which one does not reach the other's memory."""
+    """Return by way the pairs of GPUs, as "0 and 1", of which one does not reach the other's memory."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def is_missing(attribute: int, a: int, b: int) -> bool:
@@ -107,7 +107,7 @@ def backend_facts(folder: str, name: str, sizes: str) -> Iterator[Facts]:
 
 
 def request_facts(manager: Any, ranks_per_node: list[int], **sizes: Any) -> Facts:
-    """Returns what a manager says of a request: its kernel, why it refuses sizes, the bytes that ep_a2a takes.
+    """Return what a manager says of a request: its kernel, why it refuses sizes, the bytes that ep_a2a takes.
 
     Args:
         manager: the backend's class.

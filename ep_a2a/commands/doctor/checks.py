@@ -1,4 +1,4 @@
-"""Judges a machine, and what a request gets on it: each check yields findings, and CHECKS is the table of all.
+"""Judge a machine, and what a request gets on it: each check yields findings, and CHECKS is the table of all.
 
 A check names a failure that users have had. It looks at facts only, so that tests can describe any broken machine.
 """
@@ -85,7 +85,7 @@ ok, note, warning, error = (functools.partial(Finding, level) for level in Level
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
-    """Returns numbers as a version: "9.0" of (9, 0)."""
+    """Return numbers as a version: "9.0" of (9, 0)."""
     return ".".join(map(str, numbers))
 
 
@@ -259,7 +259,7 @@ GROUP = "what a group gets"
 
 
 def run_checks(machine: Machine, choice: Choice) -> dict[str, list[Finding]]:
-    """Returns what all checks find, by section of the report."""
+    """Return what all checks find, by section of the report."""
     sections = {name: [found for check in checks for found in check(machine)] for name, checks in CHECKS.items()}
     return sections | {GROUP: list(group(machine, choice))}
 

@@ -1,4 +1,4 @@
-"""Finds the facts of this machine, and what a request gets on it, without judging them.
+"""Find the facts of this machine, and what a request gets on it, without judging them.
 
 Programs of their own (ask.py) ask libraries; PROBES find the rest in this process. Each returns facts by name of a
 field of Machine.
@@ -41,7 +41,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def find_machine(ask_secs: float = ASK_SECS) -> Machine:
-    """Returns the description of this machine; a library may take `ask_secs` to import."""
+    """Return the description of this machine; a library may take `ask_secs` to import."""
     with ThreadPoolExecutor() as asking:
         torch, triton = asking.map(lambda name: ask_library(name, ask_secs), ("torch", "triton"))
     facts = torch | triton | find_free_memory([Gpu(*gpu) for gpu in torch.get("gpus", ())])
@@ -55,7 +55,7 @@ def find_machine(ask_secs: float = ASK_SECS) -> Machine:
 def choose(
     num_gpus: int, backend: str | None, config: str | None, ranks: tuple[int, ...] | None, **sizes: Any
 ) -> Choice:
-    """Returns the backend of a request, by the rule of init_dist_env, and its ranks.
+    """Return the backend of a request, by the rule of init_dist_env, and its ranks.
 
     Args:
         num_gpus: that torch sees.
@@ -77,7 +77,7 @@ def choose(
 
 
 def ask_library(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
-    """Returns the facts that ask.py prints; `{name}_problem` is why the program ended before it had printed all."""
+    """Return the facts that ask.py prints; `{name}_problem` is why the program ended before it had printed all."""
     # -P: the folder of ask.py must not be on the import path, where its modules could stand for others.
     flags = ["-P"] + ["-S"] * bool(sys.flags.no_site) + ["-E"] * bool(sys.flags.ignore_environment)
     command = [sys.executable, *flags, ask.__file__, name, *arguments]
@@ -94,7 +94,7 @@ def ask_library(name: str, timeout_secs: float, *arguments: str) -> dict[str, An
 
 
 def _end_of(done: subprocess.CompletedProcess[bytes]) -> str:
-    """Returns how a program ended, and the last line that it wrote."""
+    """Return how a program ended, and the last line that it wrote."""
     code, names = done.returncode, {number.value: number.name for number in signal.Signals}
     how = f"ended with exit code {code}" if code >= 0 else f"was killed by {names.get(-code, f'signal {-code}')}"
     lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
@@ -102,7 +102,7 @@ def _end_of(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def ask_backend(choice: Choice, timeout_secs: float = ASK_SECS) -> Choice:
-    """Adds what the manager of the chosen backend says of the request, and its library of itself."""
+    """Add what the manager of the chosen backend says of the request, and its library of itself."""
     if not choice.backend:
         return choice
     sizes = given({"hidden": choice.hidden, "max_tokens": choice.max_tokens, "quant": choice.quant})
@@ -113,7 +113,7 @@ def ask_backend(choice: Choice, timeout_secs: float = ASK_SECS) -> Choice:
 
 
 def find_free_memory(gpus: list[Gpu]) -> dict[str, Any]:
-    """Finds what nvidia-smi adds to the GPUs of torch; the same GPUs where there is no nvidia-smi."""
+    """Find what nvidia-smi adds to the GPUs of torch; the same GPUs where there is no nvidia-smi."""
     query = "--query-gpu=driver_version,memory.free"
     rows = read_query(command_output("nvidia-smi", query, "--format=csv,noheader,nounits"))
     # nvidia-smi numbers all GPUs of the host, CUDA the visible ones: the numbers match only where the counts do.
@@ -123,7 +123,7 @@ def find_free_memory(gpus: list[Gpu]) -> dict[str, Any]:
 
 
 def read_query(text: str) -> list[tuple[str, int | None]]:
-    """Returns the driver's version and the free bytes of each GPU in the lines of `nvidia-smi --query-gpu`."""
+    """Return the driver's version and the free bytes of each GPU in the lines of `nvidia-smi --query-gpu`."""
     pairs = [cells for line in text.splitlines() if len(cells := line.split(", ")) == 2]
     return [(version, int(free) << 20 if free.isdecimal() else None) for version, free in pairs]
 
@@ -132,7 +132,7 @@ def read_query(text: str) -> list[tuple[str, int | None]]:
 
 
 def find_host() -> dict[str, Any]:
-    """Describes the operating system."""
+    """Describe the operating system."""
     import resource
 
     limit, name = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], socket.gethostname()
@@ -157,7 +157,7 @@ def find_host() -> dict[str, Any]:
 
 
 def folder_problem(path: Path, *, holds_code: bool = False) -> str:
-    """Returns why a folder cannot be used, else ""; one that holds code need not exist, but must be trusted and run."""
+    """Return why a folder cannot be used, else ""; one that holds code need not exist, but must be trusted and run."""
     there = next(place for place in (path, *path.parents) if place.exists())
     if there != path and not holds_code:
         return "does not exist"
@@ -170,7 +170,7 @@ def folder_problem(path: Path, *, holds_code: bool = False) -> str:
 
 
 def find_installation() -> dict[str, Any]:
-    """Describes how this package is installed, and which others are."""
+    """Describe how this package is installed."""
     return {
         "version": ep_a2a.__version__,
         "installed_version": package_version("ep-a2a"),
@@ -179,7 +179,7 @@ def find_installation() -> dict[str, Any]:
 
 
 def find_vllm() -> dict[str, Any]:
-    """Describes the vLLM of this environment from its source, as the plugin reads it, without importing it."""
+    """Describe the vLLM of this environment from its source, as the plugin reads it, without importing it."""
     if folder_of("vllm") is None:
         return {}
     try:
@@ -192,7 +192,7 @@ def find_vllm() -> dict[str, Any]:
 
 
 def find_variables() -> dict[str, Any]:
-    """Returns the set variables, and by name why the text of one of this package cannot be used."""
+    """Return the set variables, and by name why the text of one of this package cannot be used."""
     problems = {}
     for variable in env.VARIABLES:
         try:

@@ -29,7 +29,7 @@ NO_TROUBLE = "Nothing found that prevents use."
 
 
 def execute(options: SimpleNamespace) -> int:
-    """Judges this machine and prints the report; returns 1 where something prevents use, else 0.
+    """Judge this machine and print the report; return 1 where something prevents use, else 0.
 
     Args:
         options: by name, as cli/doctor.py declares them.
@@ -73,7 +73,7 @@ def _selftest(machine: Machine, choice: Choice, pair_secs: float | None) -> tupl
 
 
 def show_findings(console: Console, sections: Mapping[str, Sequence[Finding]]) -> None:
-    """Prints all findings by section; the last line says whether anything prevents use.
+    """Print all findings by section; the last line says whether anything prevents use.
 
     Args:
         console: where to print.

@@ -1,4 +1,4 @@
-"""Runs the self-test: every two ranks push bytes and flags to each other and run the op; then all ranks together."""
+"""Run the self-test: every two ranks push bytes and flags to each other and run the op; then all ranks together."""
 
 from __future__ import annotations
 
@@ -70,7 +70,14 @@ class SelfTest:
 
 
 def check_ranks(context: RankContext, ranks: tuple[int, ...], secs: float) -> Result | None:
-    """Tests some ranks of the pool, and two with pushes for about `secs` seconds; called on all. None on the others.
+    """Run steps of the op on some ranks of the pool, and before that pushes between them where they are two.
+
+    Call it on all ranks of the pool; it returns None on the others.
+
+    Args:
+        context: this rank, among all of the pool.
+        ranks: in ascending order.
+        secs: how long to push.
 
     Raises:
         CheckFailedError: something arrived that had not been sent.
@@ -89,7 +96,7 @@ def check_ranks(context: RankContext, ranks: tuple[int, ...], secs: float) -> Re
 
 
 def _check_op(context: RankContext) -> None:
-    """Runs steps of the op with identity experts on all ranks, and compares each with reference.py. Collective."""
+    """Run steps of the op with identity experts on all ranks, and compare each with reference.py. Collective."""
     rank, world_size, device, group = context.rank, context.world_size, context.device, context.group
     num_experts, none = world_size * EXPERTS_PER_RANK, [None] * world_size
     # All ranks get some tokens, and some tokens name one rank twice.
@@ -118,7 +125,7 @@ def _tokens(rank: int, step: int) -> torch.Tensor:
 
 
 def _push(context: RankContext, secs: float) -> tuple[float, int]:
-    """Pushes between two ranks, each way at once; returns 1e9 bytes per second of a way, and the pushes of both."""
+    """Push between two ranks, each way at once; return 1e9 bytes per second of a way, and the pushes of both."""
     kind, rendezvous = context.device.type, Rendezvous(context.group)
     vectors = torch.tensor([[0, 1], [1, 0]]) * (PUSH_BYTES[kind] // VECTOR_BYTES)
     with contextlib.closing(Push(context, rendezvous, vectors)) as made:
@@ -155,7 +162,7 @@ def _require(right: bool, what: str, rank: int) -> None:
 
 
 def run_selftest(device: str, num_ranks: int, secs: float | None, body: Callable[..., Any] = check_ranks) -> SelfTest:
-    """Tests all pairs of ranks one after another, then all ranks together; shows progress.
+    """Test all pairs of ranks one after another, then all ranks together; show progress.
 
     A pair that fails ends the processes; the next one gets new ones, so that failures do not spread.
 
@@ -184,7 +191,7 @@ def run_selftest(device: str, num_ranks: int, secs: float | None, body: Callable
 
 
 def _failed(failure: RankFailure) -> Result:
-    """Returns the result of a part in which a rank failed."""
+    """Return the result of a part in which a rank failed."""
     known = failure.expected_error
     if known is None:
         return Result(error=failure.summary, remedy=OTHER_REMEDY)
@@ -193,7 +200,7 @@ def _failed(failure: RankFailure) -> Result:
 
 
 def judge(test: SelfTest) -> list[Finding]:
-    """Returns the findings of what the self-test measured: a line for each pair, and one for all ranks."""
+    """Return the findings of what the self-test measured: a line for each pair, and one for all ranks."""
     rates = [each.gb_per_s for each in test.results.values() if each.gb_per_s]
     usual = statistics.median(rates) if rates and not test.note else 0.0
     findings = [note("self-test", test.note)] if test.note else []
