@@ -199,6 +199,13 @@ def compat_arguments() -> str:
     return "\n\n".join(parts)
 
 
+def backends() -> str:
+    """The tables of what backends can do and need."""
+    from ep_a2a.commands import backends as module
+
+    return module.markdown(module.registered_backends())
+
+
 def memory_order() -> str:
     """The table of device functions that order accesses."""
     from tools import order
@@ -221,6 +228,7 @@ PARTS: dict[str, Callable[[], str]] = {
         enumerations,
         vllm_patches,
         compat_arguments,
+        backends,
         memory_order,
     )
 }

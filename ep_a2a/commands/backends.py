@@ -66,7 +66,7 @@ def execute(options: SimpleNamespace) -> None:
     give_json(found, options.output, as_json=options.as_json)
     console = messages.output()
     if options.markdown:
-        console.file.write(f"{_markdown(backends)}\n")
+        console.file.write(f"{markdown(backends)}\n")
     elif options.name is not None and not options.as_json:
         console.print(_all_about(chosen[0]))
     elif not options.as_json:
@@ -134,7 +134,8 @@ def _capabilities(backends: list[Backend]) -> Iterator[tuple[str, list[str], lis
         )
 
 
-def _markdown(backends: list[Backend]) -> str:
+def markdown(backends: list[Backend]) -> str:
+    """Returns the tables of capabilities as markdown, a section for each."""
     parts = []
     for title, headings, rows in _capabilities(backends):
         named = [[f"`{name}`", *texts] for name, *texts in rows]

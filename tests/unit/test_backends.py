@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -48,8 +49,6 @@ from ep_a2a.routing import count_ids
 from tests.cases.configs import deepseek_v3
 from tests.cases.tables import read_table
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "backends.md"
-BEGIN, END = "<!-- made by `ep-a2a backends --markdown` -->", "<!-- end of what is made -->"
 OPS = (
     CollectiveDispatchCombineOp,
     MoriOp,
@@ -345,7 +344,7 @@ def test_weights_say_which_slots_were_dropped():
     assert torch.equal(got.nan_to_num(7.0), torch.tensor([[0.5, 0.0], [7.0, 2.0]]))
 
 
-# --- the command and the document ---
+# --- the command ---
 
 
 def test_the_command_prints_json():
@@ -364,9 +363,5 @@ def test_the_command_prints_tables():
     assert done.exit_code == 0, done.output
     for text in ("Backends on this machine", *TABLES.values(), "pplx", "DeepEP"):
         assert text in done.stdout
-
-
-def test_the_document_is_up_to_date():
-    made = CliRunner().invoke(make_app(), ["backends", "--markdown"]).stdout.strip()
-    text = DOCUMENT.read_text()
-    assert text.partition(BEGIN)[2].partition(END)[0].strip() == made, "put `ep-a2a backends --markdown` there"
+    made = CliRunner().invoke(make_app(), ["backends", "--markdown"]).stdout
+    assert re.findall("^## (.+)$", made, re.M) == list(TABLES.values())

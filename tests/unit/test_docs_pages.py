@@ -73,7 +73,7 @@ def test_tables_cannot_be_broken_by_their_text():
     assert made.splitlines()[2:] == [r"| x\|y | one two |", "| 1 | None |"]
 
 
-@pytest.mark.parametrize("page", ["arguments", "cli", "configuration", "env", "errors", "protocol", "vllm"])
+@pytest.mark.parametrize("page", ["arguments", "backends", "cli", "configuration", "env", "errors", "protocol", "vllm"])
 def test_the_site_fills_in_what_the_checkout_names_in_one_line(page: str):
     text = (DOCS / f"{page}.md").read_text()
     committed = re.findall(r"<!-- generated: (\w+) -->\n([^\n]+)\n<!-- end -->", text)
