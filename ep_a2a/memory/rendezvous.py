@@ -355,6 +355,21 @@ def unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:
     )
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether the file that is a process group's store could not grow."""
+    return isinstance(error, dist.DistStoreError) and os.strerror(errno.ENOSPC) in str(error)
+
+
+def no_room(error: BaseException) -> HostMemoryError:
+    """Returns our error for one that `is_full`."""
+    return HostMemoryError(
+        "room in the file that is the store of the process group",
+        str(error).partition("\n")[0],
+        "Free space in its file system. A RankPool's, as of demos and tests, is /dev/shm: remove old files, or enlarge "
+        "it (for containers: --shm-size).",
+    )
+
+
 @contextlib.contextmanager
 def store_must_answer(label: str, peers: Peers | None) -> Iterator[None]:
     """Turns the failure of the store's process, or of the file that holds it, into an error that says so.
@@ -365,13 +380,8 @@ def store_must_answer(label: str, peers: Peers | None) -> Iterator[None]:
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if os.strerror(errno.ENOSPC) in str(error):
-            raise HostMemoryError(
-                f"room in the file that is the store of the process group, at {label!r}",
-                str(error).partition("\n")[0],
-                "Free space in its file system. A RankPool's, as of demos and tests, is /dev/shm: remove old files, "
-                "or enlarge it (for containers: --shm-size).",
-            ) from error
+        if is_full(error):
+            raise no_room(error) from error
         raise RankTimeoutError(
             f"the store of the process group to answer at {label!r}",
             str(error).partition("\n")[0],

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ep_a2a import env
 from ep_a2a.errors import GpuLostError
-from ep_a2a.memory.rendezvous import store_must_answer
+from ep_a2a.memory.rendezvous import is_full, no_room
 from ep_a2a.topology.gpu_share import gpu_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _serve(options: WorkerOptions, pipe: connection.Connection) -> None:
         try:
             context = _join(options)
         except Exception as error:  # noqa: BLE001 - reported to the parent, whatever it is
-            pipe.send_bytes(to_bytes(_failure(error)))
+            pipe.send_bytes(to_bytes(_failure(_with_its_cause(torch.device("cpu"), error))))
             return
         pipe.send_bytes(to_bytes(Reply()))
         while (task := pipe.recv_bytes()) != STOP:
@@ -151,8 +151,7 @@ def _join(options: WorkerOptions) -> RankContext:
         device = torch.device("cuda", gpu_of(options.rank, options.num_gpus))
         torch.cuda.set_device(device)
     rendezvous = f"file://{options.directory}/rendezvous"
-    with store_must_answer("the start of the ranks", None):
-        dist.init_process_group(options.backend, rendezvous, rank=options.rank, world_size=options.world_size)
+    dist.init_process_group(options.backend, rendezvous, rank=options.rank, world_size=options.world_size)
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("init_process_group left no default group")
@@ -168,7 +167,11 @@ def _answer(context: RankContext, task: bytes) -> bytes:
 
 
 def _with_its_cause(device: torch.device, error: BaseException) -> BaseException:
-    """Returns GpuLostError where CUDA fails for good in this process, else the error."""
+    """Returns GpuLostError where CUDA fails for good in this process, and HostMemoryError where /dev/shm is full."""
+    if is_full(error):
+        full = no_room(error)
+        full.__cause__ = error
+        return full
     if device.type != "cuda" or not any(sign in str(error) for sign in CUDA_ERRORS):
         return error
     try:
