@@ -32,8 +32,7 @@ def test_folders_files_and_functions():
 PAUSES = {
     # the pause of all waits for a sign
     "waiting.py": 1,
-    # pass on the pauses of the package or of its kernels, which they count or tell of
-    "cases/outside_fault_cases.py": 1,
+    # passes on the pauses of the package or of its kernels, which it counts
     "late.py": 1,
     # the simulated clock; on GPUs the first is the host's, since the device's measures it
     "cases/counter_bodies.py": 1,
@@ -41,8 +40,6 @@ PAUSES = {
     "simulator/test_faults.py": 2,
     # a process that is stopped cannot look for a sign; on GPUs only
     "cases/fault_cases.py": 1,
-    # vLLM engines on GPUs, which say neither that they look for ports nor that they still run steps
-    "engines/vllm/gpu/rank.py": 2,
     # an example of a shell's pause, below
     "unit/test_tiers.py": 1,
 }
