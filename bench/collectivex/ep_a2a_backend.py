@@ -1,9 +1,16 @@
 """ep_a2a as a backend of CollectiveX (experimental/CollectiveX of SemiAnalysisAI/InferenceX).
 
-CollectiveX's bench/run_ep.py has a closed list of backends. This file takes its place, with the same arguments:
+CollectiveX's bench/run_ep.py has a closed list of backends. This file takes its place, with the same arguments. A case
+on CPU, where COLLECTIVEX is the folder experimental/CollectiveX of a checkout:
 
-    PYTHONPATH=$COLLECTIVEX/bench torchrun --nproc-per-node 8 bench/collectivex/ep_a2a_backend.py \\
-        --backend ep-a2a --mode normal --precision fp8 ...
+    ranks=2 mode=normal precision=fp8
+    PYTHONPATH=$COLLECTIVEX/bench .venv/bin/torchrun --standalone --nproc-per-node $ranks \\
+      bench/collectivex/ep_a2a_backend.py --backend ep-a2a --mode $mode --precision $precision --phase decode \\
+      --routing uniform --hidden 256 --experts 16 --topk 4 --tokens-ladder "1 4" --seed 67 --version 1 \\
+      --warmup 1 --iters 1 --trials 1 --chain-iters 3 --chain-trials 1 --chain-drop 1 \\
+      --suite check --workload-name tiny --runner cpu --topology-class cpu --scope scale-up --transport shm \\
+      --scale-up-transport shm --scale-out-transport "" --gpus-per-node $ranks --scale-up-domain $ranks \\
+      --case-id cpu-ep-a2a-tiny-$mode-decode-ep$ranks-uniform-$precision --out result.json
 
 Without a GPU it is a functional check: the host's clock stands in for CUDA events, so times say nothing.
 """

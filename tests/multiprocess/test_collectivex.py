@@ -1,4 +1,4 @@
-"""The adapter for CollectiveX over the names of its base class; docs/performance.md says how to run the real one."""
+"""The adapter for CollectiveX over the names of its base class; the adapter says how to run the real one."""
 
 import abc
 import argparse
