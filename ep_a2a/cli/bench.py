@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
 CONTENDER_NAMES = (
-    "reference_push, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), "
-    "ep_low_latency (compat.ep_low_latency, with --layout expert_major), ep_low_latency_traced, ep_a2a_v1, "
-    "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem, ep_a2a_nvshmem_ll (both only when named), nccl_agrs, "
-    "nccl_all_to_all, flashinfer, deepep, deepep_low_latency (V1 beside V2)"
+    "reference_push, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), ep_a2a_v1, "
+    "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem (only when named), nccl_agrs, nccl_all_to_all, "
+    "flashinfer, deepep"
 )
 LAYERS = "Layers"
 MICRO_BATCHES = (
@@ -42,29 +41,20 @@ OPTIONS = (
     opt.flag("shared_gpu", "Put all ranks on the first GPU; 2 ranks unless --ranks says more."),
     opt.flag("cold_cache", "Time round trips behind a flushed L2, too; always where ranks share."),
     opt.numbers("gpus_per_node", "Cut virtual nodes of so many ranks; 0 = one node.", default="0"),
-    opt.names(
-        "contenders",
-        f"Default: all that make sense. Names: {CONTENDER_NAMES}.",
-        names=("--contenders", "--transports"),
-    ),
+    opt.names("contenders", f"Default: all that make sense. Names: {CONTENDER_NAMES}."),
     opt.number(
-        "iterations",
-        "Timed runs; default: 50, of layers 10 in each round, on CPU 2 and 1.",
-        opt.MOST_ITERATIONS,
-        names=("--iterations", "--runs"),
+        "iterations", "Timed runs; default: 50, of layers 10 in each round, on CPU 2 and 1.", opt.MOST_ITERATIONS
     ),
     opt.number("warmups", "Untimed runs; default: 20, of layers 2, on CPU 0.", opt.MOST_ITERATIONS, least=0),
-    opt.number("rounds", "Times that contenders take turns; default: 1, of layers on GPUs 4.", opt.MOST_ITERATIONS),
     opt.AS_JSON,
     opt.Option("output", Path, "Write JSON lines, a header and a line per row."),
     opt.SEED,
     opt.file("plot", "Draw round trip over tokens, or bounds (PNG, SVG)."),
-    opt.file("markdown", "Write the table as markdown."),
     opt.flag("layer", "Time whole MoE layers with fp8 experts over ep_a2a, flashinfer, nccl_agrs.", panel=LAYERS),
     opt.number("layers", "Layers in one CUDA graph; default: 4, on CPU 1.", opt.MOST_ITERATIONS, panel=LAYERS),
     opt.numbers("intermediate", "Intermediate sizes of an expert; default: 2048 on GPUs.", panel=LAYERS),
     opt.Option("micro_batches", str, MICRO_BATCHES, read=opt.read_bounds, panel=LAYERS),
-    opt.Option("traces", Path, "Folder for Chrome traces of rank 0.", limits={"file_okay": False}, panel=LAYERS),
+    opt.number("rounds", "Times that contenders take turns; default: 4, on CPU 1.", opt.MOST_ITERATIONS, panel=LAYERS),
 )
 
 

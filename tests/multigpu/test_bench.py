@@ -31,7 +31,7 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
         num_experts=16,
         quant_type="fp8_per_1x128",
         gpus_per_node=int(name in BETWEEN_NODES),
-        layout="expert_major" if "low_latency" in name else "compact",
+        layout="compact",
     )
     row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
     if row["status"] == Status.UNAVAILABLE and name not in ALWAYS_THERE:

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import make_app
-from ep_a2a.commands.bench import deepep
+from ep_a2a.commands.bench.contenders import make_contender
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.compat import deep_ep, mori
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS
@@ -281,7 +281,7 @@ def test_our_deep_ep_is_not_deep_ep(monkeypatch):
     for library in (BUFFER, ELASTIC_BUFFER):
         assert "own stand-in in this process, ep_a2a.compat.deep_ep" in (library.problem() or "")
     # nor is it measured under the name
-    reason = deepep.unavailable(Workload(2, 1, 1), torch.device("cuda"))
+    reason = make_contender("deepep").unavailable(Workload(2, 1, 1), torch.device("cuda"))
     assert (reason or "").startswith(BUFFER.problem() or "?")
 
 

@@ -144,17 +144,6 @@ def test_nodes_of_a_sweep_hold_equally_many_ranks(gpus_per_node):
         points_of(world_size=(4,), gpus_per_node=(gpus_per_node,))
 
 
-def test_rows_between_nodes_are_counted_once_per_node_and_once_per_rank():
-    workload = Workload(4, 5, 5, hidden_dim=8, topk=3, num_experts=8, routing="uniform", gpus_per_node=2)
-    once = flat = 0
-    for rank in range(4):
-        for token in workload.ids(rank).tolist():
-            away = {expert // 2 for expert in token if expert // 4 != rank // 2}
-            flat, once = flat + len(away), once + bool(away)
-    assert workload.rows_between_nodes == (once, flat)
-    assert Workload(4, 5, 5, topk=3, num_experts=8).rows_between_nodes == (0, 0)
-
-
 def test_only_weights_of_valid_ids_count():
     workload = workload_of(routing="out_of_range")
     inputs = workload.inputs(0)

@@ -22,7 +22,7 @@ from ep_a2a.commands.bench.contenders import (
 )
 from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
-from ep_a2a.commands.bench.report import compare, describe, reasons, show, shown_name, write_lines, write_markdown
+from ep_a2a.commands.bench.report import compare, describe, reasons, show, shown_name, write_lines
 from ep_a2a.commands.bench.runner import JoinedRunner, Runner, Status, main_us, run_sweep
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
@@ -43,13 +43,11 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 2
 """On CPU, and with --shared-gpu."""
-LAYER_OPTIONS = ("layers", "intermediate", "micro_batches", "traces")
+LAYER_OPTIONS = ("layers", "rounds", "intermediate", "micro_batches")
 """Options that say nothing without --layer."""
-
-_ON_GPUS = tuple(name for name in CONTENDERS if name not in (*BETWEEN_NODES, *ONLY_WHEN_NAMED))
+_ON_GPUS = tuple(name for name in CONTENDERS if name not in BETWEEN_NODES)
 # In the interpreter a step of the op takes seconds, so its variants run only when named.
 _ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
-
 _ON_ALL = {"quant": ("fp8_per_1x128",), "layout": ("compact",), "rounds": 1}
 _DEEPSEEK_V3 = {"hidden": (7168,), "topk": (8,), "experts": (256,), "intermediate": (2048,)}
 _SMALL = {"hidden": (256,), "topk": (4,), "experts": (16,), "intermediate": (64,)}
@@ -92,21 +90,13 @@ def run(options: SimpleNamespace) -> bool:
     if kind == "cpu":
         refuse({"plot": options.plot}, "on CPU, whose times say nothing about GPUs", "Leave it out.")
     options = with_defaults(options, kind)
-    names = names_of(options)
+    if not options.micro_batches:
+        check_names(options.contenders, LAYERS if options.layer else CONTENDERS)
     plot = options.plot
-    for path in (options.output, options.markdown):
-        check_can_write(path)
-    different_files(options.output, options.markdown, plot, None if plot is None else dark_variant(plot))
+    check_can_write(options.output)
+    different_files(options.output, plot, None if plot is None else dark_variant(plot))
     if plot is not None:
         check_can_plot(plot)
-    settings = TimingSettings(
-        options.warmups,
-        options.iterations,
-        options.layers,
-        cold_cache=options.cold_cache,
-        num_rounds=options.rounds,
-        traces=options.traces,
-    )
     if options.shared_gpu:
         require_shareable(kind)
     starts_ranks = not dist.is_torchelastic_launched()
@@ -117,30 +107,19 @@ def run(options: SimpleNamespace) -> bool:
         if kind == "cuda" and runner.world_size is None:
             num_sms = torch.cuda.get_device_properties(0).multi_processor_count
             check_budgets(options.max_sms, options.ranks, runner.num_gpus, num_sms)
-        return execute(runner, workloads, names, settings, kind, options)
+        return execute(runner, workloads, kind, options)
 
 
 def with_defaults(options: SimpleNamespace, device: str) -> SimpleNamespace:
     """Returns the options with values for those that are not given."""
     values = vars(options) | DEFAULTS[device]
     if any(options.gpus_per_node):
-        values["contenders"] += BETWEEN_NODES
+        values["contenders"] += tuple(name for name in BETWEEN_NODES if name not in ONLY_WHEN_NAMED)
     if options.layer:
         values |= LAYER_DEFAULTS[device] | {"layout": ("rank_major",), "contenders": LAYERS}
-    return SimpleNamespace(**values | given(vars(options)))
-
-
-def names_of(options: SimpleNamespace) -> tuple[str, ...]:
-    """Returns the contenders that are asked for.
-
-    Raises:
-        UnknownNameError: there is none of a name, or it does no layers.
-    """
     if options.micro_batches:
-        return micro_batch_names(options.micro_batches)
-    check_names(options.contenders, LAYERS if options.layer else CONTENDERS)
-    names: tuple[str, ...] = options.contenders
-    return names
+        values["contenders"] = micro_batch_names(options.micro_batches)
+    return SimpleNamespace(**values | given(vars(options)))
 
 
 def ranks_of(options: SimpleNamespace, device: str, joined: int | None) -> tuple[int, ...]:
@@ -171,18 +150,11 @@ def workloads_of(options: SimpleNamespace) -> list[Workload]:
     return make_workloads(values | {"intermediate_dim": options.intermediate}, LayerWorkload)
 
 
-def execute(
-    runner: Runner,
-    workloads: Sequence[Workload],
-    names: Sequence[str],
-    settings: TimingSettings,
-    device: str,
-    options: SimpleNamespace,
-) -> bool:
+def execute(runner: Runner, workloads: Sequence[Workload], device: str, options: SimpleNamespace) -> bool:
     """Runs the sweep and reports it, on the rank that shows results.
 
     Args:
-        options: as `run` takes them; of them as_json, output, plot and markdown.
+        options: as `run` takes them, all with values.
 
     Returns:
         Whether no available contender raised or returned a wrong result.
@@ -190,6 +162,9 @@ def execute(
     Raises:
         UnsupportedError: no contender can run here, so nothing was measured.
     """
+    settings = TimingSettings(
+        options.warmups, options.iterations, options.layers, cold_cache=options.cold_cache, num_rounds=options.rounds
+    )
     output = options.output if runner.shows_results else None
     header = describe(device) if runner.shows_results else {}
     shared = runner.note(max(workload.world_size for workload in workloads))
@@ -197,13 +172,12 @@ def execute(
     records: list[Record] = []
     if output is not None:
         write_lines(output, header, records)
-    progress_console = messages.notices()
-    progress_console.quiet |= not runner.shows_results
-    num_turns = 1 if options.layer else settings.num_rounds
-    with Progress("measuring", len(workloads) * len(names) * num_turns, progress_console) as progress:
+    console = messages.notices()
+    console.quiet |= not runner.shows_results
+    with Progress("measuring", len(workloads) * len(options.contenders), console) as progress:
         sweep = run_sweep(
             workloads,
-            names,
+            options.contenders,
             settings,
             runner,
             lambda record: progress.end(_progress_text(record, device)),
@@ -217,22 +191,15 @@ def execute(
         remedy = "Name others by --contenders, or run this where they can run."
         raise UnsupportedError("a contender that can run here", "; ".join(reasons(records)), remedy)
     if runner.shows_results:
-        _report(header, records, options)
+        if options.as_json:
+            messages.print_json({"header": header, "rows": records})
+        else:
+            show(messages.output(), header, records)
+        if options.plot is not None:
+            plot_bench(records, options.plot, header)
+        if output is not None:
+            messages.confirm(output)
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
-
-
-def _report(header: Record, records: Sequence[Record], options: SimpleNamespace) -> None:
-    """Prints the records and writes the files that are asked for, but for the JSON lines, which are there."""
-    if options.as_json:
-        messages.print_json({"header": header, "rows": records})
-    else:
-        show(messages.output(), header, records)
-    if options.markdown is not None:
-        write_markdown(options.markdown, header, records)
-    if options.plot is not None:
-        plot_bench(records, options.plot, header)
-    if options.output is not None:
-        messages.confirm(options.output)
 
 
 def _part_text(num_tokens: int, max_sms: int, name: str, device: str) -> str:

@@ -78,10 +78,6 @@ class MoEWeights(NamedTuple):
     w2: Matrices
     first_expert: int
 
-    def read(self) -> list[torch.Tensor]:
-        """Reads all experts' weights once; returns a sum for each projection."""
-        return [each.values.view(torch.float32).sum() for each in (self.w1, self.w2)]
-
 
 @functools.lru_cache(maxsize=1)
 def make_weights(

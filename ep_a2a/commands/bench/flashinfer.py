@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import Contender, library_refusal
-from ep_a2a.commands.bench.layer import layer_over
 from ep_a2a.commands.measure.session import InputsRoundTrip, Received
 from ep_a2a.config import QuantType
-from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, NVLinkOneSided, wire_view
+from ep_a2a.managers.external.flashinfer import NVLinkOneSided, wire_view
 
 if TYPE_CHECKING:
     from ep_a2a.commands.measure.workload import Inputs, Workload
@@ -84,20 +82,3 @@ class FlashInferRoundTrip(InputsRoundTrip):
         """Gives the workspace back once no rank uses it. Collective."""
         self._rows = self._out
         self._native.close()
-
-
-def unavailable(workload: Workload, device: torch.device) -> str | None:
-    """Returns why FlashInfer cannot run this workload here; None where it can."""
-    ids = torch.cat([workload.ids(rank) for rank in range(workload.world_size)])
-    refusal = library_refusal(FlashInferOneSidedAll2AllManager, workload, device)
-    if refusal is None and bool(((ids < 0) | (ids >= workload.num_experts)).any()):
-        refusal = "sends dropped slots to rank 0"
-    return refusal
-
-
-CONTENDERS = (Contender("flashinfer", FlashInferRoundTrip, layer_over(FlashInferRoundTrip), unavailable),)
-"""`flashinfer.moe_ep`'s NVLinkOneSidedAlltoAll: dispatch pushes each token once per distinct rank, combine pulls.
-
-Rows arrive in layout rank_major in no particular order. Combine is zero-copy; with an fp8 combine wire
-(fp8_direct_cast, no scales) it is staged, since the cast in place would destroy the rows.
-"""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ep_a2a.commands.bench.experts import dense_experts, make_weights, product_of, quantize_rows, run_experts
 from ep_a2a.commands.measure.session import Received, Session
-from ep_a2a.commands.measure.timing import Clock, capture
 from ep_a2a.commands.measure.workload import Inputs, Workload
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType, num_owned_experts
 from ep_a2a.errors import CheckFailedError, ConfigError, UnsupportedError
@@ -23,7 +22,6 @@ from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from ep_a2a.commands.bench.experts import MoEWeights
     from ep_a2a.commands.measure.session import InputsRoundTrip
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 PAD_ID = -1
 CHOSEN = 32.0
 """Added to the logits of the experts that the workload's routing names: far above all others."""
-NUM_TRACED = 3
-"""Layers in a trace."""
 MAX_CHECKED_TOKENS = 32
 """Tokens of each rank that are compared with the dense layer, which is slow."""
 TOLERANCES = {QuantType.NONE: 5e-2, QuantType.FP8_BLOCKWISE: 8e-2}
@@ -244,26 +240,6 @@ class Layers(Session):
     def check_timed(self) -> None:
         """Compares one more run with the dense layer."""
         self.check()
-
-    def trace(self, path: Path) -> None:
-        """Writes a Chrome trace of a few runs, on a GPU replayed from a CUDA graph, by rank 0."""
-        from torch.profiler import ProfilerActivity, profile
-
-        on_gpu = self._context.device.type == "cuda"
-
-        def work() -> None:
-            for _ in range(NUM_TRACED):
-                self.run()
-
-        run = capture(work, work, Clock(self._context)).replay if on_gpu else work
-        run()
-        with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
-            run()
-            if on_gpu:
-                torch.cuda.synchronize()
-        if self._context.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
 
     def close(self) -> None:
         """Frees what was captured, and closes the round trips."""

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ep_a2a.commands.bench.contenders import Contender
-from ep_a2a.commands.bench.layer import layer_over
 from ep_a2a.commands.measure.session import InputsRoundTrip, Received
 from ep_a2a.config import QuantType
 from ep_a2a.routing import destination_mask
@@ -116,9 +114,3 @@ def _details(workload: Workload, context: RankContext) -> dict[str, str]:
     """Returns remarks of both: collectives sum rows as they are, so combine has no cast."""
     casts = {"combine": "unquantised"} if workload.combine_quant != QuantType.NONE else {}
     return casts | ({"transport": "gloo"} if context.device.type == "cpu" else {})
-
-
-CONTENDERS = (
-    Contender("nccl_agrs", AllGatherRoundTrip, layer_over(AllGatherRoundTrip)),
-    Contender("nccl_all_to_all", AllToAllRoundTrip),
-)

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import MICRO_BATCHES, Contender
 from ep_a2a.commands.bench.experts import begin_experts, finish_experts, run_experts
 from ep_a2a.commands.bench.layer import Layer, Layers, LayerWorkload
-from ep_a2a.commands.bench.own import op_refusal
-from ep_a2a.commands.measure.session import OpRoundTrip, OpVariant
+from ep_a2a.commands.measure.session import OpRoundTrip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,16 +162,3 @@ def unsplit(workload: LayerWorkload, context: RankContext) -> Layers:
     """Makes one batch of twice the tokens."""
     size = 2 * workload.num_tokens
     return Layers(context, [Layer(replace(workload, num_tokens=size, max_num_tokens=size), context, OpRoundTrip)])
-
-
-def beside(name: str, num_sms: int) -> Contender:
-    """Returns the contender of this name whose exchanges have so many multiprocessors; 0 = no bound."""
-    return Contender(f"{name}/{num_sms}", layer=functools.partial(Overlapped, num_sms=num_sms), unavailable=_refusal)
-
-
-_refusal = functools.partial(op_refusal, OpVariant())
-CONTENDERS = (
-    Contender(MICRO_BATCHES[0], layer=in_turn, unavailable=_refusal),
-    Contender(MICRO_BATCHES[1], layer=unsplit, unavailable=_refusal),
-    Contender(MICRO_BATCHES[3], layer=functools.partial(Overlapped, num_sms=0, shares_sm=True), unavailable=_refusal),
-)

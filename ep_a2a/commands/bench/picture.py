@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands import plots
 from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH
-from ep_a2a.commands.bench.report import FIELDS, constant_fields, has_effect, is_of_layers, varying_fields
+from ep_a2a.commands.bench.report import FIELDS, constant_fields, is_of_layers, varying_fields
 from ep_a2a.commands.bench.runner import Status, main_us
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
     lines: dict[str, dict[int, float]] = {}
     for record in sorted(records, key=lambda record: int(record[x_field])):
         if record["status"] == Status.OK:
-            fields = [f"{FIELDS[name]} {record[name]}" for name in varying if has_effect(record, name)]
+            fields = [f"{FIELDS[name]} {record[name]}" for name in varying]
             line = lines.setdefault(", ".join([record["contender"], *fields]), {})
             line[record[x_field]] = min(line.get(record[x_field], float("inf")), main_us(record))
     return lines

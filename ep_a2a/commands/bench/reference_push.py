@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.bench.contenders import OPS_AT_ONCE, REFERENCE_PUSH, Contender
 from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, PushLaunch, pattern
 from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import Timer, TimingSettings
-from ep_a2a.config import num_owned_experts
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.sm_share import share_of
-from ep_a2a.routing import owner_of_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ep_a2a.commands.bench.layer import LayerWorkload
     from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
@@ -46,7 +42,8 @@ class ReferencePush(RoundTrip):
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
         super().__init__()
-        self._context = context
+        self._context, self._is_layer = context, workload.is_layer
+        self._exchange_us: float | None = None
         self._rendezvous = Rendezvous(context.group)
         shares = context.ranks_per_gpu > 1
         budget = self._budget(workload.max_sms)
@@ -104,13 +101,20 @@ class ReferencePush(RoundTrip):
         self._dispatch.close()
         self._combine.close()
 
+    def measure(self, timer: Timer) -> dict[str, Any]:
+        """Returns the times of a round trip; of a layer's bytes `exchange_us`, which is timed once."""
+        if not self._is_layer:
+            return super().measure(timer)
+        self._exchange_us = self._exchange_us or timer.median_us(self.round_trip)
+        return {"exchange_us": self._exchange_us}
+
     def _budget(self, max_sms: int) -> int:
         """Returns the multiprocessors that a push may take, on a shared GPU the rank's share at most; 0 = all."""
         context = self._context
         if context.device.type != "cuda" or context.ranks_per_gpu == 1:
             return max_sms
         num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
-        share = share_of(num_sms, context.ranks_per_gpu, OPS_AT_ONCE)
+        share = share_of(num_sms, context.ranks_per_gpu, 1)
         return min(max_sms or share, share)
 
     def _choose(self, launches: Sequence[PushLaunch]) -> None:
@@ -142,32 +146,3 @@ def launches_to_try(num_peers: int, budget: int) -> list[PushLaunch]:
     if budget:
         return [PushLaunch(budget, each, loads, True) for loads in BOUNDED_LOADS for each in BOUNDED_THREADS]
     return [PushLaunch(max(1, programs // num_peers) * num_peers, threads) for programs, threads in GRIDS]
-
-
-class BoundsOfLayer(ReferencePush):
-    """The least times of a layer: the push of its bytes, and one reading of the weights that its tokens need."""
-
-    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
-        super().__init__(workload, context)
-        self._weights = workload.weights(context)
-        chosen = torch.unique(torch.cat([workload.ids(rank) for rank in range(workload.world_size)]))
-        owners = owner_of_experts(chosen, workload.num_experts, workload.world_size)
-        self._share_read = int(torch.bincount(owners).max()) / num_owned_experts(
-            workload.num_experts, workload.world_size, 0
-        )
-        self._timed_once: dict[str, Any] = {}
-
-    def measure(self, timer: Timer) -> dict[str, Any]:
-        """Returns `exchange_us`, and `weights_us` of the busiest rank's experts that get a token; timed once."""
-        if not self._timed_once:
-            exchange_us, all_weights_us = map(timer.median_us, (self.round_trip, self._weights.read))
-            self._timed_once = {"exchange_us": exchange_us, "weights_us": all_weights_us * self._share_read}
-        return self._timed_once
-
-
-def unavailable(workload: Workload, device: torch.device) -> str | None:
-    """Returns that a rank alone has no peers; None with several ranks."""
-    return "one rank has no peers" if workload.world_size == 1 else None
-
-
-CONTENDERS = (Contender(REFERENCE_PUSH, ReferencePush, BoundsOfLayer, unavailable),)

@@ -1,8 +1,7 @@
-"""Reports a sweep: its origin, rates and ratios, JSON lines, its table on a terminal and in markdown."""
+"""Reports a sweep: its origin, rates and ratios, JSON lines and its table."""
 
 from __future__ import annotations
 
-import functools
 import json
 import platform
 import sys
@@ -14,14 +13,14 @@ import torch
 from rich.text import Text
 
 import ep_a2a
-from ep_a2a.commands.bench.contenders import MICRO_BATCHES, NATIVE, REFERENCE_PUSH, WITHOUT_EFFECT_ON_PUSH
+from ep_a2a.commands.bench.contenders import MICRO_BATCHES, NATIVE, REFERENCE_PUSH
 from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.files import write_text
 from ep_a2a.commands.programs import command_output, package_version
-from ep_a2a.commands.tables import fitting_tables, table_lines
+from ep_a2a.commands.tables import fitting_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.console import Console
 
@@ -47,57 +46,40 @@ FIELDS = {
     "intermediate_dim": "F",
 }
 """Fields of a workload and their headings."""
-HOST_TIMES = ("dispatch_host_us", "combine_host_us")
-Columns = dict[str, "Callable[[Record], str]"]
-ROUND_TRIP: Columns = {
-    "dispatch µs": lambda record: f"{record['dispatch_us']:.1f}",
-    "combine µs": lambda record: f"{record['combine_us']:.1f}",
-    "round trip µs": lambda record: f"{record['round_trip_us']:.1f}",
-    "pair period µs": lambda record: _if_known("{:.1f}", record.get("pair_period_us")),
-    "p99 µs": lambda record: f"{record['round_trip_p99_us']:.1f}",
-    "host µs": lambda record: "/".join(f"{record[name]:.1f}" for name in HOST_TIMES if name in record),
-    "GB/s": lambda record: f"{record['dispatch_gb_per_s']:.3g}/{record['combine_gb_per_s']:.3g}",
-    "of push": lambda record: _if_known("{:.1%}", record.get("round_trip_fraction_of_limit")),
+ROUND_TRIP = {
+    "dispatch µs": "{dispatch_us:.1f}",
+    "combine µs": "{combine_us:.1f}",
+    "round trip µs": "{round_trip_us:.1f}",
+    "cold µs": "{round_trip_cold_us:.1f}",
+    "pair period µs": "{pair_period_us:.1f}",
+    "p99 µs": "{round_trip_p99_us:.1f}",
+    "host µs": "{dispatch_host_us:.1f}/{combine_host_us:.1f}",
+    "GB/s": "{dispatch_gb_per_s:.3g}/{combine_gb_per_s:.3g}",
+    "of push": "{round_trip_fraction_of_limit:.1%}",
 }
-"""Cells of a contender whose round trip was timed, by heading."""
-LAYER: Columns = {
-    heading: functools.partial(lambda form, name, record: _if_known(form, record.get(name)), form, name)
-    for heading, form, name in (
-        ("layer µs", "{:.1f}", "layer_us"),
-        ("least µs", "{:.1f}", "least_us"),
-        ("most µs", "{:.1f}", "most_us"),
-        ("experts alone µs", "{:.1f}", "experts_us"),
-        ("exposed µs", "{:.1f}", "exposed_us"),
-        ("in series µs", "{:.1f}", "exchange_us"),
-        ("exposed", "{:.1%}", "exposed_share"),
-        ("weights µs", "{:.1f}", "weights_us"),
-    )
+"""Cells of a contender whose round trip was timed, by heading. A column is there where a record has its figures."""
+LAYER = {
+    "layer µs": "{layer_us:.1f}",
+    "least µs": "{least_us:.1f}",
+    "most µs": "{most_us:.1f}",
+    "experts alone µs": "{experts_us:.1f}",
+    "exposed µs": "{exposed_us:.1f}",
+    "in series µs": "{exchange_us:.1f}",
+    "exposed": "{exposed_share:.1%}",
 }
 """The same of a layer."""
-WHERE_ANY: Columns = {
-    "cold µs": lambda record: _if_known("{:.1f}", record.get("round_trip_cold_us")),
-    "rows between nodes": lambda record: _rows_between_nodes(record.get("details", {})),
-    "program µs / token": lambda record: _if_bounded(record, "program_us_per_token"),
-    "sender µs / row": lambda record: _if_bounded(record, "sender_us_per_row"),
-    "receiver µs / token": lambda record: _if_bounded(record, "receiver_us_per_token"),
-}
-"""Cells of columns that are there where a record has one."""
 EXPLANATION = (
     "µs: median over runs, maximum over ranks; p99: of the slowest rank in each run. host µs: dispatch/combine. "
     "GB/s: dispatch/combine, counting one row per token and rank. of push: round trip of reference_push "
     "by this one's. cold: a single round trip behind a flush of the L2. pair period: of a dispatch and a combine in a "
     "long row of them, median over ranks."
 )
-BOUNDED_EXPLANATION = (
-    " program µs / token: dispatch µs by tokens, times programs. sender µs / row: combine µs by rows to other ranks, "
-    "times senders. receiver µs / token: combine µs by tokens, times receivers."
-)
 CPU_EXPLANATION = "right: every rank's rows and sums are those of the reference. The JSON rows have the raw times."
 LAYER_EXPLANATION = (
     "layer: gate to combine, median of the rounds; least and most of them. experts alone: the same gate and experts on "
     "rows that lie ready, with all multiprocessors. exposed: the rest of the layer's time, and its share of in series. "
     "in series: the exchanges alone at full speed, timed in the first round; of reference_push a push of the same "
-    "bytes. weights: one reading of the weights that the tokens need. Two micro-batches of T tokens each: in_turn, one "
+    "bytes. Two micro-batches of T tokens each: in_turn, one "
     "after the other; unsplit, one batch of 2T; overlapped/N, each one's exchange beside the other's experts, combine "
     "on N multiprocessors, dispatch on three quarters of them (0: no bound), products on the rest; shared, the same "
     "with small programs of the exchange on the products' multiprocessors; both in the steady state of many layers."
@@ -149,7 +131,7 @@ def shown_name(contender: str, device: str) -> str:
 
 def is_baseline(contender: str) -> bool:
     """Returns whether reports compare others with this contender: neither the push nor one of this package's."""
-    return contender != REFERENCE_PUSH and not contender.startswith((NATIVE, "ep_low_latency"))
+    return contender != REFERENCE_PUSH and not contender.startswith(NATIVE)
 
 
 def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
@@ -160,8 +142,6 @@ def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
     dispatch_gb_per_s, ...: bytes that the busiest rank must send or receive, by time, in 1e9 bytes per second, even if
         the contender sent more. One row per token and rank.
     dispatch_fraction_of_limit, ...: the reference push's time by this one's.
-    program_us_per_token, sender_us_per_row, receiver_us_per_token: of dispatch's programs and of combine's, by the
-        tokens of a rank and by the rows that the busiest rank sends to others.
     baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
     Of layers `exposed_us`, which is what they take beyond their gates and experts, and `exposed_share`, by their
@@ -188,7 +168,7 @@ def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
     name = record["contender"]
     if name not in timed:
         return {}
-    found = _work_of_programs(record)
+    found: Record = {}
     for phase in ("dispatch", "combine", "round_trip"):
         moved = record.get(f"{phase}_bytes", record["dispatch_bytes"] + record["combine_bytes"])
         # bytes per microsecond are megabytes per second
@@ -197,21 +177,6 @@ def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
             found[f"{phase}_fraction_of_limit"] = timed[REFERENCE_PUSH][f"{phase}_us"] / record[f"{phase}_us"]
     others = {other: each["round_trip_us"] for other, each in timed.items() if is_baseline(other) and other != name}
     return found | {"baselines_over_this": {other: us / record["round_trip_us"] for other, us in others.items()}}
-
-
-def _work_of_programs(record: Record) -> Record:
-    """Returns how long a program takes for a unit of its work, as if each had a multiprocessor of its own.
-
-    Where a bound holds and programs are busy all the time these are the same at every bound.
-    """
-    details, rows = record.get("details", {}), record["remote_rows"]
-    if "combine_senders" not in details or not rows:
-        return {}
-    return {
-        "program_us_per_token": record["dispatch_us"] * details["dispatch_programs"] / record["num_tokens"],
-        "sender_us_per_row": record["combine_us"] * details["combine_senders"] / rows,
-        "receiver_us_per_token": record["combine_us"] * details["combine_receivers"] / record["num_tokens"],
-    }
 
 
 def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
@@ -241,64 +206,45 @@ def constant_fields(records: Sequence[Record]) -> str:
     return ", ".join(f"{FIELDS[name]} {value}" for name, value in constant.items())
 
 
-def has_effect(record: Record, field: str) -> bool:
-    """Returns whether a field of the workload makes a difference to the record's contender."""
-    return record["contender"] != REFERENCE_PUSH or field not in WITHOUT_EFFECT_ON_PUSH
-
-
 def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], int]:
     """Returns headings, cells, and how many columns name a row.
 
     The other columns are times, bandwidth, fraction of the reference push and ratio to each baseline; on CPU whether
     round trips are right. Contenders that were not available are left out; `reasons` has them.
     """
-    shown = _without_repeats([record for record in records if record["status"] != Status.UNAVAILABLE])
-    names: Columns = {FIELDS[field]: _field_of(field) for field in varying_fields(records)}
-    names |= {"contender": lambda record: shown_name(record["contender"], record["device"])}
-    times = _times(shown)
+    shown = [record for record in records if record["status"] != Status.UNAVAILABLE]
+    fields = varying_fields(records)
+    columns = _times(shown)
+    cells = {heading: [_cell(form, record) for record in shown] for heading, form in columns.items()}
+    headings = [heading for heading, column in cells.items() if any(column)] or list(columns)[:1]
     rows = []
-    for record in shown:
-        failed = [record["status"].upper(), *[""] * (len(times) - 1)]
-        cells = [cell(record) for cell in times.values()] if record["status"] == Status.OK else failed
-        rows.append([*(cell(record) for cell in names.values()), *cells])
-    return [*names, *times], rows, len(names)
+    for number, record in enumerate(shown):
+        times = [cells[heading][number] for heading in headings]
+        if record["status"] != Status.OK:
+            times[:1] = [record["status"].upper()]
+        names = [*(str(record[field]) for field in fields), shown_name(record["contender"], record["device"])]
+        rows.append([*names, *times])
+    return [*(FIELDS[field] for field in fields), "contender", *headings], rows, len(fields) + 1
 
 
-def _times(shown: Sequence[Record]) -> Columns:
-    """Returns the cells of a record that was timed, by heading."""
+def _times(shown: Sequence[Record]) -> dict[str, str]:
+    """Returns the form of a record that was timed, by heading."""
     if is_functional_check(shown):
-        return {"result": lambda record: "right"}
+        return {"result": "right"}
     if is_of_layers(shown):
         return LAYER
     timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
-    ratios = {f"{name} ÷ this": _ratio_to(name) for name in timed if is_baseline(name)}
-    return ROUND_TRIP | ratios | {name: cell for name, cell in WHERE_ANY.items() if any(map(cell, shown))}
+    return ROUND_TRIP | {
+        f"{name} ÷ this": f"{{baselines_over_this[{name}]:.2f}}" for name in timed if is_baseline(name)
+    }
 
 
-def _if_bounded(record: Record, name: str) -> str:
-    return _if_known("{:.3g}", record.get(name) if record.get("max_sms") else None)
-
-
-def _field_of(field: str) -> Callable[[Record], str]:
-    return lambda record: str(record[field]) if has_effect(record, field) else ""
-
-
-def _ratio_to(baseline: str) -> Callable[[Record], str]:
-    return lambda record: _if_known("{:.2f}", record["baselines_over_this"].get(baseline))
-
-
-def _rows_between_nodes(details: Record) -> str:
-    padding = details.get("padding_between_nodes", 0)
-    return f"{details.get('rows_between_nodes', '')}" + (f" + {padding} empty" if padding else "")
-
-
-def _without_repeats(records: Sequence[Record]) -> list[Record]:
-    """Returns the records without those of the reference push that repeat an earlier one."""
-    kept: dict[Any, Record] = {}
-    for number, record in enumerate(records):
-        key = tuple(record.get(name) for name in FIELDS if has_effect(record, name))
-        kept.setdefault(key if record["contender"] == REFERENCE_PUSH else number, record)
-    return list(kept.values())
+def _cell(form: str, record: Record) -> str:
+    """Returns a record's figures in this form; "" where it lacks one."""
+    try:
+        return form.format_map(record)
+    except (KeyError, TypeError):
+        return ""
 
 
 def is_functional_check(records: Iterable[Record]) -> bool:
@@ -309,10 +255,6 @@ def is_functional_check(records: Iterable[Record]) -> bool:
 def is_of_layers(records: Iterable[Record]) -> bool:
     """Returns whether the records are of whole layers."""
     return any("intermediate_dim" in record for record in records)
-
-
-def _if_known(form: str, number: float | None) -> str:
-    return "" if number is None else form.format(number)
 
 
 def reasons(records: Iterable[Record]) -> list[str]:
@@ -332,10 +274,7 @@ def explanation(records: Sequence[Record]) -> str:
     """Returns what the columns of the table mean."""
     if is_functional_check(records):
         return CPU_EXPLANATION
-    if is_of_layers(records):
-        return LAYER_EXPLANATION
-    has_work = any(record.get("max_sms") and "sender_us_per_row" in record for record in records)
-    return EXPLANATION + BOUNDED_EXPLANATION * has_work
+    return LAYER_EXPLANATION if is_of_layers(records) else EXPLANATION
 
 
 def show(console: Console, header: Record, records: Sequence[Record]) -> None:
@@ -360,13 +299,3 @@ def _verdict(records: Sequence[Record]) -> Text:
         return Text(f"Right: {right} of {right} results {where}.", style="bold green")
     wrong = f"Wrong: {len(checked) - right} of {len(checked)} results {where}; see below."
     return Text(wrong, style="bold red")
-
-
-def write_markdown(path: Path, header: Record, records: Sequence[Record]) -> None:
-    """Writes the table and its origin, in the form of bench/results."""
-    headings, rows, _ = make_table(records)
-    about = [f"- {name}: {value}" for name, value in header.items() if name != "record"]
-    lines = ["# ep-a2a bench", "", *about, f"- in all rows: {constant_fields(records)}", ""]
-    lines += [*table_lines(headings, rows), "", explanation(records), ""]
-    lines += [f"- {reason}" for reason in reasons(records)]
-    write_text(path, "\n".join(lines).rstrip() + "\n")

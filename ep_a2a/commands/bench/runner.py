@@ -1,8 +1,7 @@
 """Runs contenders on all ranks, on processes of its own or as one rank of a job that torchrun has started.
 
-Every contender is checked before it is timed. With several rounds, all contenders of a workload take turns in each,
-since a machine's speed changes from minute to minute; times are medians of the rounds. Layers take turns the other way
-round in every second round.
+Every contender is checked before it is timed. Layers take turns in rounds, the other way round in every second one,
+since a machine's speed changes from minute to minute; times are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import statistics
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ep_a2a.commands.bench.contenders import ON_SHARED_GPUS, REFERENCE_PUSH, make_contender
+from ep_a2a.commands.bench.contenders import make_contender
 from ep_a2a.commands.measure.timing import Timer
-from ep_a2a.config import Layout
 from ep_a2a.errors import CheckFailedError, UnsupportedError, without_section
 from ep_a2a.memory.gpu_ranks import ranks_by_gpu
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -28,7 +25,6 @@ from ep_a2a.topology.gpu_share import gpu_of, sharing_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from ep_a2a.commands.bench.contenders import Contender
     from ep_a2a.commands.measure.timing import TimingSettings
@@ -57,8 +53,8 @@ class Status(enum.StrEnum):
 _WORST_FIRST = (Status.ERROR, Status.FAILED, Status.UNAVAILABLE)
 
 
-class _NotRunError(Exception):
-    """Raised with (status, reason), the same on all ranks, when some rank cannot go on."""
+class _UnavailableError(Exception):
+    """Raised with the reason where a contender refuses a workload before it is made."""
 
 
 def run_contender(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> Record:
@@ -67,11 +63,11 @@ def run_contender(context: RankContext, workload: Workload, name: str, settings:
     A contender that raises becomes a record with the reason. After status ERROR the state of the process is unknown:
     the contender's memory stays allocated, and a GPU may be unusable.
     """
-    return run_in_turn(context, workload, [name], settings, num_rounds=1)[0][0]
+    return run_in_turn(context, workload, [name], settings)[0][0]
 
 
 def run_in_turn(
-    context: RankContext, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int
+    context: RankContext, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int = 1
 ) -> list[list[Record]]:
     """Checks contenders, then times them in turn in each round; all hold their memory until the end. Collective.
 
@@ -87,7 +83,7 @@ def run_in_turn(
         for run in runs[:: -1 if number % 2 else 1]:
             run.time(timer)
     for run in runs:
-        run.finish(settings.traces)
+        run.finish()
     for run in runs:
         run.close()
     return [run.records for run in runs]
@@ -112,12 +108,7 @@ class _Run:
 
     def prepare(self) -> None:
         """Makes the session and checks its result."""
-        contender = self._step("loading", lambda: make_contender(self._name))
-        own_reason = self._step("asking", lambda: _why_not(contender, self._workload, self._context))
-        if self._status == Status.OK:
-            why_not = [text for text in self._rendezvous.exchange("availability", own_reason) if text]
-            if why_not:
-                self._status, self._reason = Status.UNAVAILABLE, why_not[0]
+        contender = self._step("asking", self._contender)
         self._session = self._step("preparing", lambda: contender.prepare(self._workload, self._context))
         self._step("checking", lambda: self._session.check())
 
@@ -125,26 +116,42 @@ class _Run:
         """Adds the times of a round."""
         self._times.append(self._step("timing", lambda: self._session.measure(timer)))
 
-    def finish(self, traces: Path | None) -> None:
-        """Checks what was timed, and writes a trace where there is a folder for it."""
+    def finish(self) -> None:
+        """Checks what was timed."""
         self._step("after the timing", lambda: self._session.check_timed())
-        if traces is not None:
-            path = traces / f"{self._name.replace('/', '_')}_{self._workload.num_tokens}.json.gz"
-            self._step("tracing", lambda: self._session.trace(path))
 
     def close(self) -> None:
         """Closes the session; after an error nobody knows how."""
         if self._session is not None and self._status != Status.ERROR:
             self._session.close()
 
+    def _contender(self) -> Contender:
+        contender, context = make_contender(self._name), self._context
+        reason = contender.unavailable(self._workload, context.device)
+        if context.ranks_per_gpu > 1 and not contender.shares_gpus:
+            reason = "needs a GPU for each rank"
+        if reason is not None:
+            raise _UnavailableError(reason)
+        return contender
+
     def _step(self, label: str, work: Callable[[], Any]) -> Any:
         """Returns the result of `work`, if every step before, and this one, worked on all ranks."""
-        if self._status == Status.OK:
-            try:
-                return _together(self._rendezvous, label, work)
-            except _NotRunError as end:
-                self._status, self._reason = end.args
-        return None
+        if self._status != Status.OK:
+            return None
+        value: Any = None
+        problem: list[str] | None = None
+        try:
+            value = work()
+        except _UnavailableError as error:
+            problem = [Status.UNAVAILABLE, str(error)]
+        except Exception as error:  # noqa: BLE001 - reported in the contender's record, whatever it is
+            text = f"{type(error).__name__}: {without_section(str(error))}"[:MAX_REASON_CHARACTERS]
+            problem = [_status_of(error, label), f"{label}, rank {self._context.rank}: {text}"]
+        problems = [each for each in self._rendezvous.exchange(label, problem) if each is not None]
+        if problems:
+            status, self._reason = min(problems, key=lambda each: _WORST_FIRST.index(each[0]))
+            self._status = Status(status)
+        return None if problems else value
 
 
 def make_record(
@@ -153,30 +160,6 @@ def make_record(
     """Returns the record of a contender without its times."""
     record = {"record": "row"} | workload.as_row() | {"contender": name, "status": status.value}
     return record | {name: text for name, text in (("reason", reason), ("details", details)) if text}
-
-
-def _why_not(contender: Contender, workload: Workload, context: RankContext) -> str | None:
-    """Returns why a contender cannot run here; None where it can."""
-    if context.ranks_per_gpu > 1 and contender.name not in ON_SHARED_GPUS:
-        return "needs a GPU for each rank"
-    return contender.unavailable(workload, context.device)
-
-
-def _together(rendezvous: Rendezvous, label: str, work: Callable[[], Any]) -> Any:
-    """Returns the result of `work`; raises _NotRunError on all ranks where it raises on any."""
-    value, problem, error = None, None, None
-    try:
-        value = work()
-    except Exception as raised:  # noqa: BLE001 - reported in the contender's record, whatever it is
-        error = raised
-        text = f"{type(raised).__name__}: {without_section(str(raised))}"
-        problem = [_status_of(raised, label), text[:MAX_REASON_CHARACTERS]]
-    everyone = rendezvous.exchange(label, problem)
-    for status in _WORST_FIRST:
-        for rank, each in enumerate(everyone):
-            if each is not None and each[0] == status:
-                raise _NotRunError(status, f"{label}, rank {rank}: {each[1]}") from error
-    return value
 
 
 def _status_of(error: Exception, label: str) -> Status:
@@ -215,10 +198,10 @@ class Runner:
 
     def run(self, workload: Workload, name: str, settings: TimingSettings) -> Record:
         """Returns the contender's record; status ERROR where ranks died or did not finish."""
-        return self.run_in_turn(workload, [name], settings, num_rounds=1)[0][0]
+        return self.run_in_turn(workload, [name], settings)[0][0]
 
     def run_in_turn(
-        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int
+        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int = 1
     ) -> list[list[Record]]:
         """Returns what `run_in_turn` does; status ERROR for all where ranks died or did not finish."""
         if self._pool is None or self._pool.world_size != workload.world_size:
@@ -271,7 +254,7 @@ class JoinedRunner(Runner):
         self.shows_results = rank == 0
 
     def run_in_turn(
-        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int
+        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int = 1
     ) -> list[list[Record]]:
         """Returns what `run_in_turn` does; the workload is for the ranks of the job."""
         return run_in_turn(self._context, workload, names, settings, num_rounds)
@@ -291,40 +274,26 @@ def run_sweep(
     on_record: Callable[[Record], None] = lambda record: None,
     on_begin: Callable[[Workload, str], None] = lambda workload, name: None,
 ) -> Iterator[list[Record]]:
-    """Yields the records of each workload, in the order of `names`, each of all rounds.
+    """Yields the records of each workload, in the order of `names`. Layers are all prepared first, and share weights.
 
-    Calls `on_begin` with the workload and the contender before each run, and `on_record` with its record. The reference
-    push runs once for all workloads that are the same to it, and what could not be timed does not run again. Layers
-    are all prepared first, and share the weights.
+    Calls `on_begin` with the workload and the contender before each run, and `on_record` with its record.
     """
-    pushes: dict[tuple[Workload, int], Record] = {}
     for workload in workloads:
         note = runner.note(workload.world_size)
         noted = {"note": note} if note else {}
+        records: list[Record] = []
         if workload.is_layer:
             on_begin(workload, names[0])
             in_turn = runner.run_in_turn(workload, names, settings, settings.num_rounds)
-            merged = [over_rounds(records) | noted for records in in_turn]
-            for record in merged:
-                on_record(record)
-            yield merged
-            continue
-        pushed = _as_pushed(workload)
-        rounds: dict[str, list[Record]] = {name: [] for name in names}
-        for number in range(settings.num_rounds):
-            for name, records in rounds.items():
+            for of_rounds in in_turn:
+                records.append(over_rounds(of_rounds) | noted)
+                on_record(records[-1])
+        else:
+            for name in names:
                 on_begin(workload, name)
-                if records and records[-1]["status"] != Status.OK:
-                    record = records[-1]
-                elif name == REFERENCE_PUSH and (pushed, number) in pushes:
-                    record = pushes[pushed, number] | workload.as_row()
-                else:
-                    record = runner.run(workload, name, settings) | noted
-                if name == REFERENCE_PUSH and record["status"] == Status.OK:
-                    pushes[pushed, number] = record
-                records.append(record)
-                on_record(record)
-        yield [over_rounds(records) for records in rounds.values()]
+                records.append(runner.run(workload, name, settings) | noted)
+                on_record(records[-1])
+        yield records
 
 
 def main_us(record: Record) -> float:
@@ -336,17 +305,11 @@ def main_us(record: Record) -> float:
 def over_rounds(records: Sequence[Record]) -> Record:
     """Returns one record of all rounds: the last if it could not be timed, else with the medians of the times.
 
-    `rounds_us` has the layer, the round trip or the exchange of each round, `least_us` and `most_us` its ends.
+    `rounds_us` has the layer, or the push's exchange, of each round, `least_us` and `most_us` its ends.
     """
     last = records[-1]
     if last["status"] != Status.OK:
         return last
-    times = {name: value for name, value in last.items() if name.endswith("_us") and value is not None}
-    medians = {name: statistics.median(each[name] for each in records) for name in times}
+    medians = {name: statistics.median(each[name] for each in records) for name in last if name.endswith("_us")}
     rounds_us = [main_us(each) for each in records]
     return last | medians | {"least_us": min(rounds_us), "most_us": max(rounds_us), "rounds_us": rounds_us}
-
-
-def _as_pushed(workload: Workload) -> Workload:
-    """Returns the workload without the differences that have no effect on the reference push."""
-    return replace(workload, layout=Layout.COMPACT, gpus_per_node=0, max_num_tokens=workload.num_tokens)

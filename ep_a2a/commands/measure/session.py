@@ -20,18 +20,13 @@ from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.errors import CheckFailedError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
-from ep_a2a.ops.intra_node import IntraNodeEngine
-from ep_a2a.policy import Phase, dispatch_phase
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.topology import classify, gather_report
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ep_a2a.commands.measure.timing import Timer
     from ep_a2a.commands.measure.workload import Inputs, Workload
     from ep_a2a.interface import DispatchResult
-    from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.testing.worker import RankContext
 
 
@@ -63,9 +58,6 @@ class Session(abc.ABC):
         Raises:
             EpA2AError: a timed call has not done its work.
         """
-
-    def trace(self, path: Path) -> None:  # noqa: B027  only layers have traces
-        """Writes a Chrome trace to `path`."""
 
     def close(self) -> None:  # noqa: B027  some hold nothing
         """Gives memory and communicators back. Called once, on every rank."""
@@ -184,7 +176,6 @@ class OpRoundTrip(InputsRoundTrip):
     Args:
         workload, context, inputs: as of InputsRoundTrip.
         variant: how the op is called.
-        arena, index: the op's memory; ops in flight together have different indices. None: memory of its own.
 
     Attributes:
         op: the op.
@@ -196,21 +187,21 @@ class OpRoundTrip(InputsRoundTrip):
         context: RankContext,
         inputs: Inputs | None = None,
         variant: OpVariant = OpVariant(),
-        arena: Arena | None = None,
-        index: int | None = None,
     ) -> None:
         super().__init__(workload, context, inputs, casts_before=variant.casts_before)
         self._step_bound = workload.num_tokens if variant.bounds_step else None
-        self._arena, self._owns_arena = arena or Arena(context.group, context.device), arena is None
+        self._arena = Arena(context.group, context.device)
         # It makes arenas and transports between nodes where the op needs them.
         self._factory = OpFactory(self._arena)
         try:
-            self.op = self._make_op(make_config(workload, context.rank, variant), index)
+            config = make_config(workload, context.rank, variant)
+            topology = classify(
+                gather_report(context.group, context.device), workload.gpus_per_node or context.world_size
+            )
+            self.op = self._factory.make(config, topology, None)
         except Exception:
             self._close_memory()
             raise
-        if isinstance(self.op.engine, IntraNodeEngine):
-            self.details |= launch_details(self.op.engine, workload.num_tokens, self._step_bound)
         if inputs is not None:
             self._rows = self.op.get_registered_combine_input_buffer(workload.dtype)
 
@@ -248,7 +239,7 @@ class OpRoundTrip(InputsRoundTrip):
         self.op.check()
 
     def close(self) -> None:
-        """Closes the op, its transport between nodes, and its arena unless it was given."""
+        """Closes the op and gives its memory back."""
         self.op.close()
         self._close_memory()
 
@@ -256,34 +247,9 @@ class OpRoundTrip(InputsRoundTrip):
         weighs = self._workload.layout == Layout.EXPERT_MAJOR
         return self._workload.valid_weights(self._context.rank) if weighs else super()._copies()
 
-    def _make_op(self, config: EpDispatchCombineConfig, index: int | None) -> EpDispatchCombineOp:
-        from ep_a2a.ops.op import EpDispatchCombineOp
-
-        workload, context = self._workload, self._context
-        if workload.num_nodes == 1:
-            return EpDispatchCombineOp(config, arena=self._arena, index=index)
-        topology = classify(gather_report(context.group, context.device), workload.gpus_per_node)
-        return self._factory.make(config, topology, index)
-
     def _close_memory(self) -> None:
         self._factory.close()
-        if self._owns_arena:
-            self._arena.close()
-
-
-def launch_details(engine: IntraNodeEngine, num_tokens: int, step_tokens: int | None) -> dict[str, int]:
-    """Returns the launch numbers of a step of num_tokens by name; step_tokens: its bound, None for the op's."""
-    most = step_tokens or engine.kernels.config.max_num_inp_token_per_rank
-    dispatch = engine.launch_of(dispatch_phase(engine.kernels.config, most), num_tokens, most)
-    combine = engine.launch_of(Phase.COMBINE, num_tokens, most)
-    return {
-        "dispatch_programs": dispatch.num_programs,
-        "dispatch_warps": dispatch.num_warps,
-        "combine_programs": combine.num_programs,
-        "combine_warps": combine.num_warps,
-        "combine_senders": combine.num_senders,
-        "combine_receivers": combine.num_receivers,
-    }
+        self._arena.close()
 
 
 def make_config(workload: Workload, rank: int, variant: OpVariant = OpVariant()) -> EpDispatchCombineConfig:

@@ -20,7 +20,6 @@ from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from ep_a2a.testing.worker import RankContext
 
@@ -50,7 +49,6 @@ class TimingSettings:
         cold_cache: whether single round trips behind a flush of the L2 are timed, too, on GPUs. Where ranks share a
             GPU they always are.
         num_rounds: times that all contenders of a workload are measured in turn.
-        traces: folder for Chrome traces of layers, CONTENDER_TOKENS.json.gz; None for none.
     """
 
     num_warmups: int = 20
@@ -59,7 +57,6 @@ class TimingSettings:
     num_host_calls: int = 200
     cold_cache: bool = False
     num_rounds: int = 1
-    traces: Path | None = None
 
 
 class Clock:

@@ -21,7 +21,7 @@ from ep_a2a.config import (
     QuantType,
 )
 from ep_a2a.errors import ConfigError, UnknownNameError
-from ep_a2a.routing import ROUTINGS, destination_mask, num_distinct_ranks, traffic_matrix
+from ep_a2a.routing import ROUTINGS, num_distinct_ranks, traffic_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,17 +119,6 @@ class Workload:
     def num_nodes(self) -> int:
         """Number of nodes, of gpus_per_node ranks each."""
         return self.world_size // self.gpus_per_node if self.gpus_per_node else 1
-
-    @functools.cached_property
-    def rows_between_nodes(self) -> tuple[int, int]:
-        """Rows of all ranks that dispatch sends to other nodes: (one per token and node, one per token and rank)."""
-        per_node = self.world_size // self.num_nodes
-        once, flat = 0, 0
-        for rank, ids in enumerate(_all_ids(self)):
-            goes = destination_mask(ids, self.num_experts, self.world_size).view(-1, self.num_nodes, per_node)
-            away = goes[:, torch.arange(self.num_nodes) != rank // per_node]
-            once, flat = once + int(away.any(2).sum()), flat + int(away.sum())
-        return once, flat
 
     @property
     def dispatch_row_bytes(self) -> int:
