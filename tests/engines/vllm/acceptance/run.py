@@ -3,7 +3,7 @@
     python tests/engines/vllm/acceptance/run.py FOLDER [PYTEST'S ARGUMENTS]
 
 FOLDER has `tests` and `pyproject.toml` of the source distribution of the vLLM that is installed, and nothing else.
-Options are those of pytest, of vLLM's tests and of ep_a2a_acceptance.py; docs/vllm.md has examples.
+Options are those of pytest, of vLLM's tests and of ep_a2a_acceptance.py; docs/results/vllm.md has examples.
 """
 
 import sys
