@@ -5,21 +5,20 @@ release's Python files; each test asks what became of one check.
 """
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ep_a2a.commands.plan.families import table
-from ep_a2a.commands.plan.model import model_of
-from ep_a2a.commands.plan.model_files import ModelFiles
 from ep_a2a.integrations import contract
 from ep_a2a.integrations.vllm.support import CONTRACT
-from tests.cases.tables import read_json
 from tests.engines.vllm.contract.patch_registry import PATCHES
 from tests.engines.vllm.contract.program import CHECKS
 from tests.engines.vllm.contract.reports import TIMEOUT, require_passed
 from tests.engines.vllm.contract.wheels import VERSIONS, Unavailable, metadata_path, symbol_of, wheel_folder
+from tools.moe_families import KEYS, families_of, text_of
 
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
 
@@ -56,17 +55,14 @@ def test_its_torch_is_one_of_ours(wheel, version):
     assert pinned in TORCH_VERSIONS
 
 
-def test_its_model_files_size_published_models(wheel, version):
-    files, known = ModelFiles(wheel / "vllm"), table()
-    for name, (_, values, sizes, shares_tokens) in read_json("models")["families"].items():
-        model = model_of(values, files)
-        assert [model.hidden_dim, model.num_experts, model.topk] == sizes[:3], name
-        if version == known.release:
-            assert model.read_by == ("" if shares_tokens is None else "the installed vLLM"), name
-            assert model.shares_tokens == bool(shares_tokens), name
+def test_its_model_files_size_models_as_the_table_says(wheel, version):
+    known, found = table(), families_of(wheel / "vllm")
     if version == known.release:
         # else write it again by tools/moe_families.py
-        assert {name: files.family(name) for name in known.architectures} == known.architectures
+        assert {name: family for family, names in found.items() for name in names} == known.architectures
+        assert tomllib.loads(text_of(found, version, known.date))["usual"] == {
+            name: list(getattr(known.usual, name)) for name in KEYS
+        }
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from ep_a2a.cli import app
 from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.plan.model import MoeModel, model_of, read_model
-from ep_a2a.commands.plan.model_files import ModelFiles
 from ep_a2a.commands.plan.sizes import plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, other_totals, vllm_configs, vllm_plan
 from ep_a2a.commands.tables import bytes_text
@@ -49,7 +48,7 @@ def configs_of(values: dict[str, Any], **options: Any) -> Any:
 def test_model_families(name):
     _, values, (hidden_dim, experts, topk, cast), shares_tokens = FAMILIES[name]
     model, options = model_of(values), VllmOptions(data_parallel_size=4, tensor_parallel_size=2)
-    assert bool(model.read_by) == (shares_tokens is not None)
+    assert model.is_known == (shares_tokens is not None)
     tokens = 4096 if shares_tokens else 8192
     configs = vllm_configs(model, options)
     assert [config.rank for config in configs] == list(range(8))
@@ -94,41 +93,6 @@ def test_a_family_that_no_model_file_sizes_is_guessed():
     for name in FAMILIES:
         first, *_ = said_of(model_of(FAMILIES[name][1]), VllmOptions(data_parallel_size=2))
         assert first.startswith("a guess: ") == (FAMILIES[name][3] is None)
-
-
-MODEL_FILE = """
-from vllm.model_executor.layers import FusedMoEFactory
-class Layer:
-    def __init__(self, config, width, shares=False):
-        self.width = config.latent if config.latent is not None else width
-        self.shares = shares
-        kinds = dict(top_k=getattr(config, "k", 2))
-        self.experts = FusedMoEFactory(
-            config.inner.experts, hidden_size=self.width, is_sequence_parallel=self.shares, **kinds
-        )
-class Shared:
-    def __init__(self, config, parallel):
-        self.mlp = Layer(config, config.wide, shares=parallel.use_sequence_parallel_moe)
-class Copied:
-    def __init__(self, config):
-        self.mlp = Layer(config, width=config.wide)
-"""
-
-
-def test_an_installed_vllm_says_which_keys_count(tmp_path):
-    models = tmp_path / "model_executor" / "models"
-    models.mkdir(parents=True)
-    registered = '"MixtralForCausalLM": ("new", "Shared"), "NewForCausalLM": ("new", "Copied")'
-    (models / "registry.py").write_text(f"MODELS = {{{registered}}}")
-    (models / "new.py").write_text(MODEL_FILE)
-    values = {"wide": 512, "k": 3, "inner": {"experts": 9}}
-    for names, shares_tokens in (({"architectures": ["MixtralForCausalLM"]}, True), ({"model_type": "new"}, False)):
-        model = model_of(values | names, ModelFiles(tmp_path))
-        assert (model.hidden_dim, model.num_experts, model.topk) == (512, 9, 3)
-        assert (model.shares_tokens, model.read_by) == (shares_tokens, "the installed vLLM")
-    assert model_of(values | names | {"latent": 256}, ModelFiles(tmp_path)).hidden_dim == 256
-    # what its files do not make, the table has
-    assert model_of(DEEPSEEK, ModelFiles(tmp_path)) == model_of(DEEPSEEK)
 
 
 @pytest.mark.parametrize(("quantization", "cast"), TABLES["casts"])

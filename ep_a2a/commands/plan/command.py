@@ -10,7 +10,6 @@ import torch
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, give_json
 from ep_a2a.commands.options import check_topk, given, refuse
-from ep_a2a.commands.plan.families import installed_vllm
 from ep_a2a.commands.plan.model import DTYPES, read_model
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
 from ep_a2a.commands.plan.view import view_of
@@ -72,7 +71,7 @@ def execute(
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
         of_op = {"hidden_dim": sizes.pop("hidden"), "cast": sizes.pop("quant")}
         vllm_options = VllmOptions(**{"data_parallel_size": 1, **given(for_model | sizes | of_op)})
-        model = read_model(options.vllm, installed_vllm())
+        model = read_model(options.vllm)
         plan = vllm_plan(model, vllm_options)
         totals = other_totals(model, vllm_options, plan.config)
         assumed = assumptions(model, vllm_options, plan.config, totals)

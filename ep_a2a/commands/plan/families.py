@@ -1,24 +1,39 @@
-"""Finds the family of a model: in the model files of an installed vLLM, else in this package's table of them."""
+"""Finds the family of a model in a table of how vLLM's model files size MoE layers."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.commands.plan.model_files import Family, ModelFiles
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 TABLE = "families.toml"
 """Written by tools/moe_families.py."""
+EXPERT_DTYPE_KEY = "expert_dtype"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How vLLM sizes the MoE layers of some architectures.
+
+    Attributes:
+        hidden, experts, topk: keys of config.json; the first that holds a number above 0 counts. A dot leads into a
+            nested object.
+        shares_tokens: tensor-parallel ranks of several replicas each bring a part of their replica's tokens.
+        expert_dtype: the experts' dtype where config.json does not name it by `expert_dtype`; None: the family knows
+            no such key, and its experts have the dtype of the quantisation.
+    """
+
+    hidden: tuple[str, ...]
+    experts: tuple[str, ...]
+    topk: tuple[str, ...]
+    shares_tokens: bool = False
+    expert_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -28,89 +43,50 @@ class Table:
     Attributes:
         release: version of vLLM. date: day of the reading.
         architectures: the family of each architecture with MoE layers.
+        usual: a guess for other models: the keys of all families, rare ones first.
     """
 
     release: str
     date: str
     architectures: dict[str, Family]
-
-    def family(self, architecture: str) -> Family | None:
-        """Returns an architecture's family, None where the table has none."""
-        return self.architectures.get(architecture)
-
-    @property
-    def usual(self) -> Family:
-        """A guess for other models: the keys of all families, rare ones first; no rank shares tokens with others."""
-        families = list(dict.fromkeys(self.architectures.values()))
-
-        def keys(name: str) -> tuple[str, ...]:
-            counted = Counter(key for family in families for key in getattr(family, name))
-            return tuple(sorted(counted, key=counted.__getitem__))
-
-        return Family(keys("hidden"), keys("experts"), keys("topk"), shares_tokens=False, expert_dtype=None)
+    usual: Family
 
 
 @cache
 def table() -> Table:
     """Returns this package's table."""
     values = tomllib.loads(resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
-    found = {name: _family(row) for row in values["family"] for name in row["architectures"]}
-    return Table(values["vllm"], values["date"].isoformat(), found)
+    architectures = {name: _family(row) for row in values["family"] for name in row.pop("architectures")}
+    return Table(values["vllm"], values["date"].isoformat(), architectures, _family(values["usual"]))
 
 
 def _family(row: dict[str, Any]) -> Family:
-    hidden, experts, topk = (tuple(row[name]) for name in ("hidden", "experts", "topk"))
-    return Family(hidden, experts, topk, row["shares_tokens"], row.get("expert_dtype"))
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return Family(**fields)
 
 
-def installed_vllm() -> ModelFiles | None:
-    """Returns the model files of the vLLM that Python would import, None where there is none. Imports nothing."""
-    try:
-        spec = importlib.util.find_spec("vllm")
-    except ValueError:
-        return None
-    places = (spec and spec.submodule_search_locations) or ()
-    return next((files for place in places if (files := ModelFiles(Path(place))).architectures), None)
-
-
-def find_family(
-    architectures: Sequence[str], model_types: Sequence[str], files: ModelFiles | None
-) -> tuple[Family | None, str]:
-    """Returns a model's family, and whose model files say so.
+def find_family(architectures: Sequence[str], model_types: Sequence[str]) -> Family | None:
+    """Returns a model's family, None where the table has none.
 
     Args:
         architectures: of config.json, the whole model's first.
         model_types: of config.json, the whole model's first; they count where no architecture is known.
-        files: an installed vLLM's. It may be too old for the model: the table is asked for a name before the next name.
     """
-    known = table()
-    sources: list[tuple[ModelFiles | Table, str]] = [(known, f"vLLM {known.release} (read on {known.date})")]
-    if files is not None:
-        sources.insert(0, (files, "the installed vLLM"))
-    for names, find in ((architectures, _by_architecture), (model_types, _by_model_type)):
-        for name in names:
-            for source, its_name in sources:
-                if found := find(name, source):
-                    return found, its_name
-    return None, ""
+    known = table().architectures
+    by_architecture = (known[name] for name in architectures if name in known)
+    by_model_type = (found for name in model_types if (found := _of_model_type(name)))
+    return next(by_architecture, None) or next(by_model_type, None)
 
 
-def _by_architecture(name: str, source: ModelFiles | Table) -> Family | None:
-    return source.family(name)
-
-
-def _by_model_type(model_type: str, source: ModelFiles | Table) -> Family | None:
+def _of_model_type(model_type: str) -> Family | None:
     """Returns the only family of the architectures with this model's name, or that begin with it."""
     name = _plain(model_type)
-    by_name: dict[str, list[str]] = {}
-    for architecture in source.architectures:
-        by_name.setdefault(_plain(re.sub("For[A-Z].*", "", architecture)), []).append(architecture)
     language_model = name.removesuffix("text")
-    beginnings: Iterable[str] = (
-        each for begin, all_ in by_name.items() if begin.startswith(language_model) for each in all_
-    )
-    candidates = by_name.get(name) or by_name.get(language_model) or beginnings
-    found = {family for each in candidates if (family := source.family(each))}
+    by_name: dict[str, set[Family]] = {}
+    for architecture, family in table().architectures.items():
+        by_name.setdefault(_plain(re.sub("For[A-Z].*", "", architecture)), set()).add(family)
+    beginnings = (families for begin, families in by_name.items() if begin.startswith(language_model))
+    found = by_name.get(name) or by_name.get(language_model) or set().union(*beginnings)
     return found.pop() if len(found) == 1 and name else None
 
 

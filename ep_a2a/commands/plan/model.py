@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.options import MOST_PLANNED
-from ep_a2a.commands.plan.families import find_family, table
-from ep_a2a.commands.plan.model_files import EXPERT_DTYPE_KEY
+from ep_a2a.commands.plan.families import EXPERT_DTYPE_KEY, find_family, table
 from ep_a2a.commands.plan.quantization import REMEDY, Quantization, found, read_quantization
 from ep_a2a.errors import ConfigError, UnsupportedError, shown
 from ep_a2a.whole_files import read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from ep_a2a.commands.plan.model_files import ModelFiles
 
 QUANTIZATION_FILE, MISTRAL_FILE = "hf_quant_config.json", "params.json"
 """Files beside config.json, or in its place."""
@@ -47,7 +44,7 @@ class MoeModel:
         dtype: of activations.
         quantization: of the experts.
         shares_tokens: tensor-parallel ranks of several replicas each bring a part of their replica's tokens.
-        read_by: whose model files name the keys; "" where all of this is a guess.
+        is_known: model files of vLLM name the keys; else all of this is a guess.
     """
 
     model_type: str
@@ -57,17 +54,16 @@ class MoeModel:
     dtype: torch.dtype
     quantization: Quantization
     shares_tokens: bool
-    read_by: str
+    is_known: bool
 
 
-def read_model(path: Path, files: ModelFiles | None = None) -> MoeModel:
+def read_model(path: Path) -> MoeModel:
     """Reads the MoE layers from a config.json or params.json (Mistral), or from the folder that it lies in.
 
     A quantisation that config.json lacks is read from the hf_quant_config.json beside it.
 
     Args:
         path: of the file or its folder.
-        files: an installed vLLM's; None: this package's table says which keys count.
 
     Raises:
         ConfigError: it cannot be read, or lacks a number that a MoE layer has.
@@ -82,7 +78,7 @@ def read_model(path: Path, files: ModelFiles | None = None) -> MoeModel:
         values = {**values, QUANTIZATION_KEYS[0]: _read_object(beside)}
         remedy = f"Correct {file} or {beside}."
     try:
-        return model_of(values, files)
+        return model_of(values)
     except ConfigError as error:
         error.remedy = remedy
         raise
@@ -95,14 +91,13 @@ def _read_object(file: Path) -> dict[str, Any]:
     return values
 
 
-def model_of(values: Mapping[str, Any], files: ModelFiles | None = None) -> MoeModel:
+def model_of(values: Mapping[str, Any]) -> MoeModel:
     """Reads the MoE layers from a parsed config.json; arguments and errors as of read_model."""
     values = _without_mistrals_names(values)
     configs = _with_nested(values)
     architectures = [each for config in configs for each in found(config, "architectures", list, "config.json")]
     model_types = [str(config["model_type"]) for config in configs if config.get("model_type")]
-    known, read_by = find_family([str(each) for each in architectures], model_types, files)
-    usual = table().usual
+    known, usual = find_family([str(each) for each in architectures], model_types), table().usual
     family = known or usual
     # Transformers may write a number under another name than vLLM reads it by
     experts, topk, hidden = ((*getattr(family, name), *getattr(usual, name)) for name in ("experts", "topk", "hidden"))
@@ -127,7 +122,7 @@ def model_of(values: Mapping[str, Any], files: ModelFiles | None = None) -> MoeM
         _dtype([values, text]),
         read_quantization(next(filter(None, quantization), {}), layers, expert_dtype),
         family.shares_tokens,
-        read_by,
+        is_known=known is not None,
     )
 
 

@@ -168,10 +168,14 @@ def assumptions(
 
 
 def _about_family(model: MoeModel) -> str:
-    if model.read_by:
-        return f"hidden size, experts, top-k and shared tokens as the model files of {model.read_by} say"
+    known = table()
+    if model.is_known:
+        return (
+            f"hidden size, experts, top-k and shared tokens as the model files of vLLM {known.release} "
+            f"(read on {known.date}) say"
+        )
     return (
-        f"a guess: no model file of vLLM {table().release} is known for model_type {model.model_type!r}; "
+        f"a guess: no model file of vLLM {known.release} is known for model_type {model.model_type!r}; "
         "hidden size, experts and top-k stand where other models have them. "
         "Compare them with the model's, and say --hidden or --sequence-parallel where they differ"
     )
