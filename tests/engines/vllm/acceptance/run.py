@@ -2,8 +2,16 @@
 
     python tests/engines/vllm/acceptance/run.py FOLDER [PYTEST'S ARGUMENTS]
 
-FOLDER has `tests` and `pyproject.toml` of the source distribution of the vLLM that is installed, and nothing else.
-Options are those of pytest, of vLLM's tests and of ep_a2a_acceptance.py; docs/results/vllm.md has examples.
+FOLDER has `tests` and `pyproject.toml` of the source distribution of the vLLM that is installed, and nothing else:
+
+    pip install pytest setuptools-scm setuptools-rust
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.26.0 \\
+      pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.26.0
+    tar xzf vllm-0.26.0.tar.gz --wildcards 'vllm-0.26.0/tests/*' vllm-0.26.0/pyproject.toml
+
+Options are those of pytest, of vLLM's tests and of ep_a2a_acceptance.py: `-k TritonExperts`, `-k 2-1-True` for two
+data-parallel ranks of the layer test, `--subtests ID,ID` for a few of its layers, `--rank-timeout SECS` for how long a
+process may take.
 """
 
 import sys
