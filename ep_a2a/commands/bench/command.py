@@ -10,16 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.commands import messages
-from ep_a2a.commands.bench.contenders import (
-    BETWEEN_NODES,
-    CONTENDERS,
-    LAYERS,
-    NATIVE,
-    ONLY_WHEN_NAMED,
-    OPS_AT_ONCE,
-    check_names,
-    micro_batch_names,
-)
+from ep_a2a.commands.bench import contenders as known
 from ep_a2a.commands.bench.layer import LayerWorkload
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.bench.report import compare, describe, reasons, show, shown_name, write_lines
@@ -45,17 +36,14 @@ DEFAULT_RANKS = 2
 """On CPU, and with --shared-gpu."""
 LAYER_OPTIONS = ("layers", "rounds", "intermediate", "micro_batches")
 """Options that say nothing without --layer."""
-_ON_GPUS = tuple(name for name in CONTENDERS if name not in BETWEEN_NODES)
+_ON_GPUS = tuple(name for name in known.CONTENDERS if name not in known.BETWEEN_NODES)
 # In the interpreter a step of the op takes seconds, so its variants run only when named.
-_ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{NATIVE}_"))
-_ON_ALL = {"quant": ("fp8_per_1x128",), "layout": ("compact",), "rounds": 1}
-_DEEPSEEK_V3 = {"hidden": (7168,), "topk": (8,), "experts": (256,), "intermediate": (2048,)}
-_SMALL = {"hidden": (256,), "topk": (4,), "experts": (16,), "intermediate": (64,)}
+_ON_CPU = tuple(name for name in _ON_GPUS if not name.startswith(f"{known.NATIVE}_"))
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {**_ON_ALL, **_DEEPSEEK_V3, "tokens": (1, 16, 32, 128, 512, 4096), "contenders": _ON_GPUS}
-    | {"warmups": 20, "iterations": 50, "layers": 10},
-    "cpu": {**_ON_ALL, **_SMALL, "tokens": (1, 4, 16), "contenders": _ON_CPU}
-    | {"warmups": 0, "iterations": 2, "layers": 1},
+    "cuda": {"hidden": (7168,), "topk": (8,), "experts": (256,), "intermediate": (2048,), "contenders": _ON_GPUS}
+    | {"tokens": (1, 16, 32, 128, 512, 4096), "warmups": 20, "iterations": 50, "layers": 10},
+    "cpu": {"hidden": (256,), "topk": (4,), "experts": (16,), "intermediate": (64,), "contenders": _ON_CPU}
+    | {"tokens": (1, 4, 16), "warmups": 0, "iterations": 2, "layers": 1},
 }
 """Values of options by kind of device: DeepSeek-V3 on GPUs, a small shape for the interpreter."""
 LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -91,7 +79,7 @@ def run(options: SimpleNamespace) -> bool:
         refuse({"plot": options.plot}, "on CPU, whose times say nothing about GPUs", "Leave it out.")
     options = with_defaults(options, kind)
     if not options.micro_batches:
-        check_names(options.contenders, LAYERS if options.layer else CONTENDERS)
+        known.check_names(options.contenders, known.LAYERS if options.layer else known.CONTENDERS)
     plot = options.plot
     check_can_write(options.output)
     different_files(options.output, plot, None if plot is None else dark_variant(plot))
@@ -112,13 +100,13 @@ def run(options: SimpleNamespace) -> bool:
 
 def with_defaults(options: SimpleNamespace, device: str) -> SimpleNamespace:
     """Returns the options with values for those that are not given."""
-    values = vars(options) | DEFAULTS[device]
+    values = vars(options) | DEFAULTS[device] | {"quant": ("fp8_per_1x128",), "layout": ("compact",), "rounds": 1}
     if any(options.gpus_per_node):
-        values["contenders"] += tuple(name for name in BETWEEN_NODES if name not in ONLY_WHEN_NAMED)
+        values["contenders"] += tuple(name for name in known.BETWEEN_NODES if name not in known.ONLY_WHEN_NAMED)
     if options.layer:
-        values |= LAYER_DEFAULTS[device] | {"layout": ("rank_major",), "contenders": LAYERS}
+        values |= LAYER_DEFAULTS[device] | {"layout": ("rank_major",), "contenders": known.LAYERS}
     if options.micro_batches:
-        values["contenders"] = micro_batch_names(options.micro_batches)
+        values["contenders"] = known.micro_batch_names(options.micro_batches)
     return SimpleNamespace(**values | given(vars(options)))
 
 
@@ -235,7 +223,7 @@ def check_budgets(budgets: Sequence[int], num_ranks: Sequence[int], num_gpus: in
         UnsupportedError: no budget would do.
     """
     for sharing in sorted({ranks_per_gpu(each, num_gpus) for each in num_ranks} - {0, 1}, reverse=True):
-        most = share_of(num_sms, sharing, OPS_AT_ONCE)
+        most = share_of(num_sms, sharing, known.OPS_AT_ONCE)
         wrong = [budget for budget in budgets if budget and not LEAST_PROGRAMS <= budget <= most]
         if wrong:
             raise ConfigError(

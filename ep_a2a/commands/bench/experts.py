@@ -162,29 +162,11 @@ def begin_experts(received: Received, weights: MoEWeights, num_free: int = 0) ->
     slots = torch.empty_like(positions)
     inputs = torch.empty(num_slots, hidden_dim, dtype=torch.uint8, device=device)
     input_scales, slot_weights = torch.empty(num_slots, device=device), torch.full((num_slots,), NO_PAIR, device=device)
-    launch(
-        scatter_rows_kernel,
-        len(rows),
-        rows,
-        row_weights if scales is None else scales,
-        ids,
-        row_weights,
-        positions,
-        bounds,
-        slots,
-        inputs,
-        input_scales,
-        slot_weights,
-        weights.first_expert,
-        len(rows),
-        TOPK=topk,
-        TOPK_LANES=lanes(topk),
-        HIDDEN=hidden_dim,
-        GROUPS_LANES=lanes(hidden_dim // FP8_GROUP_SIZE),
-        GROUP=FP8_GROUP_SIZE,
-        HAS_SCALES=scales is not None,
-        num_warps=WIDE_WARPS,
-    )
+    scattered = (positions, bounds, slots, inputs, input_scales, slot_weights, weights.first_expert, len(rows))
+    parts = (rows, row_weights if scales is None else scales, ids, row_weights, *scattered)
+    groups = {"GROUPS_LANES": lanes(hidden_dim // FP8_GROUP_SIZE), "GROUP": FP8_GROUP_SIZE}
+    sizes = {"TOPK": topk, "TOPK_LANES": lanes(topk), "HIDDEN": hidden_dim, "HAS_SCALES": scales is not None} | groups
+    launch(scatter_rows_kernel, len(rows), *parts, **sizes, num_warps=WIDE_WARPS)
     num_rows = rows_of_expert(received, weights)
     projected = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, num_rows, num_free)
     return Activated(*activate(projected, slot_weights, bounds), slots, bounds)

@@ -13,15 +13,7 @@ from ep_a2a.kernels.primitives import reduce_max, reduce_sum, running_sum
 
 
 @portable(do_not_specialize=["first_expert", "num_pairs"])
-def count_pairs_kernel(
-    ids,
-    counts,
-    positions,
-    first_expert,
-    num_pairs,
-    NUM_LOCAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def count_pairs_kernel(ids, counts, positions, first_expert, num_pairs, NUM_LOCAL: tl.constexpr, BLOCK: tl.constexpr):
     """positions[pair] = number of the pair among those of its expert, in any order; -1 for other ranks' experts.
 
     counts[expert] grows by the pairs of each own expert.
@@ -149,13 +141,7 @@ def grouped_product_kernel(
 
 @portable
 def swiglu_kernel(
-    projected,
-    slot_weights,
-    count,
-    activated,
-    activated_scales,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
+    projected, slot_weights, count, activated, activated_scales, WIDTH: tl.constexpr, LANES: tl.constexpr
 ):
     """activated[slot] = silu(gate) * up * router weight in fp8 with one scale, for slot < count with a weight >= 0.
 
@@ -175,15 +161,7 @@ def swiglu_kernel(
 
 
 @portable(do_not_specialize=["num_rows"])
-def sum_rows_kernel(
-    contributions,
-    slots,
-    out,
-    num_rows,
-    TOPK: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def sum_rows_kernel(contributions, slots, out, num_rows, TOPK: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     """out[row] = sum of contributions[slots[row, k]] over the slots that are not -1, in float32, rounded to bf16."""
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         for first in tl.static_range(0, HIDDEN, BLOCK):
@@ -202,13 +180,7 @@ def sum_rows_kernel(
 
 @portable(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
-    rows,
-    quantized,
-    scales,
-    num_rows,
-    GROUPS: tl.constexpr,
-    GROUPS_LANES: tl.constexpr,
-    GROUP: tl.constexpr,
+    rows, quantized, scales, num_rows, GROUPS: tl.constexpr, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr
 ):
     """The cast of dispatch as a launch of its own, for libraries that want tokens cast before."""
     groups = tl.arange(0, GROUPS_LANES)

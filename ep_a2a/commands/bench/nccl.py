@@ -27,7 +27,7 @@ class AllGatherRoundTrip(InputsRoundTrip):
 
     def __init__(self, workload: Workload, context: RankContext, inputs: Inputs | None = None) -> None:
         super().__init__(workload, context, inputs)
-        self.details = _details(workload, context)
+        self.details = _details(workload)
         # Tokens travel as bytes: NCCL knows no sum of fp8, and some versions do not know the type.
         scales = [] if self.scales is None else [self.scales]
         self._parts = [self.sent.view(torch.uint8), self._ids, self._weights, *scales]
@@ -75,7 +75,7 @@ class AllToAllRoundTrip(InputsRoundTrip):
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
         super().__init__(workload, context)
-        self.details = _details(workload, context)
+        self.details = _details(workload)
         self._group = context.group
         traffic = workload.traffic()
         self._sends, self._receives = traffic[context.rank].tolist(), traffic[:, context.rank].tolist()
@@ -110,7 +110,6 @@ class AllToAllRoundTrip(InputsRoundTrip):
         self._rows = self._rows_of(self._received[:, :end].contiguous().view(self.sent.dtype), scales)
 
 
-def _details(workload: Workload, context: RankContext) -> dict[str, str]:
-    """Returns remarks of both: collectives sum rows as they are, so combine has no cast."""
-    casts = {"combine": "unquantised"} if workload.combine_quant != QuantType.NONE else {}
-    return casts | ({"transport": "gloo"} if context.device.type == "cpu" else {})
+def _details(workload: Workload) -> dict[str, str]:
+    """Returns a remark of both: collectives sum rows as they are, so combine has no cast."""
+    return {} if workload.combine_quant == QuantType.NONE else {"combine": "unquantised"}

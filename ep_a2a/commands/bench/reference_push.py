@@ -114,21 +114,16 @@ class ReferencePush(RoundTrip):
         if context.device.type != "cuda" or context.ranks_per_gpu == 1:
             return max_sms
         num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
-        share = share_of(num_sms, context.ranks_per_gpu, 1)
+        share = share_of(num_sms, context.ranks_per_gpu, num_ops=1)
         return min(max_sms or share, share)
 
     def _choose(self, launches: Sequence[PushLaunch]) -> None:
-        """Takes the fastest launch; where several numbers of vectors in flight were tried, notes the best of each."""
-        timer = Timer(self._context, TUNING)
-        fastest: dict[int, tuple[float, PushLaunch]] = {}
+        """Takes the fastest launch. Medians, and so the choice, are the same on all ranks."""
+        timer, timed = Timer(self._context, TUNING), []
         for launch in launches:
             self._launch = launch
-            # Medians are the same on all ranks.
-            timed = timer.median_us(self.round_trip), launch
-            fastest[launch.num_loads] = min(fastest.get(launch.num_loads, timed), timed)
-        self._launch = min(fastest.values())[1]
-        if len(fastest) > 1:
-            self.details["us_by_vectors_in_flight"] = {str(number): us for number, (us, _) in fastest.items()}
+            timed.append((timer.median_us(self.round_trip), launch))
+        self._launch = min(timed)[1]
 
     def _meet(self, label: str) -> None:
         if self._context.device.type == "cuda":

@@ -79,10 +79,8 @@ LAYER_EXPLANATION = (
     "layer: gate to combine, median of the rounds; least and most of them. experts alone: the same gate and experts on "
     "rows that lie ready, with all multiprocessors. exposed: the rest of the layer's time, and its share of in series. "
     "in series: the exchanges alone at full speed, timed in the first round; of reference_push a push of the same "
-    "bytes. Two micro-batches of T tokens each: in_turn, one "
-    "after the other; unsplit, one batch of 2T; overlapped/N, each one's exchange beside the other's experts, combine "
-    "on N multiprocessors, dispatch on three quarters of them (0: no bound), products on the rest; shared, the same "
-    "with small programs of the exchange on the products' multiprocessors; both in the steady state of many layers."
+    "bytes. Two micro-batches of T tokens each (docs/overlap.md): in_turn; unsplit, one batch of 2T; overlapped/N, "
+    "exchanges on N multiprocessors (0: no bound) beside experts; shared, on the same multiprocessors."
 )
 
 

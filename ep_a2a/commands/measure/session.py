@@ -182,11 +182,7 @@ class OpRoundTrip(InputsRoundTrip):
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        context: RankContext,
-        inputs: Inputs | None = None,
-        variant: OpVariant = OpVariant(),
+        self, workload: Workload, context: RankContext, inputs: Inputs | None = None, variant: OpVariant = OpVariant()
     ) -> None:
         super().__init__(workload, context, inputs, casts_before=variant.casts_before)
         self._step_bound = workload.num_tokens if variant.bounds_step else None
