@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.errors import ConfigMismatchError, EpA2AError
+from ep_a2a.errors import ConfigMismatchError, DeviceMemoryError, EpA2AError, PeerAccessError
 from ep_a2a.memory import cuda_p2p
 from ep_a2a.memory.rendezvous import Rendezvous
 
@@ -48,9 +48,12 @@ class Meeting:
     def __init__(self, other_fails: str = "") -> None:
         self.other_fails = other_fails
 
-    def agree(self, what: str, error: EpA2AError | None) -> None:
-        if error or what == self.other_fails:
-            raise ConfigMismatchError(what, str(error))
+    def telling(self, waiting_at: str | None = None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def barrier(self, what: str) -> None:
+        if what == self.other_fails:
+            raise ConfigMismatchError(what, "the other rank failed")
 
     def exchange(self, what: str, mine: str) -> list[str]:
         return [mine, b"other".hex()]
@@ -65,20 +68,20 @@ def allocate(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, meeting: Meeting
 
 
 @pytest.mark.parametrize(
-    ("broken", "other_fails", "given_back"),
+    ("broken", "other_fails", "error", "given_back"),
     [
-        ("", "allocating CUDA memory", ["cudaFree 4096"]),
-        ("cudaMemset", "", ["cudaFree 4096"]),
-        ("cudaMalloc", "", []),
-        ("", "mapping CUDA memory", ["cudaIpcCloseMemHandle 8192", "cudaFree 4096"]),
-        ("cudaIpcOpenMemHandle", "", ["cudaFree 4096"]),
+        ("", "allocating CUDA memory", ConfigMismatchError, ["cudaFree 4096"]),
+        ("cudaMemset", "", DeviceMemoryError, ["cudaFree 4096"]),
+        ("cudaMalloc", "", DeviceMemoryError, []),
+        ("", "mapping CUDA memory", ConfigMismatchError, ["cudaIpcCloseMemHandle 8192", "cudaFree 4096"]),
+        ("cudaIpcOpenMemHandle", "", PeerAccessError, ["cudaFree 4096"]),
     ],
 )
 def test_memory_that_not_all_ranks_have_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, broken: str, other_fails: str, given_back: list[str]
+    monkeypatch: pytest.MonkeyPatch, broken: str, other_fails: str, error: type[EpA2AError], given_back: list[str]
 ) -> None:
     runtime = Runtime(broken)
-    with pytest.raises(ConfigMismatchError):
+    with pytest.raises(error):
         allocate(monkeypatch, runtime, Meeting(other_fails))
     assert [call for call in runtime.calls if "Free" in call or "Close" in call] == given_back
 
