@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
@@ -24,7 +25,7 @@ Launched = tuple["CompiledKernel", tuple[Any, ...], int]
 """A launch: kernel, run-time arguments, programs."""
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Launches the dispatches and combines of one op. Three classes do: IntraNode-, Ring- and StagedEngine.
 
     An engine lists the launches of a call (`_dispatch_launches`, `_combine_launches`); the other methods follow from
@@ -52,13 +53,13 @@ class Engine(Protocol):
         for kernel, values, num_programs in self._combine_launches(args, stages, wish):
             kernel.run(num_programs, values, self.kernels.device)
 
+    @abstractmethod
     def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         """The launches of a dispatch, or of one of its halves, but those of layout expert_major."""
-        ...
 
+    @abstractmethod
     def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         """The launches of a combine, or of one of its halves, but those of layout expert_major."""
-        ...
 
     def _expand(self, args: DispatchArguments) -> None:
         """In layout expert_major, launch the copy of the received rows to a block for each expert."""
@@ -72,10 +73,11 @@ class Engine(Protocol):
         if self.kernels.by_expert is not None and args.expert_rows is not None:
             self.kernels.by_expert.reduce(args.expert_rows, args.step_tokens)
 
+    @abstractmethod
     def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
 
-    def quiet(self) -> None:
+    def quiet(self) -> None:  # noqa: B027 - an engine that only stores has nothing to wait for
         """Launch a kernel that completes after all outstanding puts. Collective. Kernels that store need none."""
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:

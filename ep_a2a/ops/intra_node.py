@@ -82,23 +82,6 @@ class IntraNodeEngine(Engine):
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.kernels = OpKernels(config, table, device)
 
-    # as Engine's, here so that a warm call enters fewer files
-    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
-        """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
-        kernels = self.kernels
-        for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
-            kernel.run(num_programs, values, kernels.device)
-        if stages.receive and kernels.by_expert is not None:
-            self._expand(args)
-
-    def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
-        """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
-        kernels = self.kernels
-        if stages.send and (args.copies or kernels.by_expert is not None):
-            self._prepare_rows(args)
-        for kernel, values, num_programs in self._combine_launches(args, stages, wish):
-            kernel.run(num_programs, values, kernels.device)
-
     def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         kernels = self.kernels
         key = args.num_tokens, args.step_tokens, dispatch_form(args), stages, wish
@@ -140,9 +123,6 @@ class IntraNodeEngine(Engine):
         phase = dispatch_phase(config, tokens) if is_dispatch else Phase.COMBINE
         launch = self.launch_of(phase, tokens, tokens, wish)
         return launch.num_programs, 0, launch.num_warps
-
-    def quiet(self) -> None:
-        """Do nothing: the kernels store directly, so nothing is under way when they have ended."""
 
     def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
         kernels = self.kernels
@@ -194,8 +174,7 @@ class IntraNodeEngine(Engine):
         kernels = self.kernels
         config, absent = kernels.config, kernels.absent
         return (
-            # the expression of result_rows: a call less on every combine
-            args.rows if kernels.results.quantized else elements_of(args.rows, torch.int32),
+            kernels.result_rows(args.rows),
             absent if args.weights is None else args.weights.view(torch.int32),
             args.result,
             absent if args.ids is None else args.ids,
