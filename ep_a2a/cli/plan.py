@@ -41,8 +41,6 @@ OPTIONS = (
     opt.Option("chunk_tokens", int, "Tokens that cross in one message; default: 64.", panel=NODES),
     opt.Option("credits", int, "Chunks on the way to a node; default: 8.", panel=NODES),
     opt.flag("published", "Predict other libraries' published times.", panel=NODES),
-    opt.file("markdown", "Write the predictions as markdown.", panel=NODES),
-    opt.Option("plot", Path, "Draw the predictions (PNG, SVG).", panel=NODES),
     opt.number("hidden", "Hidden size; default: the model's, else 7168.", opt.MOST_PLANNED),
     opt.Option("dtype", str, "bfloat16, float16, float32; default: the model's, else bfloat16."),
     opt.Option("quant", opt.Quant, "Cast of dispatch; default: the model's, else none."),

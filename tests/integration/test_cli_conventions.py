@@ -130,7 +130,7 @@ def test_without_standard_output() -> None:
 
 def test_without_matplotlib(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
-    done = run_cli("plan", "--nodes", "2", "--plot", "x.png", PYTHONPATH=f"{tmp_path}:.")
+    done = run_cli("demo", "--plot", "x.png", PYTHONPATH=f"{tmp_path}:.")
     assert done.returncode == 2
     assert "matplotlib" in done.stderr
     assert "Traceback" not in done.stderr

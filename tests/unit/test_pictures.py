@@ -12,9 +12,7 @@ import pytest
 from ep_a2a.commands import plots
 from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.demo.view import plot_traffic
-from ep_a2a.commands.plan.nodes import plot_predictions, predictions
 from ep_a2a.commands.plots import DARK, LIGHT, style_of
-from ep_a2a.commands.simulation.traffic import Shape
 from ep_a2a.commands.trace import plot_timeline
 from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
@@ -44,7 +42,6 @@ DRAWN = {
     "timeline": lambda path: plot_timeline({0: some_spans(1), 1: some_spans(2)}, path, "a note " * 30),
     "timeline of nothing": lambda path: plot_timeline({0: []}, path),
     "timeline on CPU": lambda path: plot_timeline({0: some_spans(100_000)}, path, device="cpu"),
-    "nodes": lambda path: plot_predictions(predictions((2, 4), Shape(32, 512, casts=False)), path),
 }
 
 
@@ -100,8 +97,6 @@ def test_every_line_of_a_bench_has_a_name_in_the_order_of_their_ends(figure) -> 
         ("bench", "Both axes logarithmic"),
         ("bench", "H 7168"),
         ("bench", "4 x NVIDIA H100"),
-        ("nodes", "Predicted, not measured"),
-        ("nodes", "time (µs)"),
         ("timeline", "µs since the first bar"),
         ("timeline on CPU", "s since the first bar"),
     ],

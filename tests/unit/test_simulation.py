@@ -1,21 +1,30 @@
 """The simulator of exchanges between nodes: its parts by hand, its bounds, what was measured inside a node."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_a2a.commands.simulation.cluster import FINISH_US, NIC_LATENCY_US, NVLINK_HOP_US, START_US, Cluster
-from ep_a2a.commands.simulation.exchange import Clock, Phase, Wire, simulate, transfer
-from ep_a2a.commands.simulation.predict import GATHER_CHUNKS, Prediction, predict, wire_buffers
-from ep_a2a.commands.simulation.published import compare, published_tables
-from ep_a2a.commands.simulation.traffic import (
+from ep_a2a.commands.simulation.published import compare, nearest, published_tables
+from ep_a2a.commands.simulation.simulator import (
+    FINISH_US,
+    NIC_LATENCY_US,
+    NVLINK_HOP_US,
+    START_US,
     Chunk,
+    Clock,
+    Cluster,
     Copies,
+    Phase,
     Shape,
-    expected_distinct,
-    expected_remote_copies,
+    Wire,
+    predict,
     sample_chunks,
+    simulate,
+    transfer,
 )
+from ep_a2a.config import num_owned_experts
 from ep_a2a.errors import ConfigError
 
 # --- wires ---
@@ -34,14 +43,20 @@ def test_bytes_arrive_as_they_leave_and_wait_for_other_senders():
 # --- traffic ---
 
 
-def test_expected_copies_of_deepseek():
-    assert expected_distinct(256, [32] * 8, 8) == pytest.approx(5.2947, abs=1e-4)
-    # eight nodes of eight: as many other nodes as there are other ranks in one node of eight
-    node = expected_remote_copies(Cluster(8), Shape(1), Copies.NODE)
-    assert node == pytest.approx(7 * 0.66183, abs=1e-4)
-    assert expected_remote_copies(Cluster(8), Shape(1), Copies.EXPERT) == 7
-    with pytest.raises(ConfigError, match="max_nodes=4"):
-        expected_remote_copies(Cluster(8), Shape(1, max_nodes=4), Copies.NODE)
+def expected_distinct(num_experts: int, owned: list[int], topk: int) -> float:
+    """The number of owners that a token goes to, its experts drawn uniformly; owned: experts of each owner."""
+    return sum(1 - math.comb(num_experts - count, topk) / math.comb(num_experts, topk) for count in owned)
+
+
+def expected_remote_copies(cluster: Cluster, shape: Shape, copies: Copies) -> float:
+    away, size = 1 - 1 / cluster.num_nodes, cluster.gpus_per_node
+    if copies is Copies.EXPERT:
+        return shape.topk * away
+    num_experts = shape.placed_experts(cluster.num_ranks)
+    owned = [num_owned_experts(num_experts, cluster.num_ranks, rank) for rank in range(cluster.num_ranks)]
+    if copies is Copies.NODE:
+        owned = [sum(owned[first : first + size]) for first in range(0, cluster.num_ranks, size)]
+    return away * expected_distinct(num_experts, owned, shape.topk)
 
 
 @pytest.mark.parametrize("copies", Copies)
@@ -51,6 +66,7 @@ def test_sampled_copies_are_the_expected_ones(copies, num_experts):
     chunks = sample_chunks(cluster, shape, copies)
     remote = sum(c.num_records for s in range(4) for d in range(4) if s != d for c in chunks[s][d])
     assert remote / 4 / 2000 == pytest.approx(expected_remote_copies(cluster, shape, copies), rel=0.02)
+    assert predict(cluster, shape, copies).remote_copies == remote / 4 / 2000
 
 
 def test_a_limit_on_nodes_is_kept():
@@ -131,26 +147,7 @@ def test_fewer_copies_take_less():
     assert node.nic_combine_bytes < rank.nic_combine_bytes < expert.nic_combine_bytes
 
 
-# --- buffers, published tables, refusals ---
-
-
-def test_buffers():
-    cluster, shape = Cluster(4, 8, num_credits=2), Shape(1000)
-    found, ring_rows = wire_buffers(cluster, shape, Copies.NODE), 3 * 2 * 64
-    assert found == {
-        "packed_tokens": 1000 * shape.dispatch_record_bytes,
-        "dispatch_rings": ring_rows * shape.dispatch_record_bytes,
-        "combine_rings": 2 * ring_rows * 14336,
-        "combine_pool": GATHER_CHUNKS * 64 * 8 * 14336,
-        "combine_slots": 8 * 1000 * 14336,
-    }
-    assert wire_buffers(cluster, shape, Copies.RANK)["combine_slots"] == 32 * 1000 * 14336
-    assert wire_buffers(cluster, shape, Copies.EXPERT)["combine_slots"] == 8 * 1000 * 14336
-    # a ring holds no more than there are tokens
-    assert wire_buffers(cluster, Shape(1), Copies.NODE)["dispatch_rings"] == 3 * 64 * shape.dispatch_record_bytes
-    assert Prediction(cluster, shape, Copies.NODE, 0.0, 0.0).expert_rows_bytes == 32 * 1000 * (
-        7168 + 56 * 4 + 8 * 8 + 8
-    )
+# --- published tables, refusals ---
 
 
 def test_published_tables_become_times():
@@ -168,6 +165,19 @@ def test_published_tables_become_times():
     assert dispatch.published_us == pytest.approx(4096 * nodes * 7168 / 54e3, rel=0.01)
     dispatch, _ = compare(tables["DeepEP V2", 16, 8192])
     assert dispatch.published_us == pytest.approx(8192 * nodes * 7392 / 90e3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "copies", "source", "tokens"),
+    [
+        (32, Copies.NODE, "MORI InterNodeV1LL", 128),
+        (6000, Copies.NODE, "DeepEP V2", 8192),
+        (4096, Copies.RANK, "pplx-garden", 4096),
+    ],
+)
+def test_published_times_like_an_exchange(num_tokens, copies, source, tokens):
+    lines = [each.published for each in nearest(num_tokens, copies)]
+    assert {(line.source, line.shape.num_tokens) for line in lines} == {(source, tokens)}
 
 
 def test_too_much_is_refused():
