@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg")
 TIME_UNITS = ((1e-3, "ns"), (1.0, "µs"), (1e3, "ms"), (1e6, "s"))
-BINARY_UNITS = ((1.0, "B"), (1024.0, "KiB"), (1024.0**2, "MiB"), (1024.0**3, "GiB"))
-"""Of memory, as the tables have it; BYTE_UNITS are those of what travels."""
 BYTE_UNITS = ((1.0, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"))
 MOST_RANKS_WITH_TEXT = 16
 """Ranks of a heat map whose cells have their values in words."""
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 YELLOW = "#F0E442"
-DISPATCH, EXPERTS, COMBINE, BUFFERS = range(4)
+DISPATCH, EXPERTS, COMBINE = range(3)
 """Places in `Theme.colours` of what has the same colour in all pictures."""
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 """vLLM's for `vllm serve` on GPUs like H100 and H200."""
 PADDED_MULTIPLE = 256
-BLOCK_CAST, MX_CAST = "fp8_per_1x128", "mxfp8"
+OTHER_CASTS = {"MXFP8": ("mxfp8", MX_GROUP_SIZE), "MXFP4": ("fp8_per_1x128", FP8_GROUP_SIZE)}
+"""Cast of other experts than those planned for, and the elements that rows are a multiple of, by weights."""
 GPUS_PER_NODE = 8
 TRANSPORT = "torch.distributed"
 """Transport of ops between hosts unless EP_A2A_INTERNODE_TRANSPORT names another."""
@@ -136,14 +137,10 @@ def other_totals(model: MoeModel, options: VllmOptions, config: EpDispatchCombin
     """
     if options.cast is not None:
         return {}
+    other, group_size = OTHER_CASTS.get(model.quantization.weights, ("", 1))
     if config.casts_in_dispatch:
-        others = ["none"]
-    elif model.quantization.weights == "MXFP8":
-        others = [MX_CAST] if config.hidden_dim % MX_GROUP_SIZE == 0 else []
-    else:
-        others = (
-            [BLOCK_CAST] if model.quantization.weights == "MXFP4" and config.hidden_dim % FP8_GROUP_SIZE == 0 else []
-        )
+        other = "none"
+    others = [other] if other and config.hidden_dim % group_size == 0 else []
     return {cast: max(vllm_plan(model, replace(options, cast=cast)).bytes_by_rank) for cast in others}
 
 
@@ -168,14 +165,12 @@ def assumptions(
 
 
 def _about_family(model: MoeModel) -> str:
-    known = table()
+    release, date = table().release, table().date
     if model.is_known:
-        return (
-            f"hidden size, experts, top-k and shared tokens as the model files of vLLM {known.release} "
-            f"(read on {known.date}) say"
-        )
+        vllm = f"vLLM {release} (read on {date})"
+        return f"hidden size, experts, top-k and shared tokens as the model files of {vllm} say"
     return (
-        f"a guess: no model file of vLLM {known.release} is known for model_type {model.model_type!r}; "
+        f"a guess: no model file of vLLM {release} is known for model_type {model.model_type!r}; "
         "hidden size, experts and top-k stand where other models have them. "
         "Compare them with the model's, and say --hidden or --sequence-parallel where they differ"
     )
