@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import inspect
 import re
 import shutil
@@ -90,28 +89,27 @@ def errors() -> str:
 
 
 def commands() -> str:
-    """A section for each command of `ep-a2a`, from its table of options.
+    """A section for each command of `ep-a2a`, with its options as typer lists them.
 
     Options that most commands have are named at the end of a section; the page describes them once.
     """
-    from ep_a2a.cli import app
-    from ep_a2a.cli.command import options_of, panels_of
+    import typer
 
-    modules = {name: importlib.import_module(f"ep_a2a.cli.{name}") for name in app.COMMANDS}
-    panels = {name: panels_of(options_of(name)) for name, module in modules.items()}
-    counts = Counter(row for of_command in panels.values() for options in of_command.values() for row in options)
-    shared = {row for row, count in counts.items() if count > len(modules) // 2}
+    from ep_a2a.cli.app import app
+
+    found = typer.main.get_command(app).commands
+    records = {
+        name: [each.get_help_record(typer.Context(command)) for each in command.params]
+        for name, command in found.items()
+    }
+    counts = Counter(record for of_command in records.values() for record in of_command)
+    shared = {record for record, count in counts.items() if count > len(found) // 2}
     parts = []
-    for name, module in modules.items():
-        lines = [f"(ep-a2a-{name})=\n## ep-a2a {name}", inspect.cleandoc(module.run.__doc__ or "")]
-        also = []
-        for panel, options in panels[name].items():
-            rows = [(f"`{row[0]}`", f"`{row[1]}`" if row[1] else "", row[2]) for row in options if row not in shared]
-            also += [f"`{row[0]}`" for row in options if row in shared]
-            if rows:
-                lines += [f"**{panel}**", table(("option", "default", "meaning"), rows)]
-        lines.append(f"Also {', '.join(also)}: [as in all commands](#what-all-commands-do-alike).")
-        parts.append("\n\n".join(lines))
+    for name, command in found.items():
+        rows = [(f"`{typed}`", text) for typed, text in records[name] if (typed, text) not in shared]
+        also = ", ".join(f"`{typed}`" for typed, text in records[name] if (typed, text) in shared)
+        lines = [f"(ep-a2a-{name})=\n## ep-a2a {name}", command.help, table(("option", "meaning"), rows)]
+        parts.append("\n\n".join([*lines, f"Also {also}: [as in all commands](#what-all-commands-do-alike)."]))
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The command line `ep-a2a`: each command is one module of this package, listed in app.COMMANDS."""
+"""The command line `ep-a2a`: each command is one module of this package."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import atexit
 import signal
 import sys
 
+EXIT_INTERRUPTED = 130
+"""Of typer, where Ctrl-C has ended a command."""
+
 
 def main() -> None:
     """Runs the command line; see ep_a2a.cli.app."""
     # Python ends with the signal, not with the exit code, where Ctrl-C has passed through an exec() of text, as imports
     # have it. It cannot while the signal is blocked; this runs after all else that is registered.
     atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
-    # Processes that a command starts import this package too and need nothing of the application.
+    code: str | int | None = 0
     try:
+        # Processes that a command starts import this package too and need nothing of the application.
         from ep_a2a.cli.app import run
-    except ImportError as error:
-        sys.stderr.write(f"ep-a2a cannot start: {error}. To install what it needs: pip install typer rich\n")
-        sys.exit(2)
+
+        run()
+    except SystemExit as ended:
+        code = ended.code
     except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.stderr.write("interrupted\n")
-        sys.exit(130)
-    run()
+    sys.exit(code)

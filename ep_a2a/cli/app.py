@@ -1,137 +1,106 @@
-"""Makes the typer application: commands, common options and exit codes, help, and the display of errors.
+"""The typer application: the commands, what they do alike, and the display of errors.
 
-A command is a module `ep_a2a.cli.<name>` with a table `OPTIONS` and a function `run`. It imports torch and the rest of
-the package inside that function, so that `--help` is quick.
+A command is a function in a module of its own name. It imports torch and the rest of the package inside, so that
+`--help` is quick.
 """
 
-from __future__ import annotations
-
-import errno
-import functools
 import importlib
-import os
-import signal
+import importlib.util
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand
 
 from ep_a2a import __version__
-from ep_a2a.cli.command import Command, callback_of, options_of, write_exit_codes
+from ep_a2a.cli import backends, bench, demo, doctor, plan, trace
+from ep_a2a.cli.options import Quiet, Verbose
 from ep_a2a.commands import messages
-from ep_a2a.commands.files import cannot_print, cannot_write
-from ep_a2a.commands.messages import EXIT_ERROR, EXIT_INTERRUPTED
-from ep_a2a.commands.options import OF_ALL_COMMANDS, flag
-from ep_a2a.errors import ConfigError, EpA2AError
+from ep_a2a.commands.options import OPTIONS_OF_FIELDS
+from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY
+from ep_a2a.errors import ConfigError, EpA2AError, MissingPackageError
+from ep_a2a.interrupts import interrupts_held
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import SimpleNamespace
-
-COMMANDS = ("demo", "bench", "trace", "plan", "backends", "doctor")
-"""In the order of `--help`."""
-OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
-"""Errors of writing to stdout; those of files have a name."""
+EXIT_CODES = (
+    "Exit codes: 0 it worked; 1 it ran and found a mismatch: wrong results, or something that prevents use; 2 it "
+    "cannot be done: a wrong option or variable, a missing package, a file that cannot be written; 130 interrupted."
+)
+SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits with one of EXIT_CODES; an error is one panel on stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show µ shows a question mark.
-        if stream is not None and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    say_interrupted.cache_clear()
-    try:
-        if sys.stdout is None:
-            raise ConfigError("an open standard output", "a closed one", "Run it without `>&-`.")
-        code = _code_of(arguments)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        code = say_interrupted()
-    except EpA2AError as error:
-        code = EXIT_ERROR
-        messages.show_error(error)
-    except OSError as error:
-        if error.filename is None and error.errno not in OF_OUTPUT:
-            raise
-        code = EXIT_ERROR
-        messages.show_error(cannot_write(error.filename, error) if error.filename else cannot_print(error))
-        if error.filename is None:
-            _drop_output()
-    sys.exit(code)
-
-
-def make_app() -> typer.Typer:
-    """Returns the application with all commands."""
-    settings = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(
-        name="ep-a2a",
-        cls=Group,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings=settings,
-        epilog="`ep-a2a COMMAND -h` lists a command's options.",
-    )
-    version = flag("version", "Print the version and exit.", limits={"callback": _show_version, "is_eager": True})
-    app.callback()(callback_of((version, *OF_ALL_COMMANDS), _common_options))
-    for name in COMMANDS:
-        module = importlib.import_module(f"ep_a2a.cli.{name}")
-        app.command(name, cls=Command, context_settings=settings)(callback_of(options_of(name), module.run))
-    return app
-
-
-@functools.cache
-def say_interrupted() -> int:
-    """Says once that Ctrl-C has ended the command; returns its exit code. A second Ctrl-C ends the process at once."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    messages.warn("interrupted")
-    return EXIT_INTERRUPTED
-
-
-class Group(TyperGroup):
-    """The command `ep-a2a` itself: Ctrl-C while a command runs is said in one word."""
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Writes where options are listed, and the exit codes."""
-        super().format_epilog(ctx, formatter)
-        write_exit_codes(formatter)
+class Command(TyperCommand):
+    """A command of `ep-a2a`: checks the environment before it runs, and names options in errors."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the named command."""
+        """Runs the command, with verbosity and logging as its options and variables say."""
+        given = [each.params for each in (ctx, ctx.parent)]
+        quiet, verbose = (any(params.get(name) for params in given) for name in ("quiet", "verbose"))
+        if quiet and verbose:
+            ctx.fail("--quiet and --verbose exclude each other.")
+        messages.begin(quiet=quiet, verbose=verbose)
+        ctx.params["verbose"] = verbose
+        # doctor reports what is missing and which variables cannot be used.
+        if self.name != "doctor":
+            check_packages()
+            messages.check_environment()
+            messages.set_up_logging()
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Exit(say_interrupted()) from None
-        except BrokenPipeError as error:
-            # typer would end with 1 and without a word.
-            raise cannot_print(error) from error
+        except EpA2AError as error:
+            typed = {each.name: each.opts[0] for each in self.params}
+            named = OPTIONS_OF_FIELDS.get(error.field or "", (error.field,))
+            error.field = next((typed[name] for name in named if name in typed), error.field)
+            if isinstance(error, ConfigError) and error.remedy in (ConfigError.remedy, HANDLE_KWARG_REMEDY):
+                error.remedy = f"Correct the option; `{ctx.command_path} --help` says what it takes."
+            raise
 
 
-def _code_of(arguments: Sequence[str] | None) -> int:
-    try:
-        make_app()(arguments, prog_name="ep-a2a")
-    except SystemExit as ended:
-        if ended.code == EXIT_INTERRUPTED:
-            # Outside of a command, typer ends without a word.
-            say_interrupted()
-        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else EXIT_ERROR
-    return 0
+def check_packages() -> None:
+    """Imports torch and Triton, which every command but doctor needs.
+
+    Raises:
+        MissingPackageError: one is not installed.
+    """
+    for name in ("torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            remedy = f"pip install {name}; `ep-a2a doctor` says what else is missing."
+            raise MissingPackageError(f"the package {name}", "none", remedy)
+        # Code that their imports run swallows KeyboardInterrupt: the command would go on.
+        with interrupts_held():
+            importlib.import_module(name)
 
 
-def _drop_output() -> None:
-    """Lets the interpreter flush what is left in stdout's buffer without an error."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.close(nothing)
-
-
-def _show_version(asked: bool) -> None:
+def show_version(asked: bool) -> None:
+    """Prints the version and ends, where that is asked for."""
     if asked:
         typer.echo(f"ep-a2a {__version__}")
         raise typer.Exit
 
 
-def _common_options(options: SimpleNamespace) -> None:
+# Plain help: a terminal's width does not cut the names of options.
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=SETTINGS
+)
+for command in (demo.demo, bench.bench, trace.trace, plan.plan, backends.backends, doctor.doctor):
+    app.command(cls=Command, epilog=EXIT_CODES, context_settings=SETTINGS)(command)
+
+
+@app.callback(epilog=f"`ep-a2a COMMAND -h` lists a command's options. {EXIT_CODES}")
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
     """Expert-parallel all-to-all for MoE inference."""
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits; an error is one panel on stderr."""
+    try:
+        app(arguments, prog_name="ep-a2a")
+    except EpA2AError as error:
+        messages.show_error(error)
+        sys.exit(messages.EXIT_ERROR)

@@ -1,26 +1,31 @@
 """`ep-a2a backends`: lists backends, their capabilities, and which ones this machine can use."""
 
-from __future__ import annotations
+from types import SimpleNamespace
+from typing import Annotated
 
-from typing import TYPE_CHECKING
+import typer
 
-from ep_a2a.commands import options as opt
-
-if TYPE_CHECKING:
-    from types import SimpleNamespace
-
-OPTIONS = (
-    opt.Option("name", str, "One backend, with all its abilities and limits.", panel="Arguments", is_argument=True),
-    opt.AS_JSON,
-    opt.OUTPUT,
-    opt.flag("markdown", "Print the tables of capabilities, without what is found here."),
-)
+from ep_a2a.cli.options import AsJson, Output, Quiet, Verbose
+from ep_a2a.commands.options import refuse
 
 
-def run(options: SimpleNamespace) -> None:
-    """Show which backends can be used here; of one, or with --verbose of all, what they can do."""
+def backends(
+    name: Annotated[str | None, typer.Argument(help="One backend, with all its abilities and limits.")] = None,
+    as_json: AsJson = False,
+    output: Output = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the tables of capabilities, without what is found here.")
+    ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show which backends can be used here, and what they can do.
+
+    It tells what they can do of one that is named, and of all with --verbose.
+    """
+    options = SimpleNamespace(**locals())
     from ep_a2a.commands.backends import execute
 
-    if options.as_json or options.name:
-        opt.refuse({"markdown": options.markdown or None}, "with --json or a name", "Leave one out.")
+    if as_json or name:
+        refuse({"markdown": markdown or None}, "with --json or a name", "Leave one out.")
     execute(options)

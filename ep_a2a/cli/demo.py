@@ -1,61 +1,52 @@
 """`ep-a2a demo`: sends real text through an expert-parallel MoE layer and checks it against the dense layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Annotated
 
-from ep_a2a.commands import options as opt
+import typer
 
-if TYPE_CHECKING:
-    from types import SimpleNamespace
+from ep_a2a.cli import options as opt
+from ep_a2a.commands.options import Device, Quant, given, named_backend
 
 DEFAULT_RANKS = 4
 RANKS = "Processes; more than GPUs share them. Default: 4, on 2 or 3 GPUs as many."
-A_FILE = {"exists": True, "dir_okay": False}
+TEXT = "Text to send; default: the project's README."
 BACKENDS = "ep_a2a, naive or allgather_reducescatter; default: EP_A2A_CONFIG's file, EP_A2A_BACKEND, ep_a2a."
-
-OPTIONS = (
-    opt.number("ranks", RANKS, opt.MOST_PROCESSES),
-    opt.DEVICE,
-    opt.Option("text", Path, "Text to send; default: the project's README.", limits=A_FILE),
-    opt.number("tokens", "Tokens (words and marks) over all ranks.", opt.MOST_TOKENS, 96),
-    opt.number("hidden", "Hidden size; rows must be a multiple of 16 bytes.", opt.MOST_HIDDEN, 256),
-    opt.number("experts", "Experts over all ranks.", opt.MOST_EXPERTS, 16),
-    opt.number("topk", "Experts per token.", opt.MOST_TOPK, 4),
-    opt.QUANT,
-    opt.Option("gpus_per_node", int, "Ranks per virtual node; default: as the machine is.", limits={"min": 1}),
-    opt.Option("backend", str, BACKENDS),
-    opt.file("plot", "Write the traffic as a heat map (PNG)."),
-    opt.AS_JSON,
-    opt.OUTPUT,
-    opt.SEED,
-)
+GPUS_PER_NODE = "Ranks per virtual node; default: as the machine is."
 
 
-def run(options: SimpleNamespace) -> int:
-    """Send real text through an expert-parallel MoE layer and compare with the dense layer.
+def demo(
+    ranks: Annotated[int | None, opt.number(RANKS, opt.MOST_PROCESSES)] = None,
+    device: opt.OnDevice = Device.AUTO,
+    text: Annotated[Path | None, typer.Option(help=TEXT, exists=True, dir_okay=False)] = None,
+    tokens: Annotated[int, opt.number("Tokens (words and marks) over all ranks.", opt.MOST_TOKENS)] = 96,
+    hidden: Annotated[int, opt.number("Hidden size; rows must be a multiple of 16 bytes.", opt.MOST_HIDDEN)] = 256,
+    experts: Annotated[int, opt.number("Experts over all ranks.", opt.MOST_EXPERTS)] = 16,
+    topk: Annotated[int, opt.number("Experts per token.", opt.MOST_TOPK)] = 4,
+    quant: opt.Cast = Quant.NONE,
+    gpus_per_node: Annotated[int | None, opt.number(GPUS_PER_NODE, opt.MOST_PROCESSES)] = None,
+    backend: Annotated[str | None, typer.Option(help=BACKENDS)] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the traffic as a heat map (PNG).")] = None,
+    as_json: opt.AsJson = False,
+    output: opt.Output = None,
+    seed: opt.Seed = None,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Send text through an expert-parallel layer and a dense one.
 
-    The exit code is 1 where they differ.
+    The exit code is 1 where their results differ.
     """
+    options = SimpleNamespace(**locals())
     from ep_a2a.commands.demo.model import read_text
     from ep_a2a.commands.demo.run import DemoSettings, execute
     from ep_a2a.commands.files import check_can_write, different_files
     from ep_a2a.commands.ranks import choose_device, default_ranks
 
-    check_can_write(options.output)
-    different_files(options.output, options.plot)
-    kind = choose_device(options.device.value)
-    settings = DemoSettings(
-        options.ranks or default_ranks(kind, DEFAULT_RANKS),
-        kind,
-        options.tokens,
-        options.hidden,
-        options.experts,
-        options.topk,
-        options.quant.value,
-        options.gpus_per_node,
-        *opt.named_backend(options.backend),
-        **opt.given({"seed": options.seed}),
-    )
-    return execute(settings, read_text(options.text, options.tokens), options)
+    check_can_write(output)
+    different_files(output, plot)
+    kind = choose_device(device)
+    sizes = (ranks or default_ranks(kind, DEFAULT_RANKS), kind, tokens, hidden, experts, topk)
+    settings = DemoSettings(*sizes, quant.value, gpus_per_node, *named_backend(backend), **given({"seed": seed}))
+    raise typer.Exit(execute(settings, read_text(text, tokens), options))

@@ -1,68 +1,84 @@
 """`ep-a2a plan`: computes an op's memory on each GPU, and predicts exchanges between nodes, without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Annotated, Any
 
-from ep_a2a.commands import options as opt
+import typer
 
-if TYPE_CHECKING:
-    from types import SimpleNamespace
+from ep_a2a.cli import options as opt
+from ep_a2a.commands.options import MOST_PLANNED, Quant
 
-MODEL = "Of a model in vLLM"
-OP = "Of any op"
-NODES = "Between nodes (predicted by a simulator)"
-EVERYWHERE = ("vllm", "nodes", "published", "gpus_per_node")
-"""Options that choose the kind of plan, or act in several; the others act in the kind that their panel names."""
-IS_THERE = {"exists": True}
-SHARED = "Tensor-parallel ranks share their replica's tokens; default: by model."
-FLAGGED = "Most tokens of a rank in the low-latency dispatch; default: 128."
-
-OPTIONS = (
-    opt.Option("vllm", Path, "A model's config.json, or its folder.", panel=MODEL, limits=IS_THERE),
-    opt.number("data_parallel_size", "As vLLM's; at least 2.", opt.MOST_RANKS, panel=MODEL),
-    opt.number("tensor_parallel_size", "As vLLM's; default: 1.", opt.MOST_RANKS, panel=MODEL),
-    opt.number("max_num_batched_tokens", "As vLLM's; default: 8192.", opt.MOST_TOKENS, panel=MODEL),
-    opt.number("num_redundant_experts", "Of vLLM's load balancer; default: 0.", opt.MOST_EXPERTS, least=0, panel=MODEL),
-    opt.Option("sequence_parallel", bool, SHARED, panel=MODEL),
-    opt.number("ranks", "GPUs; default: 8.", opt.MOST_RANKS, panel=OP),
-    opt.number("gpus_per_node", "GPUs of a node; default: all, with --nodes or --vllm 8.", opt.MOST_RANKS, panel=OP),
-    opt.number("max_tokens", "Tokens per rank; default: 4096.", opt.MOST_TOKENS, panel=OP),
-    opt.number("topk", "Experts per token; default: 8.", opt.MOST_TOPK, panel=OP),
-    opt.number("experts", "Experts over all ranks; default: 256.", opt.MOST_EXPERTS, panel=OP),
-    opt.Option("layout", str, "compact (default), rank_major, expert_major.", panel=OP),
-    opt.Option("combine_quant", str, "Cast of combine: none (default), fp8_blockwise, fp8_direct_cast.", panel=OP),
-    opt.Option("scale_format", str, "float32 (default), ue8m0, float32_power_of_two.", panel=OP),
-    opt.number("max_total_recv_tokens", "Cap on received rows; default: none.", opt.MOST_TOKENS, least=0, panel=OP),
-    opt.number("flagged_max_tokens", FLAGGED, opt.MOST_TOKENS, least=0, panel=OP),
-    opt.numbers("nodes", "Predict for numbers of nodes, separated by commas.", panel=NODES),
-    opt.Option("nic_gbps", float, "Rate of each GPU's NIC, Gb/s; default: 400.", panel=NODES),
-    opt.Option("chunk_tokens", int, "Tokens that cross in one message; default: 64.", panel=NODES),
-    opt.Option("credits", int, "Chunks on the way to a node; default: 8.", panel=NODES),
-    opt.flag("published", "Predict other libraries' published times.", panel=NODES),
-    opt.number("hidden", "Hidden size; default: the model's, else 7168.", opt.MOST_PLANNED),
-    opt.Option("dtype", str, "bfloat16, float16, float32; default: the model's, else bfloat16."),
-    opt.Option("quant", opt.Quant, "Cast of dispatch; default: the model's, else none."),
-    opt.AS_JSON,
-    opt.OUTPUT,
-    opt.number("seed", "Seed of the routing; default: 0.", opt.MOST_SEED, least=0, panel=NODES),
+OF_A_MODEL = (
+    *("data_parallel_size", "tensor_parallel_size", "max_num_batched_tokens", "num_redundant_experts"),
+    "sequence_parallel",
 )
+OF_AN_OP = (
+    *("ranks", "max_tokens", "topk", "experts", "layout", "combine_quant", "scale_format", "max_total_recv_tokens"),
+    "flagged_max_tokens",
+)
+BETWEEN_NODES = ("nic_gbps", "chunk_tokens", "credits", "seed")
+"""Options that act in one kind of plan only."""
+VLLM = "A model's config.json, or its folder."
+REDUNDANT = "With --vllm: of vLLM's load balancer; default: 0."
+SHARED = "With --vllm: tensor-parallel ranks share their replica's tokens; default: by model."
+COMBINE_QUANT = "Cast of combine: none (default), fp8_blockwise, fp8_direct_cast."
+RECV = "Cap on received rows; default: none."
+FLAGGED = "Most tokens of a rank in the low-latency dispatch; default: 128."
+NODES = "Predict by a simulator for numbers of nodes, separated by commas."
+CREDITS = "With --nodes: chunks on the way to a node; default: 8."
+DTYPE = "bfloat16, float16, float32; default: the model's, else bfloat16."
 
 
-def run(options: SimpleNamespace) -> None:
-    """Print what an op's buffers take on each GPU: with --vllm for a model, else for the sizes that are named.
+def plan(
+    vllm: Annotated[Path | None, typer.Option(exists=True, help=VLLM)] = None,
+    data_parallel_size: Annotated[int | None, opt.number("As vLLM's; at least 2.", opt.MOST_RANKS)] = None,
+    tensor_parallel_size: Annotated[int | None, opt.number("As vLLM's; default: 1.", opt.MOST_RANKS)] = None,
+    max_num_batched_tokens: Annotated[int | None, opt.number("As vLLM's; default: 8192.", opt.MOST_TOKENS)] = None,
+    num_redundant_experts: Annotated[int | None, opt.number(REDUNDANT, opt.MOST_EXPERTS, least=0)] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option(help=SHARED)] = None,
+    ranks: Annotated[int | None, opt.number("GPUs; default: 8.", opt.MOST_RANKS)] = None,
+    gpus_per_node: Annotated[
+        int | None, opt.number("GPUs of a node; default: all, with --nodes or --vllm 8.", opt.MOST_RANKS)
+    ] = None,
+    max_tokens: Annotated[int | None, opt.number("Tokens per rank; default: 4096.", opt.MOST_TOKENS)] = None,
+    topk: Annotated[int | None, opt.number("Experts per token; default: 8.", opt.MOST_TOPK)] = None,
+    experts: Annotated[int | None, opt.number("Experts over all ranks; default: 256.", opt.MOST_EXPERTS)] = None,
+    layout: Annotated[str | None, typer.Option(help="compact (default), rank_major, expert_major.")] = None,
+    combine_quant: Annotated[str | None, typer.Option(help=COMBINE_QUANT)] = None,
+    scale_format: Annotated[str | None, typer.Option(help="float32 (default), ue8m0, float32_power_of_two.")] = None,
+    max_total_recv_tokens: Annotated[int | None, opt.number(RECV, opt.MOST_TOKENS, least=0)] = None,
+    flagged_max_tokens: Annotated[int | None, opt.number(FLAGGED, opt.MOST_TOKENS, least=0)] = None,
+    nodes: Annotated[Any, opt.numbers(NODES)] = None,
+    nic_gbps: Annotated[
+        float | None, typer.Option(help="With --nodes: rate of each GPU's NIC, Gb/s; default: 400.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="With --nodes: tokens that cross in one message; default: 64.")
+    ] = None,
+    credits: Annotated[int | None, typer.Option(help=CREDITS)] = None,  # noqa: A002
+    published: Annotated[bool, typer.Option("--published", help="Predict other libraries' published times.")] = False,
+    hidden: Annotated[int | None, opt.number("Hidden size; default: the model's, else 7168.", MOST_PLANNED)] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
+    quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,
+    as_json: opt.AsJson = False,
+    output: opt.Output = None,
+    seed: Annotated[
+        int | None, opt.number("With --nodes: seed of the routing; default: 0.", opt.MOST_SEED, least=0)
+    ] = None,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Print what an op's buffers take on each GPU.
 
-    It needs no GPU and starts nothing. The total is exactly what the op allocates when it is built.
+    With --vllm it plans for a model, else for the sizes that are named. It needs no GPU and starts nothing. The total
+    is exactly what the op allocates when it is built.
 
     With --nodes it prints what dispatch and combine between nodes are predicted to take, and with --published how far
     such predictions are off, instead.
     """
+    options = SimpleNamespace(**locals())
     from ep_a2a.commands.plan.command import execute
 
-    values = vars(options)
-    groups = [
-        {each.name: values[each.name] for each in OPTIONS if each.panel == panel and each.name not in EVERYWHERE}
-        for panel in (MODEL, OP, NODES)
-    ]
-    execute(options, *groups)
+    kinds = (OF_A_MODEL, OF_AN_OP, BETWEEN_NODES)
+    execute(options, *({name: getattr(options, name) for name in names} for names in kinds))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -87,23 +86,10 @@ def give_json(values: Any, output: Path | None, *, as_json: bool) -> None:
         messages.print_json(values)
 
 
-def cannot_write(path: Path | str, error: OSError) -> ConfigError:
-    """Returns what a command says where the system refuses to write to a file."""
-    return ConfigError(f"to write {path}", error.strerror or str(error), REMEDY)
-
-
-def cannot_print(error: OSError) -> ConfigError:
-    """Returns what a command says where the system refuses to write to standard output."""
-    remedy = "Make room where standard output goes."
-    if error.errno == errno.EPIPE:
-        remedy = "Whoever read the output has closed it. Read all of it, with `less` for example."
-    return ConfigError("to write to standard output", error.strerror or str(error), remedy)
-
-
 @contextlib.contextmanager
 def _as_error(path: Path) -> Iterator[None]:
     """Lets the system's errors be errors of this package."""
     try:
         yield
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise ConfigError(f"to write {path}", error.strerror or str(error), REMEDY) from error

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -20,18 +18,8 @@ if TYPE_CHECKING:
 
     from ep_a2a.errors import EpA2AError
 
-EXIT_OK, EXIT_MISMATCH, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
-EXIT_CODES = {
-    EXIT_OK: "it worked",
-    EXIT_MISMATCH: "it ran and found a mismatch: wrong results, or something that prevents use",
-    EXIT_ERROR: "it cannot be done: a wrong option or variable, a missing package, a file that cannot be written",
-    EXIT_INTERRUPTED: "interrupted by Ctrl-C",
-}
-"""Exit codes of all commands, as --help and docs/cli.md list them."""
-USUAL_COLUMNS = 80
-NARROW_COLUMNS = 50
-"""Below this width an error is plain lines: a panel would hold a word or two per line."""
-
+EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
+"""Exit codes of all commands; --help and docs/cli.md say what they mean."""
 
 _invocation = SimpleNamespace(quiet=False, verbose=False)
 
@@ -41,24 +29,14 @@ def begin(*, quiet: bool, verbose: bool) -> None:
     _invocation.quiet, _invocation.verbose = quiet, verbose
 
 
-class OutputConsole(Console):
-    """A console of rich whose closed pipe is an error of the command, not a silent exit."""
-
-    def on_broken_pipe(self) -> NoReturn:
-        """Raises the BrokenPipeError that rich has caught."""
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-
-def output() -> OutputConsole:
+def output() -> Console:
     """Returns a console for results: stdout, in the colours and width of its terminal."""
-    console = OutputConsole()
-    # COLUMNS=0, which some systems of continuous integration set, would print nothing.
-    return console if console.width > 0 else OutputConsole(width=USUAL_COLUMNS)
+    return Console()
 
 
-def notices() -> OutputConsole:
+def notices() -> Console:
     """Returns a console for notes and progress: stderr, silent with --quiet."""
-    return OutputConsole(stderr=True, quiet=_invocation.quiet)
+    return Console(stderr=True, quiet=_invocation.quiet)
 
 
 def note(text: str, style: str = "dim") -> None:
@@ -68,7 +46,7 @@ def note(text: str, style: str = "dim") -> None:
 
 def warn(text: str) -> None:
     """Prints a line on stderr, with --quiet, too."""
-    OutputConsole(stderr=True).print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def confirm(path: Path) -> None:
@@ -87,12 +65,8 @@ def show_error(error: EpA2AError) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = OutputConsole(stderr=True)
+    console = Console(stderr=True)
     parts = (("expected", error.expected), ("got", error.got), ("remedy", error.remedy), ("see", error.section))
-    if console.width < NARROW_COLUMNS:
-        for label, text in ((type(error).__name__, ""), *parts):
-            console.print(f"{label}: {text}".rstrip(), markup=False, highlight=False, soft_wrap=True)
-        return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     # Folded, not cut: paths and names are longer than a line.

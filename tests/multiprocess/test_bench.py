@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_a2a.cli.app import make_app
+from ep_a2a.cli.app import app
 from ep_a2a.commands.bench import contenders, runner
 from ep_a2a.commands.bench.contenders import Contender
 from ep_a2a.commands.bench.reference_push import ReferencePush
@@ -289,7 +289,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
 
 
 def test_nothing_measured_is_an_error_with_a_remedy() -> None:
-    error = CliRunner().invoke(make_app(), [*SMALL, "--contenders", "deepep,flashinfer"]).exception
+    error = CliRunner().invoke(app, [*SMALL, "--contenders", "deepep,flashinfer"]).exception
     assert isinstance(error, EpA2AError)
     assert "deepep unavailable (T = 1, 2): needs GPUs; flashinfer unavailable" in str(error)
 

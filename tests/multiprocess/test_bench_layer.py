@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_a2a.cli.app import make_app
+from ep_a2a.cli.app import app
 from ep_a2a.commands.bench import runner
 from ep_a2a.commands.bench.contenders import LAYERS, MICRO_BATCHES
 from ep_a2a.commands.bench.layer import Layer, LayerWorkload, require_rows
@@ -151,6 +151,6 @@ def test_micro_batches_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_be_written_are_an_error() -> None:
-    error = CliRunner().invoke(make_app(), (*SMALL, "--contenders", "nccl_agrs", "--output", "/dev/full")).exception
+    error = CliRunner().invoke(app, (*SMALL, "--contenders", "nccl_agrs", "--output", "/dev/full")).exception
     assert isinstance(error, EpA2AError)
     assert "No space left" in str(error)

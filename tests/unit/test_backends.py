@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_a2a.cli.app import make_app
+from ep_a2a.cli.app import app
 from ep_a2a.commands.bench.contenders import make_contender
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.compat import deep_ep, mori
@@ -349,7 +349,7 @@ def test_weights_say_which_slots_were_dropped():
 
 
 def test_the_command_prints_json():
-    done = CliRunner().invoke(make_app(), ["backends", "--json"])
+    done = CliRunner().invoke(app, ["backends", "--json"])
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     assert list(printed) == list(available_backends())
@@ -360,9 +360,9 @@ def test_the_command_prints_json():
 
 
 def test_the_command_prints_tables():
-    done = CliRunner().invoke(make_app(), ["backends", "--verbose"], env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, ["backends", "--verbose"], env={"COLUMNS": "300"})
     assert done.exit_code == 0, done.output
     for text in ("Backends on this machine", *TABLES.values(), "pplx", "DeepEP"):
         assert text in done.stdout
-    made = CliRunner().invoke(make_app(), ["backends", "--markdown"]).stdout
+    made = CliRunner().invoke(app, ["backends", "--markdown"]).stdout
     assert re.findall("^## (.+)$", made, re.M) == list(TABLES.values())

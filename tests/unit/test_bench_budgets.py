@@ -1,16 +1,16 @@
 """Budgets of multiprocessors in the bench, where ranks share a GPU: what fits runs, what does not is refused before."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from ep_a2a.cli.bench import OPTIONS
-from ep_a2a.cli.command import values_of
+from ep_a2a.cli.app import app
 from ep_a2a.commands.bench import command
 from ep_a2a.commands.bench.command import check_budgets
-from ep_a2a.commands.options import Device
 from ep_a2a.errors import EpA2AError
 
 
@@ -42,56 +42,53 @@ def test_a_budget_that_cannot_fit_says_what_fits(
     assert "ranks" in caught.value.remedy
 
 
-def options_of(**changes: Any) -> SimpleNamespace:
-    typed = {each.name: each.default for each in OPTIONS} | {"device": Device.CUDA, "shared_gpu": True} | changes
-    return values_of(OPTIONS, typed)
-
-
 @pytest.fixture
-def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with four GPUs of 132 multiprocessors, on which nothing may start."""
+def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`bench(*arguments)`: the runner and workloads of the command where four GPUs of 132 multiprocessors are."""
+    made: list[Any] = []
     monkeypatch.setattr(command, "choose_device", lambda name: name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(command, "execute", lambda runner, workloads, *_, **__: (runner, workloads))
+    monkeypatch.setattr(command, "execute", lambda runner, workloads, *_: made.append((runner, workloads)))
+
+    def call(*arguments: str) -> Any:
+        ended = CliRunner().invoke(app, ["bench", "--device", "cuda", *arguments])
+        if not made:
+            raise ended.exception or AssertionError(ended.output)
+        return made.pop()
+
+    return call
 
 
-@pytest.mark.usefixtures("_four_gpus")
-def test_all_ranks_take_the_first_gpu_with_each_budget() -> None:
-    runner, workloads = command.run(options_of(max_sms="8,16,24,32,64"))  # type: ignore[misc]
+def test_all_ranks_take_the_first_gpu_with_each_budget(bench: Callable[..., Any]) -> None:
+    runner, workloads = bench("--shared-gpu", "--max-sms", "8,16,24,32,64")
     assert (runner.num_gpus, {each.world_size for each in workloads}) == (1, {2})
     assert "2 ranks share 1 GPU" in runner.note(2)
     assert [each.max_sms for each in workloads][:5] == [8, 16, 24, 32, 64]
-    runner, workloads = command.run(options_of(shared_gpu=False))  # type: ignore[misc]
+    runner, workloads = bench()
     assert (runner.num_gpus, {each.world_size for each in workloads}) == (4, {4})
 
 
-@pytest.mark.usefixtures("_four_gpus")
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("typed", "expected"),
     [
-        ({"ranks": "8", "max_sms": "8,24"}, "--max-sms from 4 to 16"),
-        ({"device": Device.CPU}, "GPUs with --shared-gpu"),
-        ({"ranks": "1"}, "--ranks of 2 or more with --shared-gpu"),
-        ({"ranks": "100"}, "100 ranks"),
-        ({"max_sms": "8,8"}, "--max-sms"),
-        ({"max_sms": "-8"}, "--max-sms"),
-        ({"max_sms": "8.5"}, "--max-sms"),
+        ("--shared-gpu --ranks 8 --max-sms 8,24", "--max-sms from 4 to 16"),
+        ("--shared-gpu --device cpu", "GPUs with --shared-gpu"),
+        ("--shared-gpu --ranks 1", "--ranks of 2 or more with --shared-gpu"),
+        ("--shared-gpu --ranks 100", "100 ranks"),
         # without the option, too, where ranks exceed GPUs
-        ({"shared_gpu": False, "ranks": "32", "max_sms": "17"}, "--max-sms from 4 to 16"),
+        ("--ranks 32 --max-sms 17", "--max-sms from 4 to 16"),
     ],
-    ids=str,
 )
-def test_what_cannot_be_is_refused_before_anything_starts(changes: dict[str, Any], expected: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_starts(bench: Callable[..., Any], typed: str, expected: str) -> None:
     with pytest.raises(EpA2AError) as caught:
-        command.run(options_of(**changes))
+        bench(*typed.split())
     assert expected in str(caught.value)
 
 
-@pytest.mark.usefixtures("_four_gpus")
-def test_torchrun_has_placed_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_has_placed_its_ranks(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
     with pytest.raises(EpA2AError, match="torchrun") as caught:
-        command.run(options_of())
+        bench("--shared-gpu")
     assert "CUDA_VISIBLE_DEVICES" in caught.value.remedy

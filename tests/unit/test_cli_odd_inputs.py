@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 
-from ep_a2a.cli import app, doctor
-from ep_a2a.cli.command import values_of
+from ep_a2a.cli import app
 from tests.cases import odd_inputs
 
 ON_CPU = ("--device cuda",)
@@ -71,20 +69,3 @@ def test_a_missing_package_ends_a_command_in_words(run, monkeypatch, command, pa
     assert f"the package {package}" in printed
     assert f"pip install {package}" in printed
     assert run(command, "-h")[0] == 0
-
-
-def test_help_names_an_argument_as_it_is_typed(run):
-    _, printed = run("backends", "-h")
-    assert "--name" not in printed
-    assert "NAME" in printed
-
-
-def test_no_columns_are_the_usual_ones(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "0")
-    assert "MiB" in run("plan")[1]
-
-
-def test_what_is_not_a_number_is_refused_whatever_typer_lets_through() -> None:
-    typed = {each.name: each.default for each in doctor.OPTIONS}
-    with pytest.raises(typer.BadParameter, match="not a number"):
-        values_of(doctor.OPTIONS, typed | {"ask_secs": float("nan")})

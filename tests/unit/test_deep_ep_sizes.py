@@ -83,7 +83,7 @@ EXAMPLE = "--hidden 7168 --max-tokens 128 --experts 256 --topk 8 --ranks 8"
 
 
 def plan(arguments: str) -> str:
-    result = CliRunner().invoke(app.make_app(), ["plan", *arguments.split()])
+    result = CliRunner().invoke(app.app, ["plan", *arguments.split()])
     assert result.exit_code == 0, result.exception
     return result.stdout
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ep_a2a import env, errors
-from ep_a2a.cli import app
 from ep_a2a.commands import plots
 from ep_a2a.config import EpDispatchCombineConfig
 from tests.engines.vllm.contract.patch_registry import PATCHES
@@ -55,10 +54,10 @@ def test_every_error_is_a_symptom_or_a_base():
 def test_every_option_is_listed_as_typed():
     text = pages.part("commands")
     sections = dict(re.findall(r"^## ep-a2a (\w+)\n(.*?)(?=^\(ep-a2a-|\Z)", text, re.M | re.S))
-    assert tuple(sections) == app.COMMANDS
+    assert list(sections) == ["demo", "bench", "trace", "plan", "backends", "doctor"]
     assert "`--json" in sections["demo"]
     assert "as-json" not in text
-    assert "`--selftest, --no-selftest`" in sections["doctor"]
+    assert "`--selftest / --no-selftest`" in sections["doctor"]
 
 
 def test_every_field_has_a_meaning():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ep_a2a.cli.app import make_app
+from ep_a2a.cli.app import app
 from ep_a2a.commands.doctor import report as doctor_report
 from ep_a2a.commands.doctor.checks import Finding, error, note, ok, warning
 from tests.machines import CPU_HOST, with_facts
@@ -25,7 +25,7 @@ def doctor(monkeypatch, capsys):
         monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs: machine)
         monkeypatch.setattr(doctor_report, "ask_backend", lambda choice, ask_secs: replace(choice, **backend))
         with pytest.raises(SystemExit) as ended:
-            make_app()(["doctor", *arguments])
+            app(["doctor", *arguments])
         return ended.value.code, capsys.readouterr().out
 
     return run

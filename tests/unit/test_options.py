@@ -3,17 +3,17 @@
 import pickle
 
 import pytest
+import typer
 
 from ep_a2a.cli import app
-from ep_a2a.cli.command import options_of
-from ep_a2a.commands.options import OPTIONS_OF_FIELDS, option_of_field
+from ep_a2a.commands.options import OPTIONS_OF_FIELDS
 from ep_a2a.config import parse_enum
 from ep_a2a.config.enums import Layout
 from ep_a2a.errors import ConfigError, EpA2AError
 
 
 @pytest.mark.parametrize(
-    ("command", "field", "option"),
+    ("command", "field", "named"),
     [
         ("bench", "max_num_tokens", "--max-tokens"),
         ("bench", "num_tokens", "--tokens"),
@@ -23,14 +23,24 @@ from ep_a2a.errors import ConfigError, EpA2AError
         ("doctor", "ranks_per_node", "--ranks-per-node"),
         ("demo", "scale_dim", "scale_dim"),
         ("backends", "name", "name"),
+        ("plan", None, None),
     ],
 )
-def test_the_option_of_a_field(command: str, field: str, option: str) -> None:
-    assert option_of_field(options_of(command), field) == option
+def test_an_error_names_the_option_of_its_field(command: str, field: str | None, named: str | None) -> None:
+    def fail(**_: object) -> None:
+        raise ConfigError("to be 1 or more", "0", field=field)
+
+    found = typer.main.get_command(app.app).commands[command]  # type: ignore[attr-defined]
+    found.callback = fail
+    context = typer.Context(found, parent=typer.Context(found))
+    with pytest.raises(ConfigError) as caught:
+        found.invoke(context)
+    assert caught.value.field == named
 
 
 def test_every_field_in_the_table_has_an_option_of_some_command() -> None:
-    known = {each.name for command in ("demo", "bench", "plan") for each in options_of(command)}
+    commands = typer.main.get_command(app.app).commands.values()  # type: ignore[attr-defined]
+    known = {each.name for command in commands for each in command.params}
     assert {name for names in OPTIONS_OF_FIELDS.values() for name in names} <= known
 
 
@@ -49,7 +59,7 @@ def test_a_name_that_is_not_known_carries_the_field() -> None:
     assert caught.value.field == "layout"
 
 
-@pytest.mark.parametrize("arguments", [["plan", "--hidden", "3"], ["bench", "--device", "cpu", "--tokens", "x"]])
+@pytest.mark.parametrize("arguments", [["plan", "--hidden", "3"], ["demo", "--device", "cpu", "--hidden", "12"]])
 def test_the_remedy_is_about_the_option_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         app.run(arguments)

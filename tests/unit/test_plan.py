@@ -352,7 +352,7 @@ def test_what_nodes_are_joined_by_is_counted():
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app.make_app(), ["plan", *arguments])
+    return CliRunner().invoke(app.app, ["plan", *arguments])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ SMALL = "--max-tokens 32 --hidden 256 --topk 4 --experts 32"
 
 
 def run(arguments: str) -> Any:
-    return CliRunner().invoke(app.make_app(), ["plan", *arguments.split()])
+    return CliRunner().invoke(app.app, ["plan", *arguments.split()])
 
 
 def test_json_of_predictions():
