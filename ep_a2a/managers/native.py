@@ -166,6 +166,8 @@ class NativeAll2AllManager(All2AllManagerBase):
                 "Call combine; after a step that failed, manager.reset() on every rank.",
             )
         hidden_states, topk_weights, topk_ids, *extra = tensors
+        for name, tensor in zip(("hidden_states", "topk_weights", "topk_ids"), tensors, strict=False):
+            address_of(name, tensor)  # torch would read what it converts
         scales = self._scales_to_send(op.config, extra)
         self._dispatched_by = weakref.ref(op)
         tokens, weights, received_scales, indices, _ = op.dispatch(

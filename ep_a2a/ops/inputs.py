@@ -204,9 +204,14 @@ def check_outside(places: tuple[range, ...], **tensors: torch.Tensor | None) -> 
 
 
 def in_int32(ids: Any) -> Any:
-    """Returns int64 ids as int32, those outside of int32 as another dropped slot; anything else as it is."""
+    """Returns int64 ids as int32, those outside of int32 as another dropped slot; anything else as it is.
+
+    Raises:
+        InputError: int64 ids have elements and no memory.
+    """
     if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64:
         return ids
+    address_of("indices", ids)  # torch would read them
     return ids.clamp(INT32.min, INT32.max).to(torch.int32)
 
 

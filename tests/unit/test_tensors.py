@@ -250,6 +250,23 @@ def test_tensors_without_memory_are_refused(name):
         drive(program(made), refuse)
 
 
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_tensors_without_memory_are_refused_before_torch_converts_them():
+    """Torch would read them from address 0."""
+    longs = emptied(IDS.long())
+    with of_manager("ep_a2a", wrap=MoriOp.around) as op, pytest.raises(InputError, match="indices with memory"):
+        op.dispatch(TOKENS, WEIGHTS, None, longs)
+    with manager_of("ep_a2a") as manager:
+        for weights, ids in ((WEIGHTS, longs), (emptied(WEIGHTS.half()), IDS), (WEIGHTS, emptied(IDS.short()))):
+            with pytest.raises(InputError, match="with memory"):
+                manager.dispatch(TOKENS, weights, ids)
+
+
 def test_tensors_of_a_transform_are_refused():
     """Torch has no address for them; the call before has filled the caches of checks."""
     with of_manager("ep_a2a") as op:
