@@ -139,6 +139,12 @@ def blocks_of(structure: Any) -> dict[str, Any]:
 ODD_SIZES = ([128], [128, 128, 128], [128, "128"], [128, 0], [128, 128.0], [], "128x128", 128, {"rows": 1})
 
 
+@pytest.mark.parametrize("dtype", [5, True, ["float16"]])
+def test_a_dtype_that_is_no_name_is_refused_by_its_key(dtype):
+    with pytest.raises(ConfigError, match="a dtype's name by 'dtype', 'torch_dtype'"):
+        configs_of({**DEEPSEEK, "torch_dtype": dtype})
+
+
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [

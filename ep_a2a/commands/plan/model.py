@@ -185,7 +185,9 @@ def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
     for config in configs:
         name = next((config[key] for key in DTYPE_KEYS if config.get(key)), None)
         if name is not None:
-            dtype = DTYPES.get(str(name).removeprefix("torch."), torch.bfloat16)
+            if not isinstance(name, str):
+                raise ConfigError(f"a dtype's name by {_names(DTYPE_KEYS)}", shown(name), REMEDY)
+            dtype = DTYPES.get(name.removeprefix("torch."), torch.bfloat16)
             return torch.bfloat16 if dtype == torch.float32 else dtype
     return torch.bfloat16
 
