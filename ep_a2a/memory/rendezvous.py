@@ -187,8 +187,14 @@ class Rendezvous:
         except Exception as error:
             told = self.tell(error)
             if told is not None and waiting_at is not None:
-                with contextlib.suppress(EpA2AError, RuntimeError):
+                try:
                     self._texts(waiting_at, told)
+                except RankTimeoutError as absent:
+                    # of a meeting of some ranks, which counts them in its own way
+                    if isinstance(error, RankTimeoutError):
+                        raise absent from error
+                except (EpA2AError, RuntimeError):
+                    pass
             raise
         finally:
             _telling.reset(token)
