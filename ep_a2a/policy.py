@@ -124,6 +124,7 @@ class Launch:
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
         shared_from: blocks of tokens' rows that programs of a combine add which send nothing. Those behind are added by
             all its programs, among them the first, which sends, too.
+        pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
@@ -138,6 +139,7 @@ class Launch:
     num_receivers: int = 1
     send_elements: int = BLOCK_ELEMENTS
     add_elements: int = BLOCK_ELEMENTS
+    pause_ns: int = 0
     sparse_polls: bool = False
     read_ahead: bool = False
     dependent: bool = False

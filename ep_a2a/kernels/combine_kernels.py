@@ -138,12 +138,12 @@ def begin_combine(table, state, num_tokens, step_tokens, S: tl.constexpr, FORM: 
 
 
 @portable(
-    do_not_specialize=["num_tokens", "step_tokens", "M", "rank", "num_receivers", "shared_from"],
+    do_not_specialize=["num_tokens", "step_tokens", "M", "rank", "num_receivers", "shared_from", "pause_ns"],
     do_not_specialize_on_alignment=["ids", "weights_in"],
 )
 def combine_kernel(
     rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, step_tokens, M, rank, num_receivers,
-    shared_from,
+    shared_from, pause_ns,
     S: tl.constexpr, SENT: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +162,7 @@ def combine_kernel(
         num_receivers: the last programs of a grid that receives, which only add. The others send; program 0, which
             exchanges flags with the peers, does so only where shared_from is not NEVER.
         shared_from: the first unit that programs which send add, too, once they have sent (AddShare).
+        pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
         S: Shape. SENT, ADDED, WEIGHTS: the Block of sent rows, of added rows, and of weights. COMBINE: Combine.
         FORM: LaunchForm.
     """
@@ -183,7 +184,7 @@ def combine_kernel(
     first_receiver = num_programs - num_receivers if FORM.RECEIVE else num_programs
     sender = program - first_sender
     is_sender = (sender >= 0) & (program < first_receiver)
-    step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, signals, is_sender)
+    step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, signals, is_sender, pause_ns)
     sends = Share(sender, first_receiver - first_sender)
     if FORM.SEND:
         # in flight together with what decides whether it is sent

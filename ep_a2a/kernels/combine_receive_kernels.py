@@ -275,7 +275,7 @@ def take_block(seen, step, places, own_base, rows, first, sums, S: tl.constexpr,
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (missing < NEVER) & (poison == 0):
-        pause(0)
+        pause(step.pause_ns)
         seen = read_block(places, own_base, rows, first, B)
         missing = slot_missing(seen, rows, B)
         polls = next_poll(polls)

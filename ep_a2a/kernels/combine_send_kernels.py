@@ -29,6 +29,7 @@ class CombineStep(NamedTuple):
     step_tokens: the step's bound, rows per source in layout rank_major; the same on all ranks.
     M: rows that each peer may send back. counts: received rows by source [WORLD_LANES].
     signals, is_sender: whether this program exchanges flags with the peers, or sends rows.
+    pause_ns: time between two looks at rows that have not arrived.
     """
 
     table: tl.tensor
@@ -40,6 +41,7 @@ class CombineStep(NamedTuple):
     counts: tl.tensor
     signals: tl.tensor
     is_sender: tl.tensor
+    pause_ns: tl.tensor
 
 
 class Operands(NamedTuple):

@@ -186,6 +186,7 @@ class IntraNodeEngine(Engine):
             config.rank,
             launch.num_receivers,
             launch.shared_from,
+            launch.pause_ns,
         )
 
 

@@ -51,7 +51,7 @@ def ask_first(
     lanes = tl.arange(0, SHAPE.WORLD_LANES)
     received = tl.load(counts + lanes, mask=lanes < SHAPE.WORLD_SIZE, other=0)
     is_sender = (sender >= 0) & (sender < num_senders)
-    step = CombineStep(table, rank, 1, 0, STRIDE, STRIDE, received, False, is_sender)
+    step = CombineStep(table, rank, 1, 0, STRIDE, STRIDE, received, False, is_sender, 0)
     aim, _, values = first_unit(rows_in, step, Share(sender, num_senders), SHAPE, B, OWN_IN_PLACE)
     tl.store(out + at * 3, aim.row)
     tl.store(out + at * 3 + 1, tl.load(counts + aim.destination) - aim.index)
@@ -120,7 +120,7 @@ def test_each_unit_is_added_once(num_programs, num_units):
 
 @portable
 def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
-    step = CombineStep(routes, rank, 1, 1, M, M, routes, False, False)
+    step = CombineStep(routes, rank, 1, 1, M, M, routes, False, False, 0)
     found = slots_of(routes_of(routes, 0, step, SHAPE), step, SHAPE)
     at = 0
     for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):
