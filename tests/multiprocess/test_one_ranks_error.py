@@ -5,6 +5,7 @@ by which ranks tell each other anything: what fails there, as a rule the store, 
 """
 
 import contextlib
+import functools
 import gc
 import linecache
 import random
@@ -24,7 +25,7 @@ from ep_a2a.managers.make_op import make_op
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory import host_shm
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.testing import RankContext
+from ep_a2a.testing import RankContext, run_ranks
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case
 
@@ -161,5 +162,7 @@ def test_the_other_ranks_are_told(ranks: Any, calls: Callable[..., None], every:
     places = ranks(places_of, WORLD_SIZE, calls)[FAILING]
     assert len(places) > NUM_QUICK
     chosen = places if every else random.Random(SEED).sample(places, NUM_QUICK)
+    # groups of gloo that an error has left end with their processes, so many places take several
+    run = functools.partial(run_ranks, device="cpu") if every else ranks
     for first in range(0, len(chosen), NUM_AT_ONCE):
-        ranks(plant, WORLD_SIZE, calls, chosen[first : first + NUM_AT_ONCE])
+        run(plant, WORLD_SIZE, calls, chosen[first : first + NUM_AT_ONCE])
