@@ -111,6 +111,7 @@ def test_casts_by_quantization(quantization, cast):
     [
         ({"torch_dtype": "float16"}, torch.float16),
         ({"dtype": "torch.float16"}, torch.float16),
+        ({"torch_dtype": "half"}, torch.float16),
         ({"torch_dtype": "float32"}, torch.bfloat16),
         ({"torch_dtype": None}, torch.bfloat16),
         ({}, torch.bfloat16),
@@ -139,30 +140,49 @@ def blocks_of(structure: Any) -> dict[str, Any]:
 ODD_SIZES = ([128], [128, 128, 128], [128, "128"], [128, 0], [128, 128.0], [], "128x128", 128, {"rows": 1})
 
 
-@pytest.mark.parametrize("dtype", [5, True, ["float16"]])
-def test_a_dtype_that_is_no_name_is_refused_by_its_key(dtype):
-    with pytest.raises(ConfigError, match="a dtype's name by 'dtype', 'torch_dtype'"):
-        configs_of({**DEEPSEEK, "torch_dtype": dtype})
+def mixed(**layer: Any) -> dict[str, Any]:
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.layers.0.mlp.experts": layer}}
+
+
+ODD_VALUES = [
+    *(({"torch_dtype": dtype}, "torch_dtype") for dtype in (5, True, ["float16"], "bananas", "nn")),
+    *(({key: value}, key) for key in ("architectures", "text_config") for value in (5, [5], "a")),
+    *(({"model_type": value}, "model_type") for value in (5, ["a"])),
+    ({"text_config": {"model_type": 5}}, "model_type"),
+    ({"model_type": "deepseek_v4", "expert_dtype": 5}, "expert_dtype"),
+    ({"dim": 7168, "moe": 5}, "moe"),
+    ({"dim": "7168", "moe": {}}, "dim"),
+]
+ODD_QUANTIZATIONS = [
+    ("fp8", "quantization_config"),
+    (["fp8"], "quantization_config"),
+    *(({"quant_method": method}, "quant_method") for method in (5, 0, ["fp8"])),
+    ({"quant_algo": 7}, "quant_algo"),
+    (mixed(quant_algo=7), "quant_algo"),
+    (mixed(quant_algo="FP8_PB_WO", group_size="128"), "group_size"),
+    *(({**mixed(), "quantized_layers": layers}, "quantized_layers") for layers in (None, {}, [5])),
+    ({**BLOCK_FP8, "activation_scheme": 5}, "activation_scheme"),
+    ({**BLOCK_FP8, "ignored_layers": [5]}, "ignored_layers"),
+    *(({**BLOCK_FP8, "weight_block_size": sizes}, "weight_block_size") for sizes in ODD_SIZES),
+    ({**PER_TOKEN_FP8, "config_groups": ["a"]}, "config_groups"),
+    ({**PER_TOKEN_FP8, "config_groups": {"g": "a"}}, "g"),
+    *((of_group(targets=targets), "targets") for targets in (1, [1])),
+    (of_group(weights="fp8"), "weights"),
+    (of_group(input_activations=[8]), "input_activations"),
+    (of_group(input_activations={**FLOAT8, "num_bits": "8"}), "num_bits"),
+    *((blocks_of(odd), "block_structure") for odd in ("AxB", "128", "128x", "128x128x128", [128], 128)),
+]
 
 
 @pytest.mark.parametrize(
-    ("quantization", "named"),
-    [
-        ("fp8", "quantization_config"),
-        (["fp8"], "quantization_config"),
-        *(({**BLOCK_FP8, "weight_block_size": sizes}, "weight_block_size") for sizes in ODD_SIZES),
-        ({**PER_TOKEN_FP8, "config_groups": ["a"]}, "config_groups"),
-        ({**PER_TOKEN_FP8, "config_groups": {"g": "a"}}, "g"),
-        (of_group(targets=1), "targets"),
-        (of_group(weights="fp8"), "weights"),
-        (of_group(input_activations=[8]), "input_activations"),
-        *((blocks_of(odd), "block_structure") for odd in ("AxB", "128", "128x", "128x128x128", [128], 128)),
-    ],
+    ("values", "named"),
+    [*ODD_VALUES, *(({"quantization_config": values}, named) for values, named in ODD_QUANTIZATIONS)],
 )
-def test_odd_quantisation_is_refused_by_its_key(quantization, named):
+def test_a_value_of_another_type_is_refused_by_its_key_and_file(tmp_path, values, named):
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, **values}))
     with pytest.raises(ConfigError, match=f"by {named} in") as caught:
-        configs_of({**DEEPSEEK, "quantization_config": quantization})
-    assert "config.json" in caught.value.remedy
+        read_model(tmp_path)
+    assert caught.value.remedy == f"Correct {tmp_path / 'config.json'}."
 
 
 def test_tokens_and_ranks_by_parallel_sizes():
@@ -216,16 +236,18 @@ def test_files_that_are_no_config(tmp_path):
         read_model(tmp_path)
     for text in ("{", "[1]", "\xff"):
         file.write_text(text, encoding="latin-1")
-        with pytest.raises(ConfigError, match=r"config\.json"):
+        with pytest.raises(ConfigError, match=r"config\.json") as caught:
             read_model(file)
+        assert caught.value.remedy == f"Correct {file}."
     file.write_text(json.dumps(DEEPSEEK))
     assert read_model(tmp_path) == read_model(file) == model_of(DEEPSEEK)
 
 
-@pytest.mark.parametrize("number", [True, [8, False], "8", 8.0, {"value": 8}, 10**4000])
-def test_what_is_no_whole_number_is_refused_with_its_key_and_file(tmp_path, number):
-    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "num_experts_per_tok": number}))
-    with pytest.raises(ConfigError, match="'num_experts_per_tok' to be a whole number") as caught:
+@pytest.mark.parametrize("key", ["n_routed_experts", "num_experts_per_tok"])
+@pytest.mark.parametrize("number", [True, [8, False], "8", 8.0, {"value": 8}, 10**12, 10**4000])
+def test_what_is_no_whole_number_is_refused_with_its_key_and_file(tmp_path, key, number):
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, key: number}))
+    with pytest.raises(ConfigError, match=f"'{key}' to be a whole number") as caught:
         read_model(tmp_path)
     assert str(tmp_path / "config.json") in caught.value.remedy
     assert len(caught.value.got) < 300
@@ -233,17 +255,20 @@ def test_what_is_no_whole_number_is_refused_with_its_key_and_file(tmp_path, numb
 
 def test_a_list_of_modules_may_be_long():
     quantization = {**BLOCK_FP8, "ignored_layers": [f"model.layers.{n}.mlp.gate" for n in range(2000)]}
-    values = {**DEEPSEEK, "num_hidden_layers": 2**40, "quantization_config": quantization}
+    values = {**DEEPSEEK, "num_hidden_layers": 2**31 - 1, "quantization_config": quantization}
     assert model_of(values).quantization.name == "fp8"
 
 
 def test_a_quantisation_that_config_json_lacks_is_read_from_the_file_beside_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     beside = tmp_path / "hf_quant_config.json"
-    for algorithm, is_mxfp8 in (("MXFP8", True), ("NVFP4", False)):
+    for algorithm, weights in (("MXFP8", "MXFP8"), ("NVFP4", "")):
         beside.write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
-        assert read_model(tmp_path).quantization.weights == ("MXFP8" if is_mxfp8 else "")
-        assert read_model(tmp_path).quantization.name == "modelopt"
+        model = read_model(tmp_path)
+        assert model == model_of(
+            {**DEEPSEEK, "quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
+        )
+        assert model.quantization[:2] == ("modelopt", weights)
     beside.write_text('{"quantization": 1}')
     with pytest.raises(ConfigError, match="by quantization in") as caught:
         read_model(tmp_path)
@@ -315,6 +340,8 @@ def test_more_experts_per_token_than_there_are_is_refused():
         plan_op(experts=4, topk=8)
     with pytest.raises(ConfigError, match=r"'num_experts_per_tok'.* <= 4, the number of experts; got 8"):
         model_of(DEEPSEEK | {"n_routed_experts": 4})
+    with pytest.raises(ConfigError, match=r"'num_experts_per_tok'.* <= 32"):
+        model_of(DEEPSEEK | {"num_experts_per_tok": 33})
 
 
 def test_nodes():

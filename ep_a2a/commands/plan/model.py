@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.options import MOST_PLANNED
 from ep_a2a.commands.plan.families import EXPERT_DTYPE_KEY, find_family, table
 from ep_a2a.commands.plan.quantization import REMEDY, Quantization, found, read_quantization
+from ep_a2a.config import MAX_TOPK
+from ep_a2a.config.requirements import MAX_INTEGER
 from ep_a2a.errors import ConfigError, UnsupportedError, shown
 from ep_a2a.whole_files import read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-QUANTIZATION_FILE, MISTRAL_FILE = "hf_quant_config.json", "params.json"
-"""Files beside config.json, or in its place."""
+CONFIG_FILE, QUANTIZATION_FILE, MISTRAL_FILE = "config.json", "hf_quant_config.json", "params.json"
+"""A model's file, one beside it, and one in its place."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
@@ -66,18 +67,18 @@ def read_model(path: Path) -> MoeModel:
         path: of the file or its folder.
 
     Raises:
-        ConfigError: it cannot be read, or lacks a number that a MoE layer has.
+        ConfigError: it cannot be read, or a value that a MoE layer has is missing or of another type.
         UnsupportedError: the model has no experts.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / CONFIG_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists() and (path / MISTRAL_FILE).exists():
         file = path / MISTRAL_FILE
     values, remedy = _read_object(file), f"Correct {file}."
     beside = file.with_name(QUANTIZATION_FILE)
-    if not any(config.get(key) for config in _with_nested(values) for key in QUANTIZATION_KEYS) and beside.exists():
-        values = {**values, QUANTIZATION_KEYS[0]: _read_object(beside)}
-        remedy = f"Correct {file} or {beside}."
     try:
+        if not any(config.get(key) for config in _with_nested(values) for key in QUANTIZATION_KEYS) and beside.exists():
+            remedy = f"Correct {file} or {beside}."
+            values = {**values, QUANTIZATION_KEYS[0]: _read_object(beside)}
         return model_of(values)
     except ConfigError as error:
         error.remedy = remedy
@@ -85,9 +86,10 @@ def read_model(path: Path) -> MoeModel:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    values = read_file(file, "a model's config.json", "Name that file, or its folder.", json.loads)
+    remedy = f"Correct {file}." if file.is_file() else "Name that file, or its folder."
+    values = read_file(file, "a model's config.json", remedy, json.loads)
     if not isinstance(values, dict):
-        raise ConfigError(f"a JSON object in {file}", type(values).__name__, "Name the model's config.json.")
+        raise ConfigError(f"a JSON object in {file}", type(values).__name__, remedy)
     return values
 
 
@@ -95,9 +97,9 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
     """Reads the MoE layers from a parsed config.json; arguments and errors as of read_model."""
     values = _without_mistrals_names(values)
     configs = _with_nested(values)
-    architectures = [each for config in configs for each in found(config, "architectures", list, "config.json")]
-    model_types = [str(config["model_type"]) for config in configs if config.get("model_type")]
-    known, usual = find_family([str(each) for each in architectures], model_types), table().usual
+    architectures = [each for config in configs for each in found(config, "architectures", list, CONFIG_FILE)]
+    model_types = [found(config, "model_type", str, CONFIG_FILE) for config in configs]
+    known, usual = find_family(architectures, model_types), table().usual
     family = known or usual
     # Transformers may write a number under another name than vLLM reads it by
     experts, topk, hidden = ((*getattr(family, name), *getattr(usual, name)) for name in ("experts", "topk", "hidden"))
@@ -109,13 +111,14 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
             "Name the config.json of a mixture-of-experts model; models without experts exchange no tokens.",
         )
     (num_experts, _), (num_per_token, field) = _number(text, experts), _required(text, topk)
-    if num_per_token > num_experts:
-        raise ConfigError(f"<= {num_experts}, the number of experts", str(num_per_token), REMEDY, field=repr(field))
-    quantization = (found(config, key, dict, "config.json") for config in configs for key in QUANTIZATION_KEYS)
+    most, why = min((num_experts, "the number of experts"), (MAX_TOPK, "the most that an op takes"))
+    if num_per_token > most:
+        raise ConfigError(f"<= {most}, {why}", str(num_per_token), REMEDY, field=repr(field))
+    quantization = (found(config, key, dict, CONFIG_FILE) for config in configs for key in QUANTIZATION_KEYS)
     layers = range(_number(text, (DENSE_LAYERS_KEY,))[0], _number(text, LAYER_KEYS)[0] or MAX_LAYERS)
-    expert_dtype = family.expert_dtype and str(values.get(EXPERT_DTYPE_KEY) or family.expert_dtype)
+    expert_dtype = family.expert_dtype and (found(values, EXPERT_DTYPE_KEY, str, CONFIG_FILE) or family.expert_dtype)
     return MoeModel(
-        str(text.get("model_type") or values.get("model_type") or ""),
+        found(text, "model_type", str, CONFIG_FILE) or model_types[0],
         _required(text, hidden)[0],
         num_experts,
         num_per_token,
@@ -128,14 +131,15 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
 
 def _without_mistrals_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the values of Mistral's params.json by the names that vLLM gives them; others as they are."""
-    if "dim" not in values or not isinstance(moe := values.get("moe"), Mapping):
+    if "dim" not in values or values.get("moe") is None:
         return values
-    quantization = found(values, "quantization", dict, MISTRAL_FILE)
+    moe, quantization = (found(values, key, dict, MISTRAL_FILE) for key in ("moe", "quantization"))
     if "qformat_weight" in quantization:
-        scheme = "dynamic" if quantization.get("qscheme_act") == "NO_SCALES" else "static"
+        scheme = "dynamic" if found(quantization, "qscheme_act", str, MISTRAL_FILE) == "NO_SCALES" else "static"
         quantization = {"quant_method": "fp8", "activation_scheme": scheme}
-    architecture = "MistralLarge3ForCausalLM" if moe.get("num_shared_experts") else "MixtralForCausalLM"
-    names = {"architectures": [architecture], "hidden_size": values["dim"], QUANTIZATION_KEYS[0]: quantization}
+    num_shared, hidden = found(moe, "num_shared_experts", int, MISTRAL_FILE), found(values, "dim", int, MISTRAL_FILE)
+    architecture = "MistralLarge3ForCausalLM" if num_shared else "MixtralForCausalLM"
+    names = {"architectures": [architecture], "hidden_size": hidden, QUANTIZATION_KEYS[0]: quantization}
     return {**values, **moe, **names}
 
 
@@ -143,7 +147,7 @@ def _with_nested(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns a config and those of the language models in it, outer ones first."""
     configs = [values]
     for config in configs:
-        configs += [nested for key in NESTED_KEYS if isinstance(nested := config.get(key), Mapping)]
+        configs += [nested for key in NESTED_KEYS if (nested := found(config, key, dict, CONFIG_FILE))]
     return configs
 
 
@@ -168,8 +172,8 @@ def _numbers(value: Any, key: str) -> list[int]:
         value = value.get(name) if isinstance(value, Mapping) else None
     numbers = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
     for each in numbers:
-        if type(each) is not int or each > MOST_PLANNED:
-            raise ConfigError(f"to be a whole number, at most {MOST_PLANNED}", shown(each), REMEDY, field=repr(key))
+        if type(each) is not int or each > MAX_INTEGER:
+            raise ConfigError(f"to be a whole number, at most {MAX_INTEGER}", shown(each), REMEDY, field=repr(key))
     return numbers
 
 
@@ -182,14 +186,12 @@ def _required(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[int, st
 
 def _dtype(configs: list[Mapping[str, Any]]) -> torch.dtype:
     """Returns vLLM's `--dtype auto`: float32 models, and those without a dtype, have bfloat16 activations."""
-    for config in configs:
-        name = next((config[key] for key in DTYPE_KEYS if config.get(key)), None)
-        if name is not None:
-            if not isinstance(name, str):
-                raise ConfigError(f"a dtype's name by {_names(DTYPE_KEYS)}", shown(name), REMEDY)
-            dtype = DTYPES.get(name.removeprefix("torch."), torch.bfloat16)
-            return torch.bfloat16 if dtype == torch.float32 else dtype
-    return torch.bfloat16
+    named = ((found(config, key, str, CONFIG_FILE), key) for config in configs for key in DTYPE_KEYS)
+    name, key = next((each for each in named if each[0]), ("bfloat16", ""))
+    dtype = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"a dtype's name by {key} in {CONFIG_FILE}", shown(name), REMEDY)
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 def _names(keys: tuple[str, ...]) -> str:

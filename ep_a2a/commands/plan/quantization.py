@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatch
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, shown
@@ -13,6 +13,9 @@ from ep_a2a.errors import ConfigError, shown
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+T = TypeVar("T")
+KINDS: dict[type, str] = {str: "text", int: "a whole number", dict: "a JSON object", list: "a list of text"}
+"""What `found` reads, as errors call it."""
 REMEDY = "Correct the model's config.json."
 PLACE = "quantization_config"
 FP8_BITS = 8
@@ -57,12 +60,12 @@ def read_quantization(values: Mapping[str, Any], layers: range, expert_dtype: st
     values = _of_experts(values, layers)
     name = _method(values)
     has_fp4 = expert_dtype == FP4_EXPERTS
-    weights = ("FP4" if values.get("moe_quant_algo") else "MXFP4") if has_fp4 else ""
+    weights = ("FP4" if found(values, "moe_quant_algo", str, PLACE) else "MXFP4") if has_fp4 else ""
     activations = None
     if _is_mxfp8(values):
         weights = "MXFP8"
     elif name == "fp8" and not has_fp4:
-        is_static = values.get("activation_scheme") == "static"
+        is_static = found(values, "activation_scheme", str, PLACE) == "static"
         shape = _block_shape("weight_block_size", values.get("weight_block_size"))
         activations = _quant(block_shape=shape, is_static=is_static)
     elif name == "compressed-tensors" and not has_fp4:
@@ -74,35 +77,38 @@ def _of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
     """Returns what config.json would hold if the whole model had the experts' quantisation; {} where there is none."""
     if "quantization" in values:
         values = {"quant_method": "modelopt", **found(values, "quantization", dict, PLACE)}
-    left_out = [str(entry) for key in LEFT_OUT_KEYS for entry in found(values, key, list, PLACE)]
+    left_out = [entry for key in LEFT_OUT_KEYS for entry in found(values, key, list, PLACE)]
     is_modelopt = _is_mxfp8(values) or "quant_algo" in values
     if any(_means_experts(entry, layers, is_modelopt=is_modelopt) for entry in left_out):
         return {"quant_method": f"{_method(values)} without the experts"}
-    if values.get("store_dtype") == "mxfp4":
+    if found(values, "store_dtype", str, PLACE) == "mxfp4":
         return {"quant_method": "mxfp4"}
     if _algorithm(values) != "MIXED_PRECISION":
         return values
     by_layer = found(values, "quantized_layers", dict, PLACE)
+    if not by_layer:
+        raise ConfigError(f"algorithms of layers by quantized_layers in {PLACE}", "none", REMEDY)
     own = [found(by_layer, name, dict, "quantized_layers") for name in by_layer if EXPERT_LAYERS.search(name)]
     # the op's memory serves the layer whose rows take most: one that is not cast
     layer: Mapping[str, Any] = min(own, key=lambda each: _algorithm(each) in BLOCK_FP8_ALGORITHMS, default={})
     if _algorithm(layer) not in BLOCK_FP8_ALGORITHMS:
         return {**values, "quant_algo": _algorithm(layer)} if layer else {}
-    size = layer.get("group_size", 128)
+    size = found({"group_size": 128, **layer}, "group_size", int, "quantized_layers")
     return {"quant_method": "fp8", "weight_block_size": [size, size]}
 
 
-def found(values: Mapping[str, Any], key: str, kind: type, place: str) -> Any:
-    """Returns the JSON object (dict) or list by a key, an empty one where there is none."""
-    value = values.get(key) or kind()
-    if not isinstance(value, kind):
-        what = "a list" if kind is list else "a JSON object"
-        raise ConfigError(f"{what} by {key} in {place}", shown(value), REMEDY)
+def found(values: Mapping[str, Any], key: str, kind: type[T], place: str) -> T:
+    """Returns the value by a key, of one of KINDS; an empty one, or 0, where there is none."""
+    value: T | None = values.get(key)
+    if value is None:
+        return kind()
+    if type(value) is not kind or (isinstance(value, list) and any(type(each) is not str for each in value)):
+        raise ConfigError(f"{KINDS[kind]} by {key} in {place}", shown(value), REMEDY)
     return value
 
 
 def _method(values: Mapping[str, Any]) -> str:
-    name = str(values.get("quant_method") or "none").lower().replace("_", "-")
+    name = (found(values, "quant_method", str, PLACE) or "none").lower().replace("_", "-")
     return name.encode(errors="replace").decode()
 
 
@@ -112,7 +118,7 @@ def _is_mxfp8(values: Mapping[str, Any]) -> bool:
 
 
 def _algorithm(values: Mapping[str, Any]) -> str:
-    return str(values.get("quant_algo")).upper()
+    return found(values, "quant_algo", str, PLACE).upper()
 
 
 def _means_experts(entry: str, layers: range, *, is_modelopt: bool) -> bool:
@@ -135,19 +141,17 @@ def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespac
     by_name = found(quantization, "config_groups", dict, PLACE)
     groups = [found(by_name, name, dict, "config_groups") for name in by_name]
     place = "a group of config_groups"
-    for_experts = [
-        each for each in groups if any("expert" in str(name) for name in found(each, "targets", list, place))
-    ]
+    for_experts = [each for each in groups if any("expert" in name for name in found(each, "targets", list, place))]
     group: Mapping[str, Any] = next(iter(for_experts or groups), {})
     inputs, weights = (found(group, name, dict, place) for name in ("input_activations", "weights"))
-    if inputs.get("type") != "float" or inputs.get("num_bits") != FP8_BITS:
+    if found(inputs, "type", str, place) != "float" or found(inputs, "num_bits", int, place) != FP8_BITS:
         return None
-    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+    block = weights.get("block_structure") if found(weights, "strategy", str, place) == "block" else None
     if isinstance(block, str):
         # _block_shape refuses what is no number
         block = [int(size) if re.fullmatch(" *[0-9]{1,9} *", size) else size for size in block.split("x")]
     shape = _block_shape("block_structure", block)
-    by_token = shape is None and inputs.get("strategy") == "token"
+    by_token = shape is None and found(inputs, "strategy", str, place) == "token"
     return _quant(block_shape=shape, by_token=by_token, is_static=not inputs.get("dynamic"))
 
 
