@@ -4,8 +4,10 @@ A command is a function in a module of its own name. It imports torch and the re
 `--help` is quick.
 """
 
+import errno
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -100,7 +102,19 @@ def common(
 def run(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits; an error is one panel on stderr."""
     try:
-        app(arguments, prog_name="ep-a2a")
+        if sys.stdout is None:
+            raise ConfigError("an open standard output", "a closed one", "Run it without `>&-`.")
+        try:
+            app(arguments, prog_name="ep-a2a")
+        finally:
+            sys.stdout.flush()
     except EpA2AError as error:
         messages.show_error(error)
-        sys.exit(messages.EXIT_ERROR)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
+            raise
+        remedy = "Make room where standard output goes."
+        messages.show_error(ConfigError("to write to standard output", error.strerror or str(error), remedy))
+        # the interpreter would try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(messages.EXIT_ERROR)

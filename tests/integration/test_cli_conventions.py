@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -37,13 +38,15 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def start(*arguments: str, program: tuple[str, ...] = MODULE) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, program: tuple[str, ...] = MODULE, stdout: int | IO[bytes] = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """`ep-a2a *arguments` as the only program of a terminal's session."""
     return subprocess.Popen(
         [sys.executable, *program, *arguments],
         cwd=ROOT,
         env=environment(),
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -94,6 +97,25 @@ def test_ctrl_c_is_not_lost_in_an_import(module: str) -> None:
     process = start(module, "plan", "--published", program=("-c", INTERRUPTED))
     printed, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
     assert (process.returncode, said, printed) == (130, "interrupted\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--json"), ("backends", "naive")])
+def test_a_full_disk_is_said_in_words(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start(*arguments, stdout=full)
+        _, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
+    assert process.returncode == 2
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+
+
+def test_without_standard_output() -> None:
+    command = f"exec {sys.executable} -m ep_a2a.cli plan >&-"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "standard output" in done.stderr
 
 
 def test_without_matplotlib(tmp_path: Path) -> None:
