@@ -5,9 +5,23 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXIT_INTERRUPTED = 130
 """Of typer, where Ctrl-C has ended a command."""
+
+
+def _application() -> Callable[[], None]:
+    # Processes that a command starts import this package too and need nothing of the application.
+    try:
+        from ep_a2a.cli.app import run
+    except ImportError as error:
+        sys.stderr.write(f"ep-a2a cannot start: {error}. To install what it needs: pip install typer rich\n")
+        sys.exit(2)
+    return run
 
 
 def main() -> None:
@@ -17,10 +31,7 @@ def main() -> None:
     atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
     code: str | int | None = 0
     try:
-        # Processes that a command starts import this package too and need nothing of the application.
-        from ep_a2a.cli.app import run
-
-        run()
+        _application()()
     except SystemExit as ended:
         code = ended.code
     except KeyboardInterrupt:
