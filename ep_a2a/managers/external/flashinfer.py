@@ -292,7 +292,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
         even_experts=True,
         single_node=True,
         max_ranks=MAX_RANKS,
-        was_run="the kernels of flashinfer-python 0.7.2.post1 on two and four H200s, by functions that 0.7.4 lacks",
+        was_run="flashinfer-python 0.7.2.post1 and 0.7.4, two ranks on one H200; kernels of 0.7.2.post1 on four H200s",
         notes=(
             "a token without an expert is a row without ids on its own rank",
             "one set of ranks per process",
@@ -391,6 +391,6 @@ class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
         even_experts=True,
         min_ranks=2,
         single_node=True,
-        was_run="the kernels of flashinfer-python 0.7.2.post1 on two H200s, by functions that 0.7.4 lacks",
+        was_run="flashinfer-python 0.7.2.post1 and 0.7.4, two ranks on one H200; kernels of 0.7.2.post1 on two H200s",
         notes=("one set of ranks per process", "all NVLinks of a GPU must be up"),
     )
