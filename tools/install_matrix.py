@@ -43,8 +43,6 @@ TESTS = (
     "tests/multiprocess/test_memory.py::test_every_rank_reaches_every_region",
 )
 """Fast ones that cover each layer; the interpreted op is compared with what it must return."""
-OF_THE_CHECKOUT = ("--deselect", "tests/unit/test_cli_odd_inputs.py::test_the_documents_table_counts_them")
-"""What reads files of the checkout beside tests/."""
 
 
 class StepFailedError(Exception):
@@ -149,7 +147,7 @@ class Row:
     def tests(self) -> str:
         """Run TESTS without pyproject.toml, so without its configuration of pytest."""
         options = ("-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning")
-        printed = self._python("-P", "-m", "pytest", *options, *OF_THE_CHECKOUT, *TESTS)
+        printed = self._python("-P", "-m", "pytest", *options, *TESTS)
         return " " + re.sub(r" in .*", "", printed.strip().splitlines()[-1])
 
     def _python(self, *arguments: str | Path) -> str:
