@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ep_a2a.kernels.compiled_kernel import CompiledKernel, linked_with_nvshmem
 from ep_a2a.kernels.constants import Exchange, constants
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Stage
 from ep_a2a.kernels.put_kernels import quiet_kernel
 from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel
-from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.ops.arguments import SEND
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
@@ -23,10 +20,11 @@ from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, OFFERING_PROGRAMS_PER_SM
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
     from ep_a2a.ops.engine import Launched
-    from ep_a2a.ops.op import EpDispatchCombineOp
 
 CHANNEL_PROGRAMS_PER_SM = 2
 """Programs that take turns with the channels; each has one line in flight."""
@@ -153,20 +151,3 @@ class RingEngine(Engine):
         values = (args.result, ids, *args.biases, kernels.table, args.num_tokens, kernels.config.rank)
         key = "return", combine_form(args)
         return kernels.get(key, make), values, self.num_channel_programs
-
-
-def rows_from_other_nodes(op: EpDispatchCombineOp, num_tokens: int) -> int:
-    """Tokens that came to this rank from other nodes in the last step, through its rings, to be forwarded.
-
-    Args:
-        op: one whose kernels use rings, with its last kernel awaited.
-        num_tokens: the most that any rank brought. No rank may have brought more of its own in an earlier step.
-    """
-    rings = Rings.of(op.config)
-    num_chunks = -(-num_tokens // rings.chunk_tokens)
-    rows = op.memory.view(Region.FORWARDED_ROWS).view(rings.num_nodes, -1, rings.chunk_tokens, rings.gpus_per_node)
-    lines = op.memory.view(Region.FORWARDED_LINES)[:, :num_chunks]
-    is_line = torch.arange(rings.chunk_tokens, device=lines.device) < lines[:, :, None]
-    came = (rows[:, :num_chunks] >= 0).any(3) & is_line
-    came[op.config.rank // rings.gpus_per_node] = False
-    return int(came.sum())

@@ -8,11 +8,13 @@ from unittest import mock
 
 import torch
 
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.log_once import log_once
 from ep_a2a.memory import arena, nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import ignored_options
-from ep_a2a.ops.rings import rows_from_other_nodes
+from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
 from tests.cases.op_checks import synchronize
@@ -170,3 +172,20 @@ def lines_that_cross(context: RankContext, case: Case) -> tuple[int, int, int]:
         {int(rank) for rank in token if rank >= 0 and rank // per_node != context.rank // per_node} for token in ranks
     ]
     return crossed, sum(len({rank // per_node for rank in each}) for each in away), sum(map(len, away))
+
+
+def rows_from_other_nodes(op: EpDispatchCombineOp, num_tokens: int) -> int:
+    """Tokens that came to this rank from other nodes in the last step, through its rings, to be forwarded.
+
+    Args:
+        op: one whose kernels use rings, with its last kernel awaited.
+        num_tokens: the most that any rank brought. No rank may have brought more of its own in an earlier step.
+    """
+    rings = Rings.of(op.config)
+    num_chunks = -(-num_tokens // rings.chunk_tokens)
+    rows = op.memory.view(Region.FORWARDED_ROWS).view(rings.num_nodes, -1, rings.chunk_tokens, rings.gpus_per_node)
+    lines = op.memory.view(Region.FORWARDED_LINES)[:, :num_chunks]
+    is_line = torch.arange(rings.chunk_tokens, device=lines.device) < lines[:, :, None]
+    came = (rows[:, :num_chunks] >= 0).any(3) & is_line
+    came[op.config.rank // rings.gpus_per_node] = False
+    return int(came.sum())
