@@ -1,4 +1,4 @@
-"""The parts of the site that are made from the code, and the committed ones that follow it."""
+"""The parts of the site that are made from the code."""
 
 import dataclasses
 import importlib.util
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ep_a2a import env, errors
-from ep_a2a.commands import plots
 from ep_a2a.config import EpDispatchCombineConfig
 from tests.engines.vllm.contract.patch_registry import PATCHES
 
@@ -28,9 +27,6 @@ def load(name: str, path: Path):
 
 
 pages = load("generated_pages", DOCS / "_ext" / "generated_pages.py")
-drawing = load("draw_token_path", PROJECT / "tools" / "draw_token_path.py")
-rooms = load("draw_architecture", PROJECT / "tools" / "draw_architecture.py")  # these import the one before
-round_trips = load("draw_round_trips", PROJECT / "tools" / "draw_round_trips.py")
 
 
 def test_every_error_has_an_anchor_a_reason_and_a_remedy():
@@ -92,13 +88,3 @@ def test_the_parts_know_everything_they_list():
 def test_every_page_is_in_the_index():
     listed = (DOCS / "index.md").read_text().splitlines()
     assert not [path for path in PAGES if path.name != "index.md" and str(path.relative_to(DOCS))[:-3] not in listed]
-
-
-def test_the_pictures_are_those_that_are_drawn():
-    gpus, lines = round_trips.read_lines(PROJECT / "bench" / "results" / "2026-11-26_h100x4.jsonl")
-    assert gpus == "four H100s"
-    assert lines["ep_a2a"].keys() == lines["reference_push"].keys() == {1, 16, 32, 128, 512, 4096}
-    for theme in plots.THEMES:
-        assert (DOCS / "pictures" / f"token_path_{theme.name}.svg").read_text() == drawing.draw(theme)
-        assert (DOCS / "pictures" / f"architecture_{theme.name}.svg").read_text() == rooms.draw(theme)
-        assert (DOCS / "pictures" / f"round_trips_{theme.name}.svg").read_text() == round_trips.draw(theme, gpus, lines)
