@@ -3,8 +3,6 @@
     python tools/compare_ptx.py 989da57 .                     # a git revision, or a folder with a checkout
     python tools/compare_ptx.py 989da57 . --match dispatch    # only variants whose name contains a text
     python tools/compare_ptx.py 989da57 . --stage ttir        # Triton's own code, which takes seconds
-    python tools/compare_ptx.py 989da57 . --tolerance 2       # sizes may differ by 2 % where PTX differs
-    python tools/compare_ptx.py 989da57 . --set headline      # without rings, puts and staged on 2 x 2 and 4 x 2 ranks
 
 Each checkout compiles through its own host code, offline for compute capability 9.0: variants are those that its op
 would launch, in order. Names, places in files and labels do not count; the order of run-time arguments does. The
@@ -20,7 +18,6 @@ import importlib
 import inspect
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -46,7 +43,6 @@ NODE_FORMS: dict[str, dict[str, Any]] = {
     "scales": FP8_GIVEN | {"layout": "compact"},
     "few": {"kernel_type": "InterNodeV1LL"},
 }
-SETS = ("headline", "nodes")
 NUM_SMS = 132
 NUM_WORKERS = 2
 ROLES = ("dispatch", "combine", "local")
@@ -62,11 +58,6 @@ def main() -> int:
     parser.add_argument("--stage", choices=("ptx", "ttir"), default="ptx", help="what is compared")
     parser.add_argument("--match", default="", help="only variants whose name contains this")
     parser.add_argument("--ep", type=int, action="append", choices=EP_SIZES, help="only this EP size; may be repeated")
-    parser.add_argument("--set", choices=SETS, action="append", help="only these variants; may be repeated")
-    parser.add_argument(
-        "--tolerance", type=float, help="per cent by which registers, stack and instructions may differ"
-    )
-    parser.add_argument("--keep", type=Path, help="folder for the code; what the first checkout has there stays valid")
     parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="processes that compile")
     parser.add_argument("--worker", nargs=2, type=int, metavar=("SHARE", "SHARES"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,15 +65,13 @@ def main() -> int:
         compile_share(Path(options.checkouts[0]), Path(options.checkouts[1]), options)
         return 0
     with contextlib.ExitStack() as stack:
-        output = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folders = [stack.enter_context(checkout(name)) for name in options.checkouts]
-        outputs = [output.resolve() / "before", output.resolve() / "after"]
-        for old in outputs[1].glob("*"):
-            old.unlink()
+        outputs = [output / "before", output / "after"]
         for folder, target in zip(folders, outputs):
-            target.mkdir(parents=True, exist_ok=True)
+            target.mkdir()
             run_workers(folder, target, options)
-        return report(*outputs, options)
+        return report(*outputs, options.stage)
 
 
 @contextlib.contextmanager
@@ -106,7 +95,7 @@ def run_workers(folder: Path, target: Path, options: argparse.Namespace) -> None
     num_workers = options.workers
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(target)]
     command += ["--stage", options.stage, "--match", options.match]
-    command += [f"--ep={size}" for size in options.ep or ()] + [f"--set={name}" for name in options.set or ()]
+    command += [f"--ep={size}" for size in options.ep or ()]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     workers = [
         subprocess.Popen([*command, "--worker", str(share), str(num_workers)], env=environment, cwd=folder)
@@ -125,11 +114,11 @@ def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> No
         raise SystemExit(f"ep_a2a comes from {ep_a2a.__file__} instead of {folder}")
 
     share, shares = options.worker
-    chosen = [one for one in variants_of(options) if options.match in one[0]]
+    ep_sizes = options.ep or EP_SIZES
+    every = (*headline_variants(ep_sizes), *node_variants(ep_sizes))
+    chosen = [one for one in every if options.match in one[0]]
     for name, variant, args in chosen[share::shares]:
         path = target / name
-        if path.with_suffix(f".{options.stage}").exists():
-            continue
         if options.stage == "ttir":
             path.with_suffix(".ttir").write_text(ttir_of(variant, args))
             continue
@@ -187,15 +176,6 @@ def ttir_of(variant: Any, args: tuple[Any, ...]) -> str:
     finally:
         CUDABackend.make_ttgir = original
     return found[0]
-
-
-def variants_of(options: argparse.Namespace) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(name, variant, run-time arguments) of the kernels that a DeepSeek-V3 layer launches."""
-    ep_sizes, sets = options.ep or EP_SIZES, options.set or SETS
-    if "headline" in sets:
-        yield from headline_variants(ep_sizes)
-    if "nodes" in sets:
-        yield from node_variants(ep_sizes)
 
 
 def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -378,51 +358,29 @@ def measures(cubin: bytes) -> dict[str, int]:
     return dict(zip(MEASURES, (numbers["REG"], numbers["STACK"], instructions)))
 
 
-def report(before: Path, after: Path, options: argparse.Namespace) -> int:
+def report(before: Path, after: Path, stage: str) -> int:
     """Prints a line per variant; 1 when one differs or has no partner, else 0."""
-    stage, match, tolerance, ep_sizes = options.stage, options.match, options.tolerance, options.ep or EP_SIZES
     names = [{path.stem for path in folder.glob(f"*.{stage}")} for folder in (before, after)]
-    names[0] = {
-        name
-        for name in names[0]
-        if match in name and ep_size_of(name) in ep_sizes and set_of(name) in (options.set or SETS)
-    }
     plain = plain_ptx if stage == "ptx" else plain_ttir
     width = max((len(name) for name in names[0] | names[1]), default=10)
     print(f"{'variant':{width}}  equal  " + "  ".join(f"{name:>14}" for name in MEASURES if stage == "ptx"))
-    bad = sorted(names[0] ^ names[1])
+    missing = names[0] ^ names[1]
+    bad = sorted(missing)
     for name in sorted(names[0] & names[1]):
-        first, second = (plain((folder / name).with_suffix(f".{stage}").read_text()) for folder in (before, after))
-        sizes = [_sizes(folder / name) for folder in (before, after)]
-        if first != second and not (tolerance is not None and within(*sizes, tolerance)):
+        first, second = (plain((folder / f"{name}.{stage}").read_text()) for folder in (before, after))
+        sizes = [_sizes(folder / f"{name}.json") for folder in (before, after)]
+        if first != second:
             bad.append(name)
         pairs = (f"{sizes[0][key]:>6} {sizes[1][key]:>7}" for key in sizes[0])
         print(f"{name:{width}}  {'yes' if first == second else 'NO':5}  " + "  ".join(pairs))
-    missing = names[0] ^ names[1]
     for name in bad:
         print(f"{name}: " + ("only in one of the two" if name in missing else "differs"))
     print(f"{len(names[0] & names[1])} compared, {len(bad)} of them or without a partner differ")
     return 1 if bad or not names[0] else 0
 
 
-def ep_size_of(name: str) -> int:
-    """The EP size of a variant: "ep4-..." has 4 ranks, "ep2x2-..." 2 nodes of 2."""
-    return math.prod(map(int, name.split("-")[0][2:].split("x")))
-
-
-def set_of(name: str) -> str:
-    """The set in which a variant is compiled."""
-    return SETS["x" in name.split("-")[0]]
-
-
 def _sizes(path: Path) -> dict[str, int]:
-    path = path.with_suffix(".json")
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def within(before: dict[str, int], after: dict[str, int], tolerance: float) -> bool:
-    """Whether no measure has grown or shrunk by more than `tolerance` per cent."""
-    return bool(before) and all(abs(after[key] - before[key]) <= before[key] * tolerance / 100 for key in before)
 
 
 if __name__ == "__main__":
