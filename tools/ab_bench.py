@@ -20,30 +20,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Any
 
 FIGURES = ("round_trip_us", "round_trip_cold_us", "dispatch_us", "combine_us", "dispatch_host_us", "combine_host_us")
-CASE = (
-    "contender",
-    "world_size",
-    "num_tokens",
-    "max_num_tokens",
-    "layout",
-    "quant_type",
-    "combine_quant",
-    "max_sms",
-    "hidden_dim",
-    "topk",
-    "num_experts",
-    "dtype",
-    "routing",
-    "gpus_per_node",
-)
-NAMED = ("contender", "world_size", "num_tokens", "max_num_tokens", "layout", "quant_type")
-"""Of a case, what its title has; the others only where they differ between the cases."""
+MOVED = ("_bytes", "_rows")
+"""Ends of the names of what follows from a workload."""
 NAMES = ("old", "new")
 
 
@@ -65,7 +46,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for number in range(options.rounds):
         for name in NAMES if number % 2 == 0 else NAMES[::-1]:
-            rows += [row | {"checkout": name, "round": number} for row in run_bench(folders[name], bench)]
+            measured = enumerate(run_bench(folders[name], bench))
+            rows += [row | {"checkout": name, "round": number, "place": place} for place, row in measured]
     if options.json:
         options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return report(rows, options.tolerance)
@@ -84,25 +66,26 @@ def run_bench(folder: Path, arguments: list[str]) -> list[dict[str, Any]]:
     return [row for row in rows if row["record"] == "row"]
 
 
-def title_of(case: tuple[Any, ...], cases: Iterable[tuple[Any, ...]]) -> str:
-    """A case in words; what is not in NAMED only where the cases differ in it."""
-    parts = [str(value) for key, value in zip(CASE, case) if key in NAMED and value is not None]
-    for key, value, *others in zip(CASE, case, *cases):
-        if key not in NAMED and len(set(others)) > 1:
-            parts.append(f"{key}={value}")
-    return " ".join(parts)
+def title_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The contender, and those fields of the workload in which rows differ."""
+    workload = list(row)[: list(row).index("contender")]
+    varying = [name for name in workload if not name.endswith(MOVED) and len({each.get(name) for each in rows}) > 1]
+    return " ".join([row["contender"], *(f"{name}={row[name]}" for name in varying)])
 
 
 def report(rows: list[dict[str, Any]], tolerance: float) -> int:
-    """Prints one line per case and figure; 1 if a figure of the new checkout is too slow."""
-    cases = dict.fromkeys(tuple(row.get(key) for key in CASE) for row in rows)
+    """Prints one line per row of the bench and figure; 1 if a figure of the new checkout is too slow.
+
+    Checkouts may name fields of a workload differently: the same command gives the same rows in the same order.
+    """
     too_slow, num_compared = False, 0
     print(f"{'case':56} {'figure':18} {'old':>9} {'new':>9} {'change':>8}   spread of old, new")
-    for case in cases:
-        of_case = [row for row in rows if tuple(row.get(key) for key in CASE) == case]
+    titled = [row for row in rows if row["checkout"] == NAMES[1] and row["round"] == 0]
+    for case in titled:
+        same = [row for row in rows if (row["place"], row["contender"]) == (case["place"], case["contender"])]
         for figure in FIGURES:
             values = {
-                name: [row[figure] for row in of_case if row["checkout"] == name and row.get(figure)] for name in NAMES
+                name: [row[figure] for row in same if row["checkout"] == name and row.get(figure)] for name in NAMES
             }
             if not all(values.values()):
                 continue
@@ -110,10 +93,10 @@ def report(rows: list[dict[str, Any]], tolerance: float) -> int:
             change = 100 * (new / old - 1)
             too_slow |= change > tolerance
             spreads = ", ".join(f"{min(values[name]):.2f}-{max(values[name]):.2f}" for name in NAMES)
-            title, num_compared = title_of(case, cases), num_compared + 1
-            print(f"{title:56} {figure:18} {old:9.2f} {new:9.2f} {change:+7.1f}%   {spreads}")
+            num_compared += 1
+            print(f"{title_of(case, titled):56} {figure:18} {old:9.2f} {new:9.2f} {change:+7.1f}%   {spreads}")
     if num_compared == 0:
-        print("nothing was compared: no case has figures of both checkouts")
+        print("nothing was compared: no row has figures of both checkouts")
     return 1 if too_slow or num_compared == 0 else 0
 
 
