@@ -17,11 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
+_MORI = "ep_a2a.compat.mori"
 _AITER, _TRITON = "ep_a2a.compat.aiter", "ep_a2a.compat.triton_distributed"
 _COMMUNICATORS = "aiter.dist.device_communicators"
 
 MODULES = {
-    "mori": {"mori": "ep_a2a.compat.mori"},
+    "mori": {
+        "mori": _MORI,
+        "mori.ops": f"{_MORI}.ops",
+        "mori.ops.dispatch_combine": f"{_MORI}.ops",
+        "mori.ops.local_expert_count": f"{_MORI}.ops",
+        "mori.shmem": f"{_MORI}.shmem",
+        "mori.shmem.api": f"{_MORI}.shmem",
+        "mori.shmem.tensor_utils": f"{_MORI}.shmem",
+    },
     "aiter": {
         "aiter": _AITER,
         "aiter.dist.parallel_state": f"{_AITER}.parallel_state",

@@ -12,12 +12,18 @@ import logging
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ep_a2a import env
+from ep_a2a.errors import UnsupportedError
 from ep_a2a.log_once import log_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MORI_RDMA_DEVICES = "MORI_RDMA_DEVICES"
 
 
@@ -90,6 +96,61 @@ def remedy_of(library: str, function: str, parameter: str = "") -> str:
         ):
             return row.text
     raise KeyError((library, function, parameter))
+
+
+def refused(library: str, function: str, parameter: str = "") -> UnsupportedError:
+    """Returns the error for a callable, or for a value of its parameter, that only the library has.
+
+    Args:
+        library, function, parameter: as for remedy_of.
+    """
+    name = f"{library}.{function}"
+    return UnsupportedError(
+        f"a function or value that ep_a2a.compat.{library} offers",
+        f"{parameter} of {name}" if parameter else name,
+        remedy_of(library, function, parameter),
+    )
+
+
+class Refused:
+    """Stands for a callable that only the library has. A call, or a launch `name[grid]`, raises UnsupportedError."""
+
+    def __init__(self, library: str, function: str) -> None:
+        self._library, self._function = library, function
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises UnsupportedError with the remedy of the table."""
+        raise refused(self._library, self._function)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        self()
+
+
+def refusals(library: str, owner: str) -> dict[str, Refused]:
+    """Returns what stands for the callables of a library's module or class that the table refuses as a whole.
+
+    Args:
+        library: package below ep_a2a.compat.
+        owner: name of the module or the class below that package.
+    """
+    names = [
+        name
+        for row in ROWS
+        if (row.library, row.effect, row.parameters) == (library, Effect.REFUSED, "")
+        for name in row.callables.split()
+    ]
+    return {name.rpartition(".")[2]: Refused(library, name) for name in names if name.rpartition(".")[0] == owner}
+
+
+def with_refusals(library: str, owner: str) -> Callable[[type[T]], type[T]]:
+    """Returns a decorator that gives a class its `refusals`, as methods."""
+
+    def add(kind: type[T]) -> type[T]:
+        for name, each in refusals(library, owner).items():
+            setattr(kind, name, each)
+        return kind
+
+    return add
 
 
 def take_mori_variables() -> None:

@@ -16,7 +16,10 @@ from tests.integration.programs import run_python, succeeded
 
 LIBRARIES = tuple(installation.MODULES)
 NAMES = {
-    "mori": "ops.EpDispatchCombineOp shmem.shmem_npes",
+    "mori": "ops.EpDispatchCombineOp shmem.shmem_npes ops.dispatch_combine.TOPK_IDX_DTYPE",
+    "mori.ops.local_expert_count": "launch_local_expert_count",
+    "mori.shmem.api": "shmem_malloc shmem_module_init",
+    "mori.shmem.tensor_utils": "mori_shmem_create_tensor MoriShmemBuffer",
     "aiter": "init_dist_env destroy_dist_env get_hip_quant QuantType.per_128x128 dtypes.fp8 logger",
     "aiter.dist.parallel_state": "get_ep_group in_the_same_node_as init_dist_env",
     "aiter.dist.device_communicators.base_device_communicator": "All2AllManagerBase Cache DeviceCommunicatorBase",

@@ -21,9 +21,7 @@ import ep_a2a
 from ep_a2a import env
 from ep_a2a.compat import deep_ep, mori
 from ep_a2a.compat.deep_ep import Buffer, buffer_base
-from ep_a2a.compat.mori import shmem_context
-from ep_a2a.compat.mori.ops import dispatch_combine
-from ep_a2a.compat.mori.shmem import tensor_utils
+from ep_a2a.compat.mori import ops, shmem
 from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx, kernels
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
@@ -34,7 +32,7 @@ from ep_a2a.log_once import log_once
 MODULES = {
     "aiter": ("",),
     "deep_ep": ("",),
-    "mori": ("ops", "ops.dispatch_combine", "shmem"),
+    "mori": ("ops", "shmem"),
     "triton_distributed": ("", "utils"),
 }
 KEPT_ON_PURPOSE = {
@@ -222,21 +220,21 @@ class DeepEpOps:
 
 
 def op() -> Any:
-    made = dispatch_combine.EpDispatchCombineOp.around(NativeOp())  # type: ignore[arg-type]
+    made = ops.EpDispatchCombineOp.around(NativeOp())  # type: ignore[arg-type]
     made.dispatch(RECEIVED.tokens, WEIGHTS, None, IDS)
     return made
 
 
 def op_of(**changes: Any) -> None:
     with contextlib.suppress(NotInitializedError):
-        dispatch_combine.EpDispatchCombineOp(dataclasses.replace(CONFIG, **changes))
+        ops.EpDispatchCombineOp(dataclasses.replace(CONFIG, **changes))
 
 
 def op_in_a_node(kernel_type: EpDispatchCombineKernelType) -> None:
-    world = object.__new__(shmem_context.World)
+    world = object.__new__(shmem.World)
     world.arena = ARENA  # type: ignore[assignment]
     world._topology = lambda _: SimpleNamespace(internode=False)  # type: ignore[assignment,return-value]
-    world._factory = SimpleNamespace(make=lambda *_: None)  # type: ignore[assignment]
+    world.factory = SimpleNamespace(make=lambda *_: None)  # type: ignore[assignment]
     world.make_op(dataclasses.replace(CONFIG, kernel_type=kernel_type))
 
 
@@ -351,7 +349,7 @@ REFUSES |= ALWAYS_REFUSED
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     warn_once.cache_clear()
     monkeypatch.setattr(buffer_base, "Ops", DeepEpOps)
-    monkeypatch.setattr(tensor_utils.shmem, "shmem_mype", lambda: 0)
+    monkeypatch.setattr(shmem.shmem, "shmem_mype", lambda: 0)
     monkeypatch.setattr(contexts, "gather_report", lambda *_: None)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_a2a.compat.mori.ops.dispatch_combine import EpDispatchCombineOp as MoriOp
+from ep_a2a.compat.mori.ops import EpDispatchCombineOp as MoriOp
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ClosedError, ConfigError, StateError, UnknownNameError, UnsupportedError

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a import env, shmem
-from ep_a2a.compat.mori.shmem.tensor_utils import mori_shmem_create_tensor as nvshmem_create_tensor
-from ep_a2a.compat.mori.shmem.tensor_utils import mori_shmem_free_tensor as nvshmem_free_tensor_sync
+from ep_a2a.compat.mori.shmem import mori_shmem_create_tensor as nvshmem_create_tensor
+from ep_a2a.compat.mori.shmem import mori_shmem_free_tensor as nvshmem_free_tensor_sync
 from ep_a2a.errors import NotInitializedError
 from ep_a2a.parallel.state import destroy_dist_env, get_ep_group, init_dist_env
 

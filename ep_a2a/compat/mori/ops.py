@@ -1,17 +1,16 @@
-"""`mori.ops.dispatch_combine`: MORI's op, with its names, parameters and results, around an op of this package."""
+"""`mori.ops`: MORI's op, with its names, parameters and results, around an op of this package."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched, Registered
-from ep_a2a.compat.mori.shmem_context import current_world
-from ep_a2a.compat.mori.unsupported import OP, EpDispatchRoutingHandle, UnsupportedOpMethods, refused
-from ep_a2a.compat.parameters import warn_once
+from ep_a2a.compat.mori.shmem import current_world
+from ep_a2a.compat.parameters import refusals, refused, warn_once, with_refusals
 from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.config.op_config import TOKEN_DTYPES
 from ep_a2a.errors import ClosedError, EpA2AError, UnsupportedError
@@ -32,13 +31,16 @@ __all__ = [
     "EpDispatchCombineKernelType",
     "EpDispatchCombineOp",
     "EpDispatchCombineQuantType",
-    "EpDispatchRoutingHandle",
     "warmup_jit_kernels",
 ]
 
+OP = "ops.EpDispatchCombineOp"
 TOPK_IDX_DTYPE = torch.int32
 CONFIG_HINTS = ("block_num", "warp_num_per_block", "rdma_block_num")
 """Fields of the config that have an effect with launch="manual" only."""
+
+
+globals().update(refusals("mori", "ops"))
 
 
 class EpDispatchCombineQuantType(enum.Enum):
@@ -54,7 +56,8 @@ def warmup_jit_kernels(kernel_type: EpDispatchCombineKernelType) -> None:
     """Does nothing: an op compiles its kernels, or finds them in Triton's cache, when it is built."""
 
 
-class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
+@with_refusals("mori", OP)
+class EpDispatchCombineOp(OpSizes):
     """MORI's EpDispatchCombineOp. Construction is collective, in the world that `shmem` has made.
 
     `mori.shmem.shmem_finalize()` gives its memory back. So does `close()`, for the next op, in the same order on all
@@ -138,7 +141,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         warp_per_block: int = -1,
         call_local_expert_count: bool = False,
         *,
-        routing: EpDispatchRoutingHandle | None = None,
+        routing: Any = None,
         return_routing: bool = False,
     ) -> DispatchResult:
         """Sends each token once to every distinct rank that owns one of its experts.
@@ -151,7 +154,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             ep_a2a's EpDispatchCombineOp.dispatch. indices of rows past total_recv are -1.
         """
         if routing is not None or return_routing:
-            raise refused(f"{OP}.dispatch", "routing" if routing is not None else "return_routing")
+            raise refused("mori", f"{OP}.dispatch", "routing" if routing is not None else "return_routing")
         _warn_of_rdma_blocks("dispatch", rdma_block_num)
         self._choose_native(input)
         self._combine_input.lost_rows.check()
@@ -214,7 +217,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
         use_external_inp_buf: int = -1,
         call_reset: bool = False,
         *,
-        routing: EpDispatchRoutingHandle | None = None,
+        routing: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sums, for each of this rank's tokens, the rows of the distinct ranks it went to, unweighted, in float32.
 
@@ -234,7 +237,7 @@ class EpDispatchCombineOp(UnsupportedOpMethods, OpSizes):
             (result [M, H], of which the first T rows are this step's; weight sums [M, K] or None).
         """
         if routing is not None:
-            raise refused(f"{OP}.combine", "routing")
+            raise refused("mori", f"{OP}.combine", "routing")
         _warn_of_rdma_blocks("combine", rdma_block_num)
         rows, weights, own_indices = self._combine_input.of(input, weights, in_int32(indices), use_external_inp_buf)
         result = self.native.combine(rows, weights, own_indices, block_num, rdma_block_num, warp_per_block)
