@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from ep_a2a.memory import host_shm
+from ep_a2a.memory import private_files
 
 
 def shared_files() -> dict[str, Path]:
     """Path by name of each file of this user. Folders are those of pools of ranks, which may live."""
-    if not host_shm.SHM_DIRECTORY.is_dir():
+    if not private_files.SHM_DIRECTORY.is_dir():
         return {}
-    return {path.name: path for path in host_shm.private_folder().iterdir() if not path.is_dir()}
+    return {path.name: path for path in private_files.private_folder().iterdir() if not path.is_dir()}
 
 
 def process_of(name: str) -> str:

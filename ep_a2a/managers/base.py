@@ -170,7 +170,7 @@ class All2AllManagerBase:
         with self._rendezvous.telling():
             with self._lock:
                 if self._report is None:
-                    self._report = gather_report(self.cpu_group, self.device, self._rendezvous)
+                    self._report = gather_report(self.cpu_group, self._rendezvous)
             return classify(self._report, gpu_per_node)
 
     @property

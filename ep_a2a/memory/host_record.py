@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UntrustedFolderError
-from ep_a2a.memory.host_shm import create_private, in_private_folder, new_name, open_private
+from ep_a2a.memory.private_files import create_private, in_private_folder, new_name, open_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

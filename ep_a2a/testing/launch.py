@@ -30,7 +30,7 @@ from ep_a2a.errors import (
 )
 from ep_a2a.interrupts import interrupts_held
 from ep_a2a.log_once import log_once
-from ep_a2a.memory.host_shm import own_prefix, private_folder, refusals_named, remove_stale_files
+from ep_a2a.memory.private_files import own_prefix, private_folder, refusals_named, remove_stale_files
 from ep_a2a.testing.mps import PIPE_VARIABLE, Mps, MpsDaemon, find_mps
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 from ep_a2a.topology.gpu_share import ranks_per_gpu, sharing_note

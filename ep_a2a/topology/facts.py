@@ -2,56 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigError, UntrustedFolderError, without_section
-from ep_a2a.memory import host_shm
-from ep_a2a.memory.host_shm import create_private, in_private_folder, new_name, open_private
-from ep_a2a.memory.rendezvous import Rendezvous, is_like, unreadable
+from ep_a2a.memory import private_files
+from ep_a2a.memory.host_record import host_identity
+from ep_a2a.memory.private_files import create_private, in_private_folder, new_name, open_private, remove_private
+from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
-
-BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts that one rank reports about itself; a fact it could not find is empty or None, and `errors` says why.
+    """Where one rank runs.
 
     Attributes:
-        rank: rank in the group.
         hostname: the host's name; containers of one host usually differ in it.
-        boot_id: random id of the running kernel, equal exactly for processes on one host.
-        pid: process id, in the rank's own pid namespace.
-        device_kind: "cpu" or "cuda".
-        gpu_name, gpu_uuid: the rank's GPU; the uuid separates GPUs that all ranks see as cuda:0.
-        visible_device_index: CUDA device index among the devices that the rank sees.
-        sm_count: multiprocessors of the rank's GPU.
-        errors: questions about this rank that failed, as text.
+        boot_id: random id of the running kernel, equal exactly for processes on one host; "" where it cannot be read.
     """
 
-    rank: int
-    hostname: str = ""
-    boot_id: str = ""
-    pid: int = 0
-    device_kind: str = "cpu"
-    gpu_name: str | None = None
-    gpu_uuid: str | None = None
-    visible_device_index: int | None = None
-    sm_count: int | None = None
-    errors: tuple[str, ...] = ()
+    hostname: str
+    boot_id: str
 
     @property
     def host(self) -> str:
@@ -83,30 +64,12 @@ class TopologyReport:
         """Whether two ranks run under one kernel, in one container or not."""
         return bool(self.ranks[one].host) and self.ranks[one].host == self.ranks[other].host
 
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """Errors met while asking, each with its rank."""
-        return tuple(f"rank {facts.rank}: {error}" for facts in self.ranks for error in facts.errors)
 
-
-@dataclass(frozen=True)
-class _Offer:
-    """A file that the other ranks may try to open; without a name, `failure` says why there is none."""
-
-    name: str = ""
-    failure: str = ""
-
-
-def gather_report(
-    group: dist.ProcessGroup, device: torch.device | str | None = None, meeting: Rendezvous | None = None
-) -> TopologyReport:
+def gather_report(group: dist.ProcessGroup, meeting: Rendezvous | None = None) -> TopologyReport:
     """Asks every rank of `group` where it runs and which ranks it shares memory with. Collective.
-
-    A fact that a rank cannot find out is recorded as text and never raises.
 
     Args:
         group: the ranks; any backend, since only the group's store is used.
-        device: the device this rank will use; None is the current CUDA device, or CPU where there is none.
         meeting: where all ranks of `group` meet; None makes a new Rendezvous.
 
     Raises:
@@ -114,32 +77,19 @@ def gather_report(
         RankTimeoutError: ranks did not come; the error names them.
         UntrustedFolderError: this user's folder in /dev/shm is not this user's alone.
     """
-    offer = _make_offer()
-    facts = _rank_facts(dist.get_rank(group), device)
-    if offer.failure:
-        facts = replace(facts, errors=(*facts.errors, offer.failure))
-    own = {"facts": asdict(facts), "offer": asdict(offer)}
-    own["facts"]["errors"] = list(facts.errors)
+    offer = make_offer()
     try:
         meeting = meeting or Rendezvous(group)
-        answers = meeting.exchange(label := "facts of each rank", own)
-        if not all(is_like(answer[part], own[part]) for answer in answers for part in own):
-            raise unreadable("every rank", label, "a message without facts")
-        offers = [_Offer(**answer["offer"]) for answer in answers]
-        failures = meeting.exchange(label := "files that could be opened", [_try_to_open(other) for other in offers])
-        if not all(_are_texts(each, len(offers)) for each in failures):
-            raise unreadable("every rank", label, "a message without reasons")
+        own = {"hostname": socket.gethostname(), "boot_id": host_identity(), **offer}
+        answers = meeting.exchange("facts of each rank", own)
+        # by rank in a dict, of which meetings check that all ranks are in it
+        opened = {str(rank): try_to_open(answer) for rank, answer in enumerate(answers)}
+        failures = meeting.exchange("files that could be opened", opened)
     finally:
         # all ranks have tried, or the group is broken
-        _remove(offer)
-    found = tuple(
-        RankFacts(**{**answer["facts"], "errors": tuple(answer["facts"]["errors"] or ())}) for answer in answers
-    )
-    return TopologyReport(found, tuple(map(tuple, failures)))
-
-
-def _are_texts(found: Any, number: int) -> bool:
-    return isinstance(found, list) and len(found) == number and all(isinstance(text, str) for text in found)
+        remove_private(offer["file"])
+    facts = tuple(RankFacts(answer["hostname"], answer["boot_id"]) for answer in answers)
+    return TopologyReport(facts, tuple(tuple(of_rank[each] for each in opened) for of_rank in failures))
 
 
 def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[bool]:
@@ -162,7 +112,7 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if not 0 <= source_rank < world_size:
         raise ConfigError(f"to be a rank of the group, 0 to {world_size - 1}", str(source_rank), field="source_rank")
-    report = gather_report(group, "cpu")
+    report = gather_report(group)
     failures = [report.probe_failures[r][source_rank] for r in range(world_size)]
     apart = [r for r in range(world_size) if failures[r] and report.on_one_host(r, source_rank)]
     if apart and rank == source_rank:
@@ -170,74 +120,31 @@ def in_the_same_node_as(group: dist.ProcessGroup, source_rank: int = 0) -> list[
             "ranks %s run on the host of rank %d but do not share %s with it (%s): give their containers one --ipc",
             ", ".join(map(str, apart)),
             source_rank,
-            host_shm.SHM_DIRECTORY,
+            private_files.SHM_DIRECTORY,
             failures[apart[0]],
         )
     return [not failure for failure in failures]
 
 
-def _make_offer() -> _Offer:
+def make_offer() -> dict[str, str]:
+    """Makes a file that the other ranks may try to open; where that fails, "failure" says why."""
     # nobody can guess the name, so a file of that name on another host cannot pass for this one
     name = new_name()
     try:
         os.close(create_private(in_private_folder(name), 0))
     except OSError as error:
-        return _Offer(failure=f"cannot create a file in {host_shm.SHM_DIRECTORY}: {error.strerror}")
-    return _Offer(name)
+        return {"file": "", "failure": f"cannot create a file in {private_files.SHM_DIRECTORY}: {error.strerror}"}
+    return {"file": name, "failure": ""}
 
 
-def _remove(offer: _Offer) -> None:
-    with contextlib.suppress(OSError):
-        if offer.name:
-            in_private_folder(offer.name).unlink()
-
-
-def _try_to_open(offer: _Offer) -> str:
+def try_to_open(offer: Mapping[str, str]) -> str:
     """Returns the reason why the offered file cannot be opened here; "" if it can."""
-    if offer.failure:
-        return offer.failure
+    if offer["failure"]:
+        return offer["failure"]
     try:
-        os.close(open_private(in_private_folder(offer.name), 0))
+        os.close(open_private(in_private_folder(offer["file"]), 0))
     except OSError as error:
         return error.strerror or str(error)
     except UntrustedFolderError as error:
         return without_section(str(error))
     return ""
-
-
-@dataclass
-class _Asker:
-    """Asks for facts one by one; a question that fails gives `missing` and leaves an error text."""
-
-    errors: list[str] = field(default_factory=list)
-
-    def ask(self, what: str, question: Callable[[], Any], missing: Any = None) -> Any:
-        try:
-            return question()
-        except Exception as error:  # noqa: BLE001 - recorded in the report, which must come about on every machine
-            self.errors.append(f"{what}: {type(error).__name__}: {error}")
-            return missing
-
-
-def _rank_facts(rank: int, device: torch.device | str | None) -> RankFacts:
-    asker = _Asker()
-    facts = RankFacts(
-        rank=rank,
-        hostname=asker.ask("hostname", socket.gethostname, ""),
-        boot_id=asker.ask("boot id", lambda: BOOT_ID_PATH.read_text().strip(), ""),
-        pid=os.getpid(),
-    )
-    has_cuda = asker.ask("CUDA", torch.cuda.is_available, False)
-    kind = torch.device(device).type if device is not None else "cuda" if has_cuda else "cpu"
-    if kind == "cuda":
-        index = torch.device(device).index if device is not None else None
-        index = asker.ask("CUDA device", torch.cuda.current_device) if index is None else index
-        gpu = asker.ask("GPU properties", lambda: torch.cuda.get_device_properties(index))
-        facts = replace(
-            facts,
-            visible_device_index=index,
-            gpu_name=asker.ask("GPU name", lambda: str(gpu.name)),
-            gpu_uuid=asker.ask("GPU uuid", lambda: str(gpu.uuid)),
-            sm_count=asker.ask("multiprocessors", lambda: int(gpu.multi_processor_count)),
-        )
-    return replace(facts, device_kind=kind, errors=tuple(asker.errors))

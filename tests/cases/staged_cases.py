@@ -37,7 +37,7 @@ def on_hosts(hosts: str) -> Iterator[None]:
     """Layers and buffers find their ranks on these hosts, a letter each, none of which shares memory with another."""
 
     def report(*_: object) -> TopologyReport:
-        facts = tuple(RankFacts(rank, f"host-{host}", host) for rank, host in enumerate(hosts))
+        facts = tuple(RankFacts(f"host-{host}", host) for host in hosts)
         return TopologyReport(facts, tuple(tuple("" if a == b else "no such file" for b in hosts) for a in hosts))
 
     with mock.patch.object(base, "gather_report", report), mock.patch.object(contexts, "gather_report", report):

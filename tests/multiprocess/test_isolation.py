@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, UntrustedFolderError
-from ep_a2a.memory import host_shm
+from ep_a2a.memory import host_shm, private_files
 from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext
@@ -48,7 +48,7 @@ def be_visited(context: RankContext, case: Case, user: int) -> dict[str, Any]:
     def visited(path: Path, num_bytes: int) -> torch.Tensor:
         if context.rank == 0 and not visits:
             visits["files"] = files_of(*pids)
-            visits["on files"] = intrude(user, 0, host_shm.private_folder(), *pids)
+            visits["on files"] = intrude(user, 0, private_files.private_folder(), *pids)
         return original(path, num_bytes)
 
     host_shm._map = visited
@@ -95,7 +95,7 @@ def test_the_intruder_would_notice_if_it_could(ranks):
 
 def take_a_planted_file(context: RankContext, how: str) -> None:
     """Rank 1 announces another file than the one it made, as somebody who writes to the store could."""
-    planted = host_shm.in_private_folder(f"planted_{os.getpid()}")
+    planted = private_files.in_private_folder(f"planted_{os.getpid()}")
     rendezvous = Rendezvous(context.group)
     exchange = rendezvous.exchange
 

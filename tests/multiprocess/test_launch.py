@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import ClosedError, ConfigError, ShapeError
-from ep_a2a.memory import host_shm
+from ep_a2a.memory import private_files
 from ep_a2a.testing import RankFailure, RankPool, launch, run_ranks, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def running(process_ids):
 
 def pool_folders(owner):
     """Folders of the pools that a process has."""
-    return {path for path in host_shm.private_folder().glob(f"*_{owner}_*") if path.is_dir()}
+    return {path for path in private_files.private_folder().glob(f"*_{owner}_*") if path.is_dir()}
 
 
 @pytest.fixture(scope="module")

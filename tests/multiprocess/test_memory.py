@@ -1,6 +1,5 @@
 """Symmetric memory among real processes: what is shared, what is refused, and that nothing is left behind."""
 
-import contextlib
 import ctypes
 import errno
 import gc
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,12 +22,12 @@ from ep_a2a.errors import (
     EpA2AError,
     HostMemoryError,
     NotInitializedError,
-    RankTimeoutError,
     StateError,
     UnknownNameError,
 )
-from ep_a2a.memory import host_shm
+from ep_a2a.memory import host_shm, private_files
 from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
+from ep_a2a.memory.private_files import refusals_named
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
 from ep_a2a.testing import RankContext, RankFailure, RankPool
@@ -100,46 +98,19 @@ def test_unequal_sizes_are_an_error_on_every_rank(ranks):
     ranks(ask_for_unequal_sizes, 3)
 
 
-def nothing_is_left(context: RankContext, label: str) -> None:
-    """No file of an allocation that failed, and memory can be had."""
-    Rendezvous(context.group).barrier(label)
-    assert files_of(os.getpid()) == []
-    allocate(context).close()
-
-
 def ask_for_too_much(context: RankContext) -> None:
-    space = os.statvfs(host_shm.SHM_DIRECTORY)
+    space = os.statvfs(private_files.SHM_DIRECTORY)
     # more than the file system holds, not than is free: the kernel then refuses before it touches memory
     num_bytes = space.f_blocks * space.f_frsize + GIB
     text = str(raised(HostMemoryError, lambda: allocate(context, num_bytes), "--shm-size"))
     assert "No space left" in text or os.strerror(errno.EFBIG) in text
-    nothing_is_left(context, "refused")
+    Rendezvous(context.group).barrier("refused")
+    assert files_of(os.getpid()) == []
+    allocate(context).close()
 
 
 def test_a_full_shared_memory_is_an_error_on_every_rank(ranks):
     ranks(ask_for_too_much, 3)
-
-
-def fail_on_one_rank(context: RankContext, step: str, what: str, remedy: str) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    kind: type[EpA2AError] = HostMemoryError
-    words = "No space left", remedy
-    if context.rank != 1:
-        told = f"expected {what} to succeed on every rank; got rank 1 failed with HostMemoryError"
-        kind, words = ConfigMismatchError, ("No space left", told)
-    with mock.patch.object(host_shm, step, fail) if context.rank == 1 else contextlib.nullcontext():
-        raised(kind, lambda: allocate(context), *words)
-    nothing_is_left(context, "failed")
-
-
-@pytest.mark.parametrize(
-    ("step", "what", "remedy"),
-    [("_create", "creating shared memory", "--shm-size"), ("_map", "mapping shared memory", "--ipc=host")],
-)
-def test_what_fails_on_one_rank_is_an_error_on_all(ranks, step, what, remedy):
-    ranks(fail_on_one_rank, 3, step, what, remedy)
 
 
 # --- names in /dev/shm ---
@@ -190,14 +161,14 @@ def test_files_and_folders_of_dead_processes_are_removed():
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     dead = [f"{namespace}_{process.pid}_{what}{os.getpid()}" for what in ("file", "folder")]
     kept = [f"{namespace}_{os.getpid()}_test", f"{namespace + 1}_{process.pid}_test{os.getpid()}"]
-    paths = {name: host_shm.in_private_folder(name) for name in (*dead, *kept)}
+    paths = {name: private_files.in_private_folder(name) for name in (*dead, *kept)}
     try:
         for name, path in paths.items():
             if "folder" in name:
                 path.mkdir()
                 path /= "file"
             path.touch()
-        host_shm.remove_stale_files()
+        private_files.remove_stale_files()
         assert [name for name, path in paths.items() if path.exists()] == kept
     finally:
         for name in kept:
@@ -295,7 +266,7 @@ def drop_many_ops(context: RankContext, case: Case) -> list[tuple[int, int, int,
                 # no memory of a dropped op is this one's
                 run_step(case, live, number // 50, context.device)
                 arena.rendezvous.barrier("dropped")
-                maps = Path("/proc/self/maps").read_text().count(str(host_shm.private_folder()))
+                maps = Path("/proc/self/maps").read_text().count(str(private_files.private_folder()))
                 descriptors, keys = len(os.listdir("/proc/self/fd")), arena.rendezvous._store.num_keys()
                 resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
                 # no rank writes keys while another one counts them
@@ -314,30 +285,20 @@ def test_500_dropped_ops_leave_memory_descriptors_and_keys_flat(ranks):
         assert resident[-1] - resident[0] < 4 << 20, seen
 
 
-def test_too_many_open_files_are_told_as_such(monkeypatch):
-    error = host_shm._remedy_of(OSError(errno.EMFILE, "Too many open files"))
-    assert "ulimit -n" in error
-    assert host_shm._remedy_of(OSError(errno.ENOSPC, "No space left on device")) is None
-
-
-# --- the rendezvous ---
-
-
-def meet(context: RankContext) -> None:
-    rendezvous = Rendezvous(context.group, timeout_secs=20)
-    for n in range(20):
-        assert rendezvous.exchange("numbers", context.rank + n) == [n, n + 1, n + 2]
-    other = "rank 0 at 'right'" if context.rank else "rank 1 at 'left'"
-    raised(ConfigMismatchError, lambda: rendezvous.barrier("left" if context.rank else "right"), other)
-    rendezvous.barrier("all are here")
-    rendezvous.timeout_secs = SHORT_TIMEOUT_SECS
-    if context.rank != 1:
-        missed = f"all ranks at 'late' within {SHORT_TIMEOUT_SECS:g} s; got no sign of rank 1"
-        raised(RankTimeoutError, lambda: rendezvous.barrier("late"), missed)
-
-
-def test_rendezvous(ranks):
-    ranks(meet, 3)
+@pytest.mark.parametrize(
+    ("number", "remedy", "said"),
+    [
+        (errno.EMFILE, "as given", "ulimit -n"),
+        (errno.ENFILE, None, "ulimit -n"),
+        (errno.ENOSPC, None, "--shm-size"),
+        (errno.ENOSPC, "as given", "as given"),
+    ],
+)
+def test_too_many_open_files_are_told_as_such(number, remedy, said):
+    with pytest.raises(HostMemoryError, match="expected to have it") as caught, refusals_named("to have it", remedy):
+        raise OSError(number, os.strerror(number))
+    assert said in caught.value.remedy
+    assert os.strerror(number) in caught.value.got
 
 
 # --- MORI's shmem functions ---

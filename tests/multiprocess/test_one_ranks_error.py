@@ -23,7 +23,7 @@ import ep_a2a
 from ep_a2a.errors import ConfigMismatchError
 from ep_a2a.managers.make_op import make_op
 from ep_a2a.managers.registry import create_manager
-from ep_a2a.memory import host_shm
+from ep_a2a.memory import private_files
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases.manager_cases import kwargs_of
@@ -150,7 +150,7 @@ def plant(context: RankContext, calls: Callable[..., None], places: list[Place])
         del error
         gc.collect()
     # between the lines that make a file and that note its name no program fails
-    for path in host_shm.private_folder().glob(f"{host_shm.own_prefix()}*"):
+    for path in private_files.private_folder().glob(f"{private_files.own_prefix()}*"):
         path.unlink(missing_ok=True)
 
 

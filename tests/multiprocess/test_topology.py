@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigError
-from ep_a2a.memory import host_shm
+from ep_a2a.memory import private_files
+from ep_a2a.memory.host_record import host_identity
 from ep_a2a.memory.peers import peers_of
 from ep_a2a.testing import RankFailure, RankPool
 from ep_a2a.topology import classify, facts, gather_report, in_the_same_node_as
@@ -40,31 +41,22 @@ def probe_group(context, members, source_rank):
         dist.destroy_process_group(group)
 
 
-def isolate_shared_memory(context, isolated, directory):
-    """Gives the ranks in `isolated` a /dev/shm of their own, as a container without --ipc=host has."""
+def report_of(context, directories, boot_ids):
+    """What a rank finds whose /dev/shm, as a container may have its own, and whose boot id are made up."""
     # the ranks of a pool serve other tests, too: they find each other first
     peers_of(context.group)
-    if context.rank in isolated:
-        own = Path(directory) / f"shm{context.rank}"
-        own.mkdir()
-        host_shm.SHM_DIRECTORY = own
-
-
-def report_with_isolated(context, isolated, directory, boot_ids=None):
-    shm, boot_id_path = host_shm.SHM_DIRECTORY, facts.BOOT_ID_PATH
-    isolate_shared_memory(context, isolated, directory)
-    if boot_ids:
-        facts.BOOT_ID_PATH = Path(directory) / f"boot_id{context.rank}"
-        facts.BOOT_ID_PATH.write_text(boot_ids[context.rank])
-    try:
-        with messages_of(facts.logger) as messages:
-            return gather_report(context.group), in_the_same_node_as(context.group, 0), messages
-    finally:
-        host_shm.SHM_DIRECTORY, facts.BOOT_ID_PATH = shm, boot_id_path
+    directory = Path(directories.get(context.rank, private_files.SHM_DIRECTORY))
+    identity = host_identity() if boot_ids is None else boot_ids[context.rank]
+    with (
+        mock.patch.object(private_files, "SHM_DIRECTORY", directory),
+        mock.patch.object(facts, "host_identity", return_value=identity),
+        messages_of(facts.logger) as messages,
+    ):
+        return gather_report(context.group), in_the_same_node_as(context.group, 0), messages
 
 
 def die_while_probing(context, dying_rank, has_offers):
-    try_to_open = facts._try_to_open
+    try_to_open = facts.try_to_open
 
     def say_and_try(offer):
         has_offers.write_bytes(b"")
@@ -75,14 +67,8 @@ def die_while_probing(context, dying_rank, has_offers):
         has_offers.read_bytes()
         os._exit(3)
 
-    facts._try_to_open = die if context.rank == dying_rank else say_and_try
+    facts.try_to_open = die if context.rank == dying_rank else say_and_try
     gather_report(context.group)
-
-
-def report_without_shared_memory(context):
-    peers_of(context.group)
-    with mock.patch.object(host_shm, "SHM_DIRECTORY", Path("/proc/missing")):
-        return gather_report(context.group)
 
 
 @pytest.mark.parametrize("source_rank", [0, 1, 2])
@@ -91,43 +77,45 @@ def test_group_without_global_rank_zero(ranks, source_rank):
     assert results == [None, [True] * 3, [True] * 3, [True] * 3]
 
 
-def test_report_is_equal_on_all_ranks_and_complete(ranks, tmp_path):
-    reports = [result[0] for result in ranks(report_with_isolated, 4, [], tmp_path)]
-    assert all(report == reports[0] for report in reports)
-    report = reports[0]
-    assert [facts.rank for facts in report.ranks] == [0, 1, 2, 3]
-    assert len({facts.pid for facts in report.ranks}) == 4
-    assert {facts.boot_id for facts in report.ranks} == {facts.BOOT_ID_PATH.read_text().strip()}
-    assert report.errors == ()
+@pytest.mark.parametrize(
+    ("apart", "boot_ids", "same_node", "nodes", "problem", "warning"),
+    [
+        ({}, None, [True] * 4, (0, 0, 0, 0), None, None),
+        # ranks of one host without a common folder are one node, and told of
+        (
+            {2: "own", 3: "another"},
+            None,
+            [True, True, False, False],
+            (0, 0, 0, 0),
+            "No such file or directory",
+            "ranks 2, 3 run on the host of rank 0 but do not share",
+        ),
+        ({3: "own"}, "aaab", [True, True, True, False], (0, 0, 0, 1), None, None),
+        (
+            dict.fromkeys(range(4), "/proc/missing"),
+            None,
+            [False] * 4,
+            (0, 0, 0, 0),
+            "cannot create a file in /proc/missing: No such file or directory",
+            "ranks 0, 1, 2, 3 run on the host of rank 0",
+        ),
+    ],
+)
+def test_who_shares_memory(ranks, tmp_path, apart, boot_ids, same_node, nodes, problem, warning):
+    directories = {rank: str(tmp_path / name) for rank, name in apart.items()}
+    for directory in directories.values():
+        if directory.startswith(str(tmp_path)):
+            Path(directory).mkdir()
+    results = ranks(report_of, 4, directories, boot_ids)
+    report = results[0][0]
+    assert all(found == report and same == same_node for found, same, _ in results)
     topology = classify(report)
-    assert not topology.internode
-    assert topology.shared_memory_problem is None
-
-
-def test_ranks_of_one_host_without_common_shared_memory_are_reported(ranks, tmp_path):
-    results = ranks(report_with_isolated, 4, [2, 3], tmp_path)
-    report, same_node, warnings = results[0]
-    assert same_node == [True, True, False, False]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("ranks 2, 3 run on the host of rank 0 but do not share")
-    assert all(not messages for _, _, messages in results[1:])
-    topology = classify(report)
-    assert topology.num_nodes == 1
-    assert "No such file or directory" in topology.shared_memory_problem
-
-
-def test_other_hosts_are_other_nodes(ranks, tmp_path):
-    report, same_node, warnings = ranks(report_with_isolated, 4, [3], tmp_path, boot_ids=["a", "a", "a", "b"])[0]
-    assert same_node == [True, True, True, False]
-    assert not warnings
-    assert classify(report).node_of_rank == (0, 0, 0, 1)
-
-
-def test_unusable_shared_memory_is_a_recorded_fact(ranks):
-    report = ranks(report_without_shared_memory, 4)[0]
-    assert len(report.errors) == 4
-    assert "cannot create a file in /proc/missing: No such file or directory" in report.errors[0]
-    assert "rank 0" in classify(report).shared_memory_problem
+    assert topology.node_of_rank == nodes
+    assert (problem or "") in (topology.shared_memory_problem or "")
+    assert bool(topology.shared_memory_problem) == bool(problem)
+    # the source's own log only
+    assert [len(messages) for _, _, messages in results] == [int(warning is not None), 0, 0, 0]
+    assert all(message.startswith(warning) for message in results[0][2])
 
 
 def test_source_rank_is_checked(ranks):

@@ -54,7 +54,7 @@ def some_steps(context: RankContext, transport: str, kernel: str, form: str) -> 
             gpu_per_node=gpus_per_node,
             internode_transport="auto" if transport == "shared_memory" else transport,
         )
-        topology = classify(gather_report(context.group, context.device), gpus_per_node)
+        topology = classify(gather_report(context.group), gpus_per_node)
         op: Any = factory.make(config, topology, 0)
         for number in range(3):
             step = Step.dispatch(case, op, number, context.device)

@@ -19,7 +19,7 @@ def ask_for_wrong_kwargs(context: Context) -> BaseException | None:
     size = context.group.size
     manager = NativeAll2AllManager(context.group)
     manager.device = torch.device("cpu")
-    facts = tuple(RankFacts(rank, hostname="host", boot_id="boot") for rank in range(size))
+    facts = (RankFacts(hostname="host", boot_id="boot"),) * size
     manager._report = TopologyReport(facts, (("",) * size,) * size)
     changes = {"token_hidden_size": 0} if context.rank == WRONG_RANK else {}
     try:

@@ -484,7 +484,7 @@ def test_every_backend_names_its_kernels_without_its_library():
 def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts, expected):
     manager = NativeAll2AllManager(group)
     manager.device = "cpu"
-    facts = tuple(RankFacts(rank, hostname=host, boot_id=host) for rank, host in enumerate(hosts))
+    facts = tuple(RankFacts(hostname=host, boot_id=host) for host in hosts)
     shared = tuple(tuple("" if one == other else "no file" for other in hosts) for one in hosts)
     manager._report = TopologyReport(facts, shared)
     with pytest.raises(UnsupportedError, match=rf"{expected}.*allgather_reducescatter"):

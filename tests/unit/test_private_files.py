@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from ep_a2a.errors import UntrustedFolderError
-from ep_a2a.memory.host_shm import create_private, open_private
+from ep_a2a.memory.private_files import create_private, open_private
 
 NUM_BYTES = 64
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from ep_a2a.errors import ConfigMismatchError, UntrustedFolderError
-from ep_a2a.memory import host_record, host_shm
+from ep_a2a.errors import UntrustedFolderError
+from ep_a2a.memory import host_record, private_files
 from ep_a2a.memory.host_record import HostRecord
 from ep_a2a.topology import facts
 
@@ -17,14 +17,14 @@ from ep_a2a.topology import facts
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
     """The name of this user's folder, in a shared memory where nobody has made it yet."""
-    monkeypatch.setattr(host_shm, "SHM_DIRECTORY", tmp_path)
+    monkeypatch.setattr(private_files, "SHM_DIRECTORY", tmp_path)
     return tmp_path / f"ep_a2a_{os.geteuid()}"
 
 
 def test_the_folder_is_made_for_this_user_alone(planted):
     before = os.umask(0)
     try:
-        assert host_shm.private_folder() == host_shm.private_folder() == planted
+        assert private_files.private_folder() == private_files.private_folder() == planted
     finally:
         os.umask(before)
     assert stat.S_IMODE(planted.stat().st_mode) == 0o700
@@ -45,8 +45,8 @@ def refused():
     """Runs what uses the folder; the texts of the errors."""
     uses = [
         lambda: HostRecord.join(torch.distributed.HashStore(), 0, 2),
-        facts._make_offer,
-        lambda: host_shm.open_private(host_shm.in_private_folder("name"), 0),
+        facts.make_offer,
+        lambda: private_files.open_private(private_files.in_private_folder("name"), 0),
     ]
     texts = []
     for use in uses:
@@ -62,7 +62,7 @@ def test_what_only_looks_like_the_folder_is_refused(plant, planted):
     before = list(planted.parent.rglob("*"))
     for text in refused():
         assert f"expected a folder {planted} that only user {os.geteuid()} can enter" in text
-    host_shm.remove_stale_files()
+    private_files.remove_stale_files()
     assert list(planted.parent.rglob("*")) == before
 
 
@@ -78,67 +78,35 @@ def test_a_folder_of_another_user_is_refused(planted, monkeypatch):
 def test_a_name_that_a_peer_makes_up_stays_in_the_folder(name, planted):
     victim = planted.with_name("victim")
     victim.touch(0o600)
-    assert facts._try_to_open(facts._Offer(name)) != ""
-    facts._remove(facts._Offer(name))
+    assert facts.try_to_open({"file": name, "failure": ""}) != ""
+    private_files.remove_private(name)
     assert victim.exists()
-    assert host_shm.private_folder().is_dir()
+    assert private_files.private_folder().is_dir()
     store = torch.distributed.HashStore()
     store.set(f"host/{host_record.host_identity()}/0", str(name))
     HostRecord.join(store, 0, 2).close()
 
 
-FORGED = {
-    "no offer": {"offer": {"failure": ""}},
-    "another field": {"offer": {"name": "x", "failure": "", "token": "y"}},
-    "a number as name": {"offer": {"name": 3, "failure": ""}},
-    "no facts": {"facts": {}},
-    "a list as facts": {"facts": [1]},
-}
-
-
-class Meeting:
-    """Stands in for Rendezvous: the second rank says `forged` in the first exchange, or in the second one."""
-
-    def __init__(self, forged, failures):
-        self.forged, self.failures = forged, failures
-
-    def exchange(self, label, own):
-        return [own, own | self.forged if label == "facts of each rank" else self.failures]
-
-
-@pytest.mark.parametrize("forged", [*FORGED.values(), None])
-@pytest.mark.parametrize("failures", [["", ""], [], [1, 2], "xx", None])
-def test_forged_facts_are_an_error_of_ours(monkeypatch, planted, forged, failures):
-    monkeypatch.setattr(facts, "Rendezvous", lambda _: Meeting(forged or {}, failures))
-    monkeypatch.setattr(facts.dist, "get_rank", lambda _: 0)
-    if forged is None and failures == ["", ""]:
-        assert facts.gather_report(None, "cpu").probe_failures == (("", ""),) * 2
-    else:
-        with pytest.raises(ConfigMismatchError, match="Look who else writes to the store"):
-            facts.gather_report(None, "cpu")
-    assert not list(planted.iterdir())
-
-
 def test_a_probe_is_opened_and_removed():
-    offer = facts._make_offer()
-    assert facts._try_to_open(offer) == ""
-    facts._remove(offer)
-    assert facts._try_to_open(offer) == "No such file or directory"
+    offer = facts.make_offer()
+    assert facts.try_to_open(offer) == ""
+    private_files.remove_private(offer["file"])
+    assert facts.try_to_open(offer) == "No such file or directory"
 
 
 OFFER_AND_DIE = """
 import pathlib, sys
-from ep_a2a.memory import host_shm
+from ep_a2a.memory import private_files
 from ep_a2a.topology import facts
-host_shm.SHM_DIRECTORY = pathlib.Path(sys.argv[1])
-facts._make_offer()
+private_files.SHM_DIRECTORY = pathlib.Path(sys.argv[1])
+facts.make_offer()
 """
 
 
 def test_the_probe_of_a_dead_process_is_removed(planted):
     subprocess.run([sys.executable, "-c", OFFER_AND_DIE, str(planted.parent)], check=True)
     assert len(list(planted.iterdir())) == 1
-    host_shm.remove_stale_files()
+    private_files.remove_stale_files()
     assert list(planted.iterdir()) == []
 
 

@@ -1,12 +1,12 @@
-"""Classification of made-up clusters."""
+"""Which ranks of made-up clusters form nodes, and which nodes form a grid."""
 
 from dataclasses import replace
 
 import pytest
 
-from ep_a2a.errors import ConfigError
+from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.topology import RankFacts, TopologyReport, classify
-from ep_a2a.topology import facts as topology_report
 
 ABSENT = "No such file or directory"
 
@@ -15,8 +15,7 @@ def cluster(hosts, containers=None):
     """A report of one rank per entry of `hosts`; ranks share memory within a container (default: within a host)."""
     containers = containers or hosts
     facts = tuple(
-        RankFacts(rank, hostname=f"name-{container}", boot_id=f"boot-{host}", pid=100 + rank)
-        for rank, (host, container) in enumerate(zip(hosts, containers))
+        RankFacts(hostname=f"name-{container}", boot_id=f"boot-{host}") for host, container in zip(hosts, containers)
     )
     failures = tuple(tuple("" if a == b else ABSENT for b in containers) for a in containers)
     return TopologyReport(facts, failures)
@@ -46,19 +45,40 @@ def test_nodes_are_hosts(hosts, nodes, contiguous, uneven, said):
     assert said in topology.reason
 
 
-def test_containers_of_one_host_do_not_pass_for_two_nodes():
-    topology = classify(cluster("a" * 8, containers="p" * 4 + "q" * 4))
-    assert topology.num_nodes == 1
-    assert not topology.internode
-    for part in ("rank 0 (name-p", "rank 4 (name-q", "boot-a", ABSENT, "16 such pair(s) among ranks 0, 1, 2"):
-        assert part in topology.shared_memory_problem
+ONE_WAY = replace(cluster("ab"), probe_failures=(("", ""), ("Permission denied", "")))
+NO_FOLDER = replace(cluster("aa", containers="pq"), probe_failures=(("cannot create", "cannot create"),) * 2)
 
 
-def test_containers_cut_into_virtual_nodes_are_no_problem():
-    topology = classify(cluster("a" * 8, containers="p" * 4 + "q" * 4), gpu_per_node=4)
-    assert topology.num_nodes == 2
-    assert topology.shared_memory_problem is None
-    assert "virtual" in topology.reason
+def renamed(report, **facts):
+    """A report with these facts of all ranks."""
+    return replace(report, ranks=tuple(replace(each, **facts) for each in report.ranks))
+
+
+@pytest.mark.parametrize(
+    ("report", "num_nodes", "said"),
+    [
+        # ranks of one host that lack a common folder never pass for two nodes
+        (
+            cluster("a" * 8, containers="p" * 4 + "q" * 4),
+            1,
+            ("rank 0 (name-p", "rank 4 (name-q", "boot-a", ABSENT, "16 such pair(s) among ranks 0, 1, 2"),
+        ),
+        (cluster("aabb", containers="pqrr"), 2, ("among ranks 0, 1",)),
+        (NO_FOLDER, 1, ("rank 0 (name-p) has no usable /dev/shm: cannot create",)),
+        # one direction is not sharing
+        (ONE_WAY, 2, ()),
+        (renamed(ONE_WAY, boot_id="boot"), 1, ("Permission denied",)),
+        # where the boot id is not known, the host's name counts
+        (renamed(cluster("ab"), boot_id=""), 2, ()),
+        (renamed(cluster("ab"), boot_id="", hostname=""), 2, ()),
+        (renamed(cluster("ab"), boot_id="", hostname="n"), 1, (ABSENT,)),
+    ],
+)
+def test_ranks_without_common_memory(report, num_nodes, said):
+    topology = classify(report)
+    assert topology.num_nodes == num_nodes
+    assert bool(topology.shared_memory_problem) == bool(said)
+    assert all(part in topology.shared_memory_problem for part in said)
 
 
 @pytest.mark.parametrize("gpu_per_node", [None, 4])
@@ -69,81 +89,62 @@ def test_ranks_of_one_host_reach_each_other_by_a_common_folder_only(gpu_per_node
     assert not classify(cluster("a" * 4 + "b" * 4), gpu_per_node).on_one_host
 
 
-def test_containers_and_nodes_together():
-    topology = classify(cluster("aabb", containers="pqrr"))
-    assert topology.node_of_rank == (0, 0, 1, 1)
-    assert "among ranks 0, 1" in topology.shared_memory_problem
-
-
-def test_one_direction_is_not_sharing():
-    report = cluster("ab", containers="ab")
-    one_way = replace(report, probe_failures=(("", ""), ("Permission denied", "")))
-    assert classify(one_way).num_nodes == 2
-    same_host = replace(one_way, ranks=tuple(replace(facts, boot_id="boot") for facts in one_way.ranks))
-    assert "Permission denied" in classify(same_host).shared_memory_problem
-
-
-def test_a_rank_without_shared_memory():
-    report = cluster("aa", containers="pq")
-    nothing = replace(report, probe_failures=(("cannot create", "cannot create"),) * 2)
-    assert "rank 0 (name-p) has no usable /dev/shm: cannot create" in classify(nothing).shared_memory_problem
-
-
-def test_unknown_boot_id_falls_back_to_the_host_name():
-    report = cluster("ab", containers="pq")
-    unknown = replace(report, ranks=tuple(replace(facts, boot_id="") for facts in report.ranks))
-    assert classify(unknown).num_nodes == 2
-    nameless = replace(report, ranks=tuple(replace(facts, boot_id="", hostname="") for facts in report.ranks))
-    assert classify(nameless).num_nodes == 2
-    one_name = replace(report, ranks=tuple(replace(facts, boot_id="", hostname="n") for facts in report.ranks))
-    assert classify(one_name).shared_memory_problem is not None
+@pytest.mark.parametrize(
+    ("report", "gpu_per_node", "ranks_per_node", "is_virtual"),
+    [
+        (cluster("a" * 8), 4, (4, 4), True),
+        (cluster("a" * 8), 1, (1,) * 8, True),
+        (cluster("a" * 8), 3, (3, 3, 2), True),
+        (cluster("a" * 5), 4, (4, 1), True),
+        (cluster("a" * 72), 8, (8,) * 9, True),
+        (cluster("aaaabbbb"), 2, (2,) * 4, True),
+        # containers that are cut apart are no problem
+        (cluster("a" * 8, containers="p" * 4 + "q" * 4), 4, (4, 4), True),
+        # a number that agrees with the facts
+        (cluster("aaaabbbb"), 4, (4, 4), False),
+        (cluster("aaaa"), 8, (4,), False),
+    ],
+)
+def test_a_number_of_ranks_per_node_cuts_nodes(report, gpu_per_node, ranks_per_node, is_virtual):
+    topology = classify(report, gpu_per_node)
+    assert topology.node_of_rank == tuple(rank // gpu_per_node for rank in range(len(report.ranks)))
+    assert topology.ranks_per_node == ranks_per_node
+    assert topology.contiguous
+    assert (topology.internode, topology.uneven) == (len(ranks_per_node) > 1, len(set(ranks_per_node)) > 1)
+    assert topology.shared_memory_problem is None
+    assert (f"virtual, cut by gpu_per_node={gpu_per_node}" in topology.reason) == is_virtual
 
 
 @pytest.mark.parametrize(
-    ("world_size", "gpu_per_node", "ranks_per_node"),
-    [(8, 4, (4, 4)), (8, 1, (1,) * 8), (8, 3, (3, 3, 2)), (5, 4, (4, 1)), (72, 8, (8,) * 9)],
+    ("gpu_per_node", "said"), [(3, "name-a"), (8, "name-a"), (0, "an integer >= 1"), (2.5, "an integer >= 1")]
 )
-def test_virtual_nodes(world_size, gpu_per_node, ranks_per_node):
-    topology = classify(cluster("a" * world_size), gpu_per_node)
-    assert topology.node_of_rank == tuple(rank // gpu_per_node for rank in range(world_size))
-    assert topology.ranks_per_node == ranks_per_node
-    assert topology.internode
-    assert topology.contiguous
-    assert topology.uneven == (world_size % gpu_per_node != 0)
-    assert f"virtual, cut by gpu_per_node={gpu_per_node}" in topology.reason
+def test_numbers_that_no_node_has_are_refused(gpu_per_node, said):
+    with pytest.raises(ConfigError, match=said):
+        classify(cluster("aaaabbbb"), gpu_per_node)
 
 
-def test_override_that_agrees_is_not_virtual():
-    for report, gpu_per_node in ((cluster("aaaabbbb"), 4), (cluster("aaaa"), 8)):
-        topology = classify(report, gpu_per_node)
-        assert topology.node_of_rank == classify(report).node_of_rank
-        assert "virtual" not in topology.reason
+@pytest.mark.parametrize(("num_nodes", "gpus_per_node"), [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (2, 8)])
+def test_every_rank_has_its_node_and_its_partners(num_nodes, gpus_per_node):
+    topology = classify(cluster("a" * num_nodes * gpus_per_node), gpus_per_node)
+    grids = [NodeGrid.of(topology, rank) for rank in range(num_nodes * gpus_per_node)]
+    for rank, grid in enumerate(grids):
+        assert grid == NodeGrid(num_nodes, gpus_per_node, rank)
+        assert rank == grid.node * gpus_per_node + grid.local_rank
+        assert grid.node_ranks[grid.local_rank] == grid.partners[grid.node] == rank
+        assert grid.node_ranks == tuple(i for i, node in enumerate(topology.node_of_rank) if node == grid.node)
+        assert [grids[peer].node for peer in grid.partners] == list(range(num_nodes))
+        assert {grids[peer].local_rank for peer in grid.partners} == {grid.local_rank}
 
 
-def test_virtual_nodes_may_cut_real_ones_but_not_join_them():
-    assert classify(cluster("aaaabbbb"), 2).node_of_rank == (0, 0, 1, 1, 2, 2, 3, 3)
-    for gpu_per_node in (3, 8):
-        with pytest.raises(ConfigError, match="name-a"):
-            classify(cluster("aaaabbbb"), gpu_per_node)
-
-
-def test_facts_that_cannot_be_had_are_recorded(monkeypatch, tmp_path):
-    monkeypatch.setattr(topology_report, "BOOT_ID_PATH", tmp_path / "missing")
-    facts = topology_report._rank_facts(3, "cpu")
-    assert (facts.rank, facts.boot_id, facts.device_kind) == (3, "", "cpu")
-    assert facts.host == facts.hostname
-    assert "FileNotFoundError" in facts.errors[0]
-
-
-@pytest.mark.skipif(topology_report.torch.cuda.is_available(), reason="there are GPUs")
-def test_a_gpu_that_cannot_be_asked_is_recorded():
-    facts = topology_report._rank_facts(0, "cuda")
-    assert facts.device_kind == "cuda"
-    assert facts.gpu_uuid is None
-    assert facts.errors
-
-
-@pytest.mark.parametrize("gpu_per_node", [0, 2.5])
-def test_impossible_virtual_nodes(gpu_per_node):
-    with pytest.raises(ConfigError, match="gpu_per_node to be an integer >= 1"):
-        classify(cluster("aaaa"), gpu_per_node)
+@pytest.mark.parametrize(
+    ("hosts", "said", "remedy"),
+    [
+        ("a" * 8 + "b" * 4, "nodes of equally many ranks; got .*8 and 4 ranks", "as many ranks on each node"),
+        ("abab", "ranks numbered node by node; got .*interleaved", "Number the ranks node by node"),
+    ],
+)
+def test_nodes_that_are_no_grid_are_refused(hosts, said, remedy):
+    with pytest.raises(UnsupportedError, match=said) as caught:
+        NodeGrid.of(classify(cluster(hosts)), 0)
+    assert remedy in caught.value.remedy
+    assert "allgather_reducescatter" in caught.value.remedy

@@ -191,9 +191,7 @@ class OpRoundTrip(InputsRoundTrip):
         self._factory = OpFactory(self._arena)
         try:
             config = make_config(workload, context.rank, variant)
-            topology = classify(
-                gather_report(context.group, context.device), workload.gpus_per_node or context.world_size
-            )
+            topology = classify(gather_report(context.group), workload.gpus_per_node or context.world_size)
             self.op = self._factory.make(config, topology, None)
         except Exception:
             self._close_memory()

@@ -177,7 +177,7 @@ class World:
     def _topology(self, config: EpDispatchCombineConfig) -> Topology:
         """Returns the nodes that the op spans: one, those of the ranks' hosts (AsyncLL), or those of gpu_per_node."""
         if self._report is None:
-            self._report = gather_report(self.arena.group, self.arena.device, self.arena.rendezvous)
+            self._report = gather_report(self.arena.group, self.arena.rendezvous)
         kind = config.kernel_type
         if kind in (KernelType.IntraNode, KernelType.IntraNodeLL):
             return classify(self._report, config.world_size)

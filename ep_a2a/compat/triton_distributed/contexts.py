@@ -169,7 +169,7 @@ def create_ep_ll_a2a_ctx(
         arena = world_arena()
     with arena.rendezvous.telling(), max_tokens_named("max_m"):
         indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
-        report = gather_report(arena.group, arena.device, arena.rendezvous)
+        report = gather_report(arena.group, arena.rendezvous)
         topology = nodes_of(report, world_size, local_world_size)
         per_node = topology.gpu_per_node if topology.internode else world_size
         config = make_config(
