@@ -17,7 +17,7 @@ OF_AN_OP = (
     *("ranks", "max_tokens", "topk", "experts", "layout", "combine_quant", "scale_format", "max_total_recv_tokens"),
     "flagged_max_tokens",
 )
-BETWEEN_NODES = ("nic_gbps", "chunk_tokens", "credits", "seed")
+BETWEEN_NODES = ("nic_gbps", "seed")
 """Options that act in one kind of plan only."""
 VLLM = "A model's config.json, or its folder."
 REDUNDANT = "With --vllm: of vLLM's load balancer; default: 0."
@@ -25,8 +25,7 @@ SHARED = "With --vllm: tensor-parallel ranks share their replica's tokens; defau
 COMBINE_QUANT = "Cast of combine: none (default), fp8_blockwise, fp8_direct_cast."
 RECV = "Cap on received rows; default: none."
 FLAGGED = "Most tokens of a rank in the low-latency dispatch; default: 128."
-NODES = "Predict by a simulator for numbers of nodes, separated by commas."
-CREDITS = "With --nodes: chunks on the way to a node; default: 8."
+NODES = "Predict exchanges between numbers of nodes, separated by commas."
 DTYPE = "bfloat16, float16, float32; default: the model's, else bfloat16."
 
 
@@ -53,10 +52,6 @@ def plan(
     nic_gbps: Annotated[
         float | None, typer.Option(help="With --nodes: rate of each GPU's NIC, Gb/s; default: 400.")
     ] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(help="With --nodes: tokens that cross in one message; default: 64.")
-    ] = None,
-    credits: Annotated[int | None, typer.Option(help=CREDITS)] = None,  # noqa: A002
     published: Annotated[bool, typer.Option("--published", help="Predict other libraries' published times.")] = False,
     hidden: Annotated[int | None, opt.number("Hidden size; default: the model's, else 7168.", MOST_PLANNED)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,

@@ -47,7 +47,6 @@ OPTIONS_OF_FIELDS = {
     "world_size": ("ranks",),
     "num_ep_ranks": ("ranks",),
     "num_nodes": ("nodes",),
-    "num_credits": ("credits",),
     "gpu_per_node": ("gpus_per_node",),
     "quant_type": ("quant",),
     "dispatch_quant_type": ("quant",),

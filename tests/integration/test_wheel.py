@@ -81,7 +81,7 @@ def test_all_that_is_needed_is_in_it_and_nothing_else(names):
     assert modules == {name for name in names if name.endswith(".py")}
     assert {f"ep_a2a/configs/{name}" for name in SHIPPED} <= set(names)
     assert {"ep_a2a/py.typed", "ep_a2a/integrations/vllm/contract.toml"} <= set(names)
-    assert {"ep_a2a/commands/measure/push.cu", "ep_a2a/commands/simulation/published.csv"} <= set(names)
+    assert {"ep_a2a/commands/measure/push.cu", "ep_a2a/commands/plan/published.csv"} <= set(names)
     assert {name.split("/")[0] for name in names} == {"ep_a2a", f"ep_a2a-{ep_a2a.__version__}.dist-info"}
 
 

@@ -1,1 +1,0 @@
-"""An event-driven model of dispatch and combine between nodes: it predicts, nothing in it was measured."""
