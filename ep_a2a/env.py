@@ -60,10 +60,6 @@ MAX_TIMEOUT_SECS = 1e9
 """Three decades; in nanoseconds it still fits the 64 bits that kernels count with."""
 
 
-MAX_KEPT_STEPS = 1 << 16
-"""Steps of 128 bytes that one layer's counters keep at most."""
-
-
 def _checked(kind: Callable[[str], T], fits: Callable[[T], bool]) -> Callable[[str], T]:
     """Returns a parser that refuses values which do not fit."""
 
@@ -115,13 +111,6 @@ FIRST_TIMEOUT_SECS = Variable(
     _timeout_secs,
     "a positive number of seconds",
     "The same for an op's first step, in which other ranks may still be loading (first_timeout_secs), if it is longer.",
-)
-COUNTERS = Variable(
-    "EP_A2A_COUNTERS",
-    0,
-    _checked(int, lambda steps: 0 <= steps <= MAX_KEPT_STEPS),
-    f"a number of steps, 0 to {MAX_KEPT_STEPS}",
-    "In vLLM, count what MoE layers move and wait for, and keep this many latest steps of each singly; 0 = nothing.",
 )
 SHARED_EXPERTS = Variable(
     "EP_A2A_SHARED_EXPERTS",

@@ -8,11 +8,11 @@ import torch
 from ep_a2a.memory.guards import recording_on_cpu
 from ep_a2a.ops.op import EpDispatchCombineOp
 
-LAUNCHES = ("dispatch", "combine", "count_local_experts", "start_wait", "count_dispatch", "count_combine")
+LAUNCHES = ("dispatch", "combine", "count_local_experts")
 
 
 class _Recorder:
-    """Stands in for an op's kernels, or for those beside it: runs every launch and remembers it."""
+    """Stands in for an op's kernels: runs every launch and remembers it."""
 
     def __init__(self, kernels: Any, calls: list[Callable[[], Any]]) -> None:
         self._kernels, self._calls = kernels, calls
@@ -38,15 +38,9 @@ class CapturedStep:
     Args:
         op: the op that `body` calls.
         body: calls dispatch, `call(experts)` and combine. What is computed outside of `call` is not replayed on CPU.
-        beside: what else launches in `body` by its `engine` (InstrumentedOp).
     """
 
-    def __init__(
-        self,
-        op: EpDispatchCombineOp,
-        body: Callable[[Callable[[Callable[[], None]], None]], None],
-        beside: tuple[Any, ...] = (),
-    ) -> None:
+    def __init__(self, op: EpDispatchCombineOp, body: Callable[[Callable[[Callable[[], None]], None]], None]) -> None:
         self.device = op.arena.device
         self.ran_at_capture = self.device.type == "cpu"
         if self.device.type == "cuda":
@@ -55,16 +49,13 @@ class CapturedStep:
                 body(lambda work: work())
             return
         self._calls: list[Callable[[], Any]] = []
-        owners: tuple[Any, ...] = (op, *beside)
-        kernels = [owner.engine for owner in owners]
-        for owner, own in zip(owners, kernels):
-            owner.engine = _Recorder(own, self._calls)
+        engine: Any = op.engine
+        op.engine = _Recorder(engine, self._calls)  # type: ignore[assignment]
         try:
             with recording_on_cpu():
                 body(self._call)
         finally:
-            for owner, own in zip(owners, kernels):
-                owner.engine = own
+            op.engine = engine
 
     def _call(self, work: Callable[[], None]) -> None:
         self._calls.append(work)

@@ -59,12 +59,10 @@ def variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
 
 
 def _further_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Combines that take router weights, the exchange of weights that only combine was given, counters, spans."""
+    """Combines that take router weights, the exchange of weights that only combine was given, spans."""
     import torch
 
     from ep_a2a.compat.combine_time_weights import exchange_kernel
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
-    from ep_a2a.kernels.counter_kernels import count_dispatch_kernel
 
     engine = compare_ptx.kernels_of(2, compiled_calls="all")
     for place, (variant, args) in enumerate(engine.compiled_kernels()):
@@ -74,8 +72,6 @@ def _further_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     args = (torch.zeros(1, dtype=torch.int32), table, table, 0, 0, 0, 0)
     yield "ep2-weights-exchange", exchange_kernel(engine.kernels.config, spans=False), args
     yield "ep2-weights-exchange-spans", exchange_kernel(engine.kernels.config, spans=True), args
-    world = {"WORLD_SIZE": 2, "WORLD_LANES": 2, "COUNT_LANES": 32}
-    yield "ep2-counters", CompiledKernel(count_dispatch_kernel, world, num_warps=1), (table, table, 0, 0, 0)
 
 
 def ptx_of(variant: Any, args: tuple[Any, ...]) -> str:

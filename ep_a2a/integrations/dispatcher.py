@@ -78,17 +78,16 @@ class Dispatcher:
 
     Args:
         op: of layout rank_major or compact, with our interface or MORI's; H is its hidden size.
-        exchange: what carries the calls: the op, or a wrapper of it that counts.
         num_words: int32 words that travel with each token: the op has room for so many more experts per token.
         options: further arguments of each of the op's dispatches; with words, pad_id must be an expert.
 
     Attributes:
-        op, exchange, num_words: as given.
+        op, num_words: as given.
         num_tokens: T of the latest dispatch.
     """
 
-    def __init__(self, op: Any, exchange: Any, *, num_words: int = 0, **options: Any) -> None:
-        self.op, self.exchange, self.num_words, self._options = op, exchange, num_words, options
+    def __init__(self, op: Any, *, num_words: int = 0, **options: Any) -> None:
+        self.op, self.num_words, self._options = op, num_words, options
         self.num_tokens = 0
 
     def inputs(
@@ -131,11 +130,11 @@ class Dispatcher:
             inputs: of the method `inputs`.
             options: further ones of the op's dispatch; max_num_tokens, the step's bound, is equal on all ranks.
         """
-        return self._dispatched(self.exchange.dispatch, inputs, options)
+        return self._dispatched(self.op.dispatch, inputs, options)
 
     def dispatch_send(self, inputs: Inputs, **options: Any) -> Received:
-        """Begins a dispatch. The result is to be read after `exchange.dispatch_recv()`."""
-        return self._dispatched(self.exchange.dispatch_send, inputs, options)
+        """Begins a dispatch. The result is to be read after `op.dispatch_recv()`."""
+        return self._dispatched(self.op.dispatch_send, inputs, options)
 
     def _dispatched(self, call: Callable[..., DispatchResult], inputs: Inputs, options: dict[str, Any]) -> Received:
         self.num_tokens = len(inputs.ids)
@@ -150,14 +149,14 @@ class Dispatcher:
             out: [T, H] or [T, less than H] to write the sums to, without the last columns where it is narrower. None:
                 they lie in the op's memory until its next step.
         """
-        return self._combined(self.exchange.combine, rows, out)()
+        return self._combined(self.op.combine, rows, out)()
 
     def combine_send(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
         """Begins a combine. Returns a function that ends it and returns the sums; arguments are those of `combine`."""
-        finish = self._combined(self.exchange.combine_send, rows, out)
+        finish = self._combined(self.op.combine_send, rows, out)
 
         def receive() -> torch.Tensor:
-            self.exchange.combine_recv()
+            self.op.combine_recv()
             return finish()
 
         return receive

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import __version__, env
-from ep_a2a.errors import EpA2AError, RankTimeoutError, StateError, max_tokens_named
+from ep_a2a.errors import EpA2AError, RankTimeoutError, max_tokens_named
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.token_format import handle_kwargs
 from ep_a2a.managers.native import NativeAll2AllManager
@@ -18,11 +18,10 @@ from ep_a2a.memory.agreement import described
 from ep_a2a.memory.peers import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed import ProcessGroup
 
-    from ep_a2a.integrations.counters import LayerCounters
     from ep_a2a.integrations.token_format import LayerShape, TokenFormat
     from ep_a2a.ops.op import EpDispatchCombineOp
 
@@ -30,25 +29,6 @@ MIB = 1 << 20
 
 live_managers: weakref.WeakSet[EngineManager] = weakref.WeakSet()
 """Those of this process that have not been destroyed; an engine's worker has one."""
-
-
-def read_counters(managers: Iterable[EngineManager], names: Mapping[int, str]) -> dict[str, Any]:
-    """Returns this rank's counters as JSON types: rank and num_ranks of the expert-parallel group, and layers.
-
-    Args:
-        managers: those of this process. names: see LayerCounters.read.
-
-    Raises:
-        StateError: nothing is counted.
-    """
-    for manager in managers:
-        if manager.counters is not None:
-            return {"rank": manager.rank, "num_ranks": manager.world_size, "layers": manager.counters.read(names)}
-    raise StateError(
-        f"{env.COUNTERS.name} in the workers' environment",
-        "none, so that nothing is counted",
-        f"Set {env.COUNTERS.name} to a number of steps when the engine is started.",
-    )
 
 
 @contextlib.contextmanager
@@ -87,7 +67,6 @@ class EngineManager(NativeAll2AllManager):
     Attributes:
         logger: gets one line per shape on rank 0: kernels, topology, buffers, tokens, their format, waits, version.
         tokens_option: the engine's option that bounds the tokens of a step, for errors.
-        counters: of the layers; None by default.
         combines_in_halves: whether shared experts run between the halves of combine; False by default.
     """
 
@@ -101,21 +80,17 @@ class EngineManager(NativeAll2AllManager):
         self._ops: list[EpDispatchCombineOp] = []
         self._layers: list[Any] = []
         self._step_timeout_secs: float | None = None
-        self.counters: LayerCounters | None = None
         self.combines_in_halves = False
         live_managers.add(self)
 
     def dispatchers(self, layer: Any, token_format: TokenFormat, shape: LayerShape) -> list[Dispatcher]:
         """Returns a layer's dispatcher for each micro-batch; the first one also serves whole steps. Collective.
 
-        A layer that is built again, with other weights, gets the ops, number and counters of before: graphs hold them.
+        A layer that is built again, with other weights, gets the ops and the number of before: graphs hold them.
 
         Args:
             layer: what the engine has one of for each layer.
             token_format, shape: alike on all ranks but for num_local_experts.
-
-        Raises:
-            UnsupportedError: counters across nodes.
         """
         with self._rendezvous.telling():
             parts = self._num_micro_batches
@@ -135,11 +110,9 @@ class EngineManager(NativeAll2AllManager):
             if self.combines_in_halves:
                 ops[0].warmup_split()
         number = self.layer_number(layer)
-        counters = self.counters
         return [
             Dispatcher(
                 op,
-                op if counters is None else counters.exchange_of(op, layer, number),
                 num_words=shape.num_words,
                 # rows without a token name another rank's expert
                 pad_id=op.config.total_experts - 1 if self.rank == 0 else 0,
@@ -230,20 +203,16 @@ class EngineManager(NativeAll2AllManager):
                 op.close()
 
     def end_warm_up(self, timeout_secs: float) -> None:
-        """Bounds waits by `timeout_secs` once all ranks have warmed up, and clears the counters. Collective."""
+        """Bounds waits by `timeout_secs` once all ranks have warmed up. Collective."""
         if self._step_timeout_secs is not None or not self._ops:
             return
         self.arena.rendezvous.barrier("the end of warm-up")
         self._step_timeout_secs = timeout_secs
         for op in self._ops:
             op.set_timeout(timeout_secs)
-        if self.counters is not None:
-            self.counters.clear()
 
     def _release(self) -> None:
         self._ops.clear()
         self._layers.clear()
-        # a reader that still holds this manager must find the counters of the next engine
-        self.counters = None
         live_managers.discard(self)
         super()._release()

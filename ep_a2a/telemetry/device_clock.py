@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ep_a2a.kernels.clock_kernels import note_clock_kernel
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.counter_kernels import LINE_WORDS, Counter, start_wait_kernel
 
 NUM_CLOCK_READINGS = 64
 CLOCK_TIMEOUT_SECS = 10.0
@@ -32,19 +32,19 @@ def clock_offset(device: torch.device) -> ClockOffset:
     """
     if device.type == "cpu":
         return ClockOffset(0, 0)
-    words = torch.zeros(LINE_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
-    seen, variant = words.numpy(), CompiledKernel(start_wait_kernel, {}, num_warps=1)
+    words = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
+    seen, variant = words.numpy(), CompiledKernel(note_clock_kernel, {}, num_warps=1)
     variant.compile((words,))
     highest_ns, lowest_ns = [], []
     for _ in range(NUM_CLOCK_READINGS):
         torch.cuda.synchronize(device)
-        seen[Counter.STARTED_NS] = 0
+        seen[0] = 0
         before_ns = time.monotonic_ns()
         variant.launch(1, (words,), device)
-        while not seen[Counter.STARTED_NS]:
+        while not seen[0]:
             if time.monotonic_ns() - before_ns > CLOCK_TIMEOUT_SECS * 1e9:
                 raise TimeoutError(f"the GPU did not tell its time within {CLOCK_TIMEOUT_SECS:g} s")
-        after_ns, device_ns = time.monotonic_ns(), int(seen[Counter.STARTED_NS])
+        after_ns, device_ns = time.monotonic_ns(), int(seen[0])
         highest_ns.append(after_ns - device_ns)
         lowest_ns.append(before_ns - device_ns)
     return ClockOffset(min(highest_ns), min(highest_ns) - max(lowest_ns))

@@ -21,7 +21,6 @@ from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.reference import DispatchReference, reduce_experts_reference
 from ep_a2a.testing import RankContext
 from tests.cases.call_orders import run_order
-from tests.cases.counter_bodies import COUNTER_BODIES
 from tests.cases.op_cases import (
     Case,
     Step,
@@ -579,7 +578,6 @@ BODIES = {
         Case(world_size=2, tokens=((9,),), hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 1),
     ),
     **STEP_BODIES,
-    **COUNTER_BODIES,
 }
 BY_THE_SIMULATED_CLOCK = (late_in_the_first_step,)
 """Bodies that let time pass, for which only the simulator has a clock."""

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
-from tests.engines.vllm.cpu.counters import check_ranks_agree
 from tests.engines.vllm.cpu.program import FOLLOWING, NUM_TOKENS, PROMPTS
 from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, Starter, check_equal
 from tests.engines.vllm.models import QWEN3_MOE
@@ -21,11 +20,6 @@ from tests.engines.vllm.trained import trained_model, with_negated_experts
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 """Their models know a text, and continue its prompts with it."""
-COUNTED_STEPS = 512
-COUNTED = {"EP_A2A_COUNTERS": str(COUNTED_STEPS)}
-LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in range(QWEN3_MOE["num_hidden_layers"])]
-NUM_EXPERTS = QWEN3_MOE["num_experts"]
-ROW_BYTES = QWEN3_MOE["hidden_size"] * 4
 
 pytestmark = [
     pytest.mark.timeout(2 * RUN_TIMEOUT_SECS + 60),
@@ -56,17 +50,12 @@ class Engine:
 TWO_NODES = ("--ranks-per-node", "2")
 ENGINES = {
     # torch.compile, vLLM's default: the exchange is an operator that it does not look into
-    "compiled": Engine("qwen3_moe", 2, ("--compiled", "--counters", "--stop"), COUNTED),
+    "compiled": Engine("qwen3_moe", 2, ("--compiled", "--routed", "--stop")),
     # two replicas of two workers each, four ranks of expert parallelism
-    "tensor-parallel": Engine("qwen3_moe", 2, ("--tensor-parallel", "2", "--counters", "--stop"), COUNTED),
+    "tensor-parallel": Engine("qwen3_moe", 2, ("--tensor-parallel", "2", "--routed", "--stop")),
     # two stages of one layer, each with an expert-parallel group of two ranks; in the process of a caller vLLM's ranks
-    # would not agree on the number of steps. Counters leave the engine's process by vLLM's default serialisation
-    "pipeline-parallel": Engine(
-        "qwen3_moe",
-        2,
-        ("--pipeline-parallel", "2", "--counters"),
-        COUNTED | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-    ),
+    # would not agree on the number of steps
+    "pipeline-parallel": Engine("qwen3_moe", 2, ("--pipeline-parallel", "2"), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     # chunked prefill; everything is generated twice, the second time behind cached prefixes
     "prompts in parts": Engine("qwen3_moe", 2, ("--chunk", "16")),
     # MLA, shared experts, experts chosen by groups
@@ -141,82 +130,27 @@ def test_two_nodes_are_said(run_of, transport):
     assert "2 node(s) of 2 rank(s) each" in log
 
 
-def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(run_of):
-    """Each worker answers for its own rank."""
-    counters = run_of("tensor-parallel").counters
-    workers = sorted((worker for replica in (0, 1) for worker in counters[replica]), key=lambda each: each["rank"])
-    assert [(worker["rank"], worker["num_ranks"]) for worker in workers] == [(rank, 4) for rank in range(4)]
-    for layers in zip(*(worker["layers"] for worker in workers)):
-        check_ranks_agree(list(layers))
-        for rank, layer in enumerate(layers):
-            most = sum(len(prompt) for prompt in PROMPTS[rank // 2 :: 2])
-            assert max(step["num_tokens"] for step in layer["latest_steps"]) == -(-most // 2)
-
-
-def counters_of(run: Run) -> list[list[dict[str, Any]]]:
-    """By rank and layer."""
-    found = []
-    for rank in (0, 1):
-        (worker,) = run.counters[rank]
-        assert (worker["rank"], worker["num_ranks"]) == (rank, 2)
-        assert [each["layer"] for each in worker["layers"]] == LAYERS
-        for layer in worker["layers"]:
-            assert NUM_TOKENS <= layer["num_steps"] == len(layer["latest_steps"]) < COUNTED_STEPS
-        found.append(worker["layers"])
-    return found
-
-
 def dispatches_of(run: Run, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Those of a rank's warm-up, and those that follow until it has generated once."""
+    """Those of a rank's warm-up, and those that follow."""
     lines = [json.loads(line) for line in (run.folder / f"{rank}.routed").read_text().splitlines()]
     end = lines.index(None)
-    (worker,) = run.counters[rank]
-    num_counted = sum(layer["num_steps"] for layer in worker["layers"])
-    return lines[:end], lines[end + 1 :][:num_counted]
+    return lines[:end], lines[end + 1 :]
 
 
-def test_counters_are_those_of_what_the_layers_were_given(run_of):
-    """Counted here from the ids of every dispatch, but for those of the warm-up."""
-    run = run_of("compiled")
-    counted = [dispatches_of(run, rank)[1] for rank in (0, 1)]
-    for rank, layers in enumerate(counters_of(run)):
-        for place, layer in enumerate(layers):
-            given = [dispatches[place :: len(LAYERS)] for dispatches in counted]
-            for step in layer["latest_steps"]:
-                check_step(step, rank, [dispatches[step["step"] - 1]["ids"] for dispatches in given])
+def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(run_of):
+    run = run_of("tensor-parallel")
+    for rank in range(4):
+        most = sum(len(prompt) for prompt in PROMPTS[rank // 2 :: 2])
+        assert max(len(dispatch["ids"]) for dispatch in dispatches_of(run, rank)[1]) == -(-most // 2)
 
 
 def test_waits_are_bounded_by_our_variable_after_the_warm_up_only(run_of):
     """A rank may be late in its first forward, which is part of the warm-up: it may compile for minutes."""
     for rank in (0, 1):
-        warm_up, counted = dispatches_of(run_of("compiled"), rank)
-        assert len(warm_up) >= len(LAYERS)
+        warm_up, after = dispatches_of(run_of("compiled"), rank)
+        assert len(warm_up) >= QWEN3_MOE["num_hidden_layers"]
         assert min(dispatch["timeout_secs"] for dispatch in warm_up) > 3 * WAIT_SECS
-        assert {dispatch["timeout_secs"] for dispatch in counted} == {WAIT_SECS}
-
-
-def test_counters_leave_the_engines_own_process(run_of):
-    """What one rank of a stage sends the other one receives."""
-    counters = run_of("pipeline-parallel").counters
-    for layer, stages in zip(LAYERS, zip(*(counters[rank] for rank in (0, 1)), strict=True), strict=True):
-        counted = [stage["layers"] for stage in stages]
-        assert [[each["layer"] for each in layers] for layers in counted] == [[layer], [layer]]
-        check_ranks_agree([layers[0] for layers in counted])
-
-
-def check_step(step: dict[str, Any], rank: int, ids: list[list[list[int]]]) -> None:
-    """A step's counters on one of two ranks, with the ids that all ranks had."""
-    half = NUM_EXPERTS // 2
-    rows = [
-        [sum(any(expert // half == target for expert in token) for token in own) for target in (0, 1)] for own in ids
-    ]
-    got = [step[f"num_{name}"] for name in ("tokens", "kept_rows", "sent_rows", "received_rows")]
-    assert got == [len(ids[rank]), rows[rank][rank], rows[rank][1 - rank], rows[1 - rank][rank]]
-    assert step["sent_bytes"] == step["received_bytes"] == (got[2] + got[3]) * ROW_BYTES
-    by_rank = [rows[0][each] + rows[1][each] for each in (0, 1)]
-    assert (step["rank_rows"], step["skew_rows"]) == (sum(by_rank) / 2, max(by_rank) - sum(by_rank) / 2)
-    assert step["dispatch_wait_us"] > 0
-    assert step["combine_wait_us"] > 0
+        assert {dispatch["timeout_secs"] for dispatch in after} == {WAIT_SECS}
 
 
 def test_the_experts_decide_the_tokens(alone):

@@ -11,7 +11,6 @@ from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.errors import CapacityError, ConfigMismatchError, RankTimeoutError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
-from ep_a2a.telemetry.counters import InstrumentedOp, StepCounters
 from tests.cases.op_cases import (
     Case,
     Step,
@@ -174,23 +173,6 @@ def run_late_weights(context: Context, case: Case) -> None:
         op.check()
 
 
-def run_counted(context: Context, case: Case) -> None:
-    """Steps whose rows are counted on the device."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
-        counted = InstrumentedOp(op, StepCounters(context.device, case.num_steps))
-        received = []
-        for number in range(case.num_steps):
-            everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
-            mine = everyone[context.rank]
-            rows = counted.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids)[0]
-            counted.combine(torch.zeros_like(rows), None, mine.ids)
-            received.append(reference_of(case, number, everyone)[context.rank].total_recv)
-        op.check()
-        lines = counted.counters.read(op.config)["latest_steps"]
-        assert [line["num_kept_rows"] + line["num_received_rows"] for line in lines] == received
-
-
 def run_without_room(context: Context, case: Case) -> None:
     """A step that brings a rank more rows than it may receive, of which all ranks hear soon."""
     start = clock.now()
@@ -251,7 +233,6 @@ BODIES: dict[str, Any] = {
     "steps": run_case,
     "chain": run_chain,
     "late_weights": run_late_weights,
-    "counted": run_counted,
     "staged": run_staged,
     "without_room": run_without_room,
     "behind_failure": run_behind_failure,
@@ -270,7 +251,5 @@ def bodies_of(name: str) -> list[str]:
         return ["without_room", "behind_failure"]
     if name.startswith("staged"):
         return ["late_weights" if CASES[name].layout == "expert_major" else "staged"]
-    more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["counted", "disagreeing"] * (
-        name == "low_latency"
-    )
+    more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["disagreeing"] * (name == "low_latency")
     return ["steps", "chain", *more]

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.cases.counter_bodies import COUNTER_BODIES
 from tests.cases.op_cases import Case
 from tests.cases.op_special import BODIES, missing_rank
 from tests.simulator.runs import run_on_ranks, with_few_tokens
 
 REAL_PROCESSES = (
-    # all waits take time there
-    *(name for name in COUNTER_BODIES if not name.startswith("waits")),
     # process groups
     "group-without-rank-0",
     # a dispatch behind a failed step replaces counts beside loads of them that it does not use: the simulator refuses

@@ -34,8 +34,7 @@ class Op:
 
 @pytest.fixture
 def dispatcher() -> Dispatcher:
-    op = Op()
-    return Dispatcher(op, op)
+    return Dispatcher(Op())
 
 
 def test_inputs_are_of_the_ops_types(dispatcher):

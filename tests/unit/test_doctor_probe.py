@@ -238,7 +238,7 @@ def test_folders_are_described(tmp_path):
 
 def test_variables_that_cannot_be_read_are_described(monkeypatch):
     monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "soon")
-    monkeypatch.setenv("EP_A2A_COUNTERS", "3")
+    monkeypatch.setenv("EP_A2A_FIRST_TIMEOUT_SECS", "3")
     problems = find_variables()["variable_problems"]
     assert list(problems) == ["EP_A2A_TIMEOUT_SECS"]
     assert "'soon'" in problems["EP_A2A_TIMEOUT_SECS"]

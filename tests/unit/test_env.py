@@ -54,7 +54,6 @@ def test_values(name, text, value, monkeypatch):
 BAD_DEVICES = ("^", ",", "mlx5_0,", "mlx5_0,,mlx5_1", "^^mlx5_0", "^mlx5_0,^mlx5_1", "mlx5_0;mlx5_1", "=mlx5_0", "a b")
 BAD = [
     *((env.TIMEOUT_SECS, text) for text in ("soon", "0", "-1", "nan", "inf", "30s", "1,5", " ")),
-    *((env.COUNTERS, text) for text in ("on", "-1", "1.5", "65537", " ")),
     *((env.RDMA_DEVICES, text) for text in (" ", *BAD_DEVICES)),
     (env.SHARED_EXPERTS, "sometimes"),
     (env.ANY_VLLM, "yes"),

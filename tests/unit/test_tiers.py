@@ -34,8 +34,7 @@ PAUSES = {
     "waiting.py": 1,
     # passes on the pauses of the package or of its kernels, which it counts
     "late.py": 1,
-    # the simulated clock; on GPUs the first is the host's, since the device's measures it
-    "cases/counter_bodies.py": 1,
+    # the simulated clock
     "cases/op_special.py": 1,
     "simulator/test_faults.py": 2,
     # a process that is stopped cannot look for a sign; on GPUs only

@@ -90,7 +90,7 @@ def make_prepare_finalize(moe: Any, quant_config: Any) -> AtomPrepareAndFinalize
     kwargs = handle_kwargs(moe, manager, envs.ATOM_MORI_COMBINE_QUANT)
     indices = (1, 2, 0) if ubatching.tbo_enabled() else (0,)
     with max_tokens_named("--max-num-batched-tokens"):
-        *halves, whole = [Dispatcher(op, op) for op in (manager.get_handle(kwargs, index) for index in indices)]
+        *halves, whole = [Dispatcher(manager.get_handle(kwargs, index)) for index in indices]
     kernels = _atom("model_ops.fused_moe.modular_kernel")
     return AtomPrepareAndFinalize(whole, halves, kernels, ubatching)
 

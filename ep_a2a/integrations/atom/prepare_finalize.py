@@ -110,7 +110,7 @@ class AtomPrepareAndFinalize:
         """Sends the tokens of this half. Returns two functions: one receives rows, one returns `prepare`'s result."""
         half = self._half()
         received = half.dispatch_send(self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input))
-        return half.exchange.dispatch_recv, lambda: self._for_experts(received)
+        return half.op.dispatch_recv, lambda: self._for_experts(received)
 
     def finalize_async(
         self,

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.counters import LayerCounters
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.vllm.common import logger, warn_once
 
@@ -29,8 +28,6 @@ class VllmAll2AllManager(EngineManager):
         from vllm.distributed import parallel_state
 
         super().__init__(communicator.cpu_group, num_micro_batches, envs.VLLM_DBO_COMM_SMS)
-        if num_kept_steps := env.COUNTERS.get():
-            self.counters = LayerCounters(num_kept_steps)
         self.combines_in_halves = env.SHARED_EXPERTS.get() == "halves"
         self.device = communicator.device
         self.device_group = communicator.device_group

@@ -150,11 +150,10 @@ def _uses_old_ray_executor(parallel: Any) -> bool:
 
 def _check_parallel(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
-    splits, counts, has_lora = parallel.use_ubatching, env.COUNTERS.get(), vllm_config.lora_config
+    splits_with_lora = parallel.use_ubatching and vllm_config.lora_config
     brings_ranks = parallel.prefill_context_parallel_size > 1
     refused = {
-        f"--enable-dbo with {env.COUNTERS.name}": (splits and counts, "counters cannot tell micro-batches apart"),
-        "--enable-dbo with --enable-lora": (splits and has_lora, "LoRA layers cannot tell micro-batches apart"),
+        "--enable-dbo with --enable-lora": (splits_with_lora, "LoRA layers cannot tell micro-batches apart"),
         "--enable-elastic-ep": (parallel.enable_elastic_ep, "groups that grow need vLLM's own communicator"),
         "--prefill-context-parallel-size": (brings_ranks, "its ranks bring different numbers of tokens"),
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 with --distributed-executor-backend ray": (

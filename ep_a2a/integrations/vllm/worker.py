@@ -1,4 +1,4 @@
-"""Patches of vLLM's worker: time-outs that fit the phase, no tokens of a failed step, and a method to read counters."""
+"""Patches of vLLM's worker: time-outs that fit the phase, and no tokens of a failed step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.integrations.manager import dead_ranks_named, live_managers, read_counters
+from ep_a2a.integrations.manager import dead_ranks_named, live_managers
 from ep_a2a.integrations.vllm.common import is_replacement, logger, replacement
 from ep_a2a.integrations.vllm.stages import live_stages
 
@@ -18,11 +18,10 @@ SENDING_CALL = "execute_model"
 """That in which a pipeline stage sends its hidden states."""
 CHECKED_CALLS = (SENDING_CALL, "sample_tokens", "execute_dummy_batch")
 WARM_UP = "compile_or_warm_up_model"
-RPC_METHOD = "ep_a2a_counters"
 
 
 def patch_worker() -> None:
-    """Patches `worker-steps`, `worker-warm-up`, `worker-counters` and `output-thread`. Idempotent."""
+    """Patches `worker-steps`, `worker-warm-up` and `output-thread`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
     if is_replacement(Worker.execute_model):
@@ -34,7 +33,6 @@ def patch_worker() -> None:
                 setattr(worker, name, _checked(vars(worker)[name], sends=name == SENDING_CALL))
         if WARM_UP in vars(worker):
             setattr(worker, WARM_UP, _then_shorten_waits(vars(worker)[WARM_UP]))
-    setattr(Worker, RPC_METHOD, _read_counters)
     _patch_output_thread()
 
 
@@ -44,13 +42,6 @@ def check_ops() -> None:
         manager.check()
     for stage in live_stages:
         stage.check()
-
-
-def _read_counters(self: Any) -> dict[str, Any]:
-    """Returns `read_counters` of the worker `self`; collective_rpc calls it by the name RPC_METHOD."""
-    modules = self.vllm_config.compilation_config.static_forward_context
-    names = {id(module.moe_config): name for name, module in modules.items() if hasattr(module, "moe_config")}
-    return read_counters(live_managers, names)
 
 
 def _checked(call: Callable[..., Any], *, sends: bool = False) -> Callable[..., Any]:

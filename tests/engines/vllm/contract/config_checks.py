@@ -294,7 +294,7 @@ def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
 def check_a_variable_that_cannot_be_read_is_refused() -> None:
     from vllm.config import VllmConfig
 
-    for name in ("EP_A2A_TIMEOUT_SECS", "EP_A2A_COUNTERS", "EP_A2A_SHARED_EXPERTS"):
+    for name in ("EP_A2A_TIMEOUT_SECS", "EP_A2A_SHARED_EXPERTS"):
         with mock.patch.dict(os.environ, {name: "abc"}):
             with refused(ValueError, name, "'abc'"):
                 VllmConfig(parallel_config=chosen())
@@ -317,8 +317,6 @@ def check_vllm_splits_steps_with_our_name() -> None:
     """By ubatch_size, since --enable-dbo is switched off on CPU. Otherwise vLLM asserts that it knows the name."""
     from vllm.config import VllmConfig
 
-    from ep_a2a.errors import UnsupportedError
-
     def config_of_two(**options: Any) -> Any:
         given = chosen(ubatch_size=2, data_parallel_size=2, **options)
         try:
@@ -334,8 +332,3 @@ def check_vllm_splits_steps_with_our_name() -> None:
     assert (parallel.use_ubatching, parallel.num_ubatches) == (True, 2)
     with refused(ValueError, "allgather_reducescatter is not supported"):
         config_of_two(enable_expert_parallel=False)
-    with (
-        mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"),
-        refused(UnsupportedError, "Leave --enable-dbo or EP_A2A_COUNTERS out."),
-    ):
-        config_of_two()

@@ -17,7 +17,7 @@ from ep_a2a.errors import (
     TooManyTokensError,
 )
 from ep_a2a.quantization import E4M3_MAX, quantize_mxfp8, quantize_static
-from ep_a2a.routing import destination_mask, expert_ranges
+from ep_a2a.routing import destination_mask
 from ep_a2a.testing import RankContext
 from tests.engines.vllm.contract.checks import refused, replaced
 from tests.engines.vllm.contract.layer_cases import Layer, kernel_of, manager_of, run_and_check, run_kernel, step_of
@@ -283,57 +283,24 @@ def check_what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: Ran
                     manager.check()
 
 
-def launched(kernel: Any, case: Layer, rank: int) -> list[str]:
-    """Names of the kernels that a step launches, in order."""
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
-
-    names, interpret = [], CompiledKernel.interpret
-
-    def remember(self: Any, *args: Any) -> None:
-        names.append(self.kernel.__name__)
-        interpret(self, *args)
-
-    with replaced(CompiledKernel, "interpret", remember):
-        run_and_check(case, kernel, rank)
-    return names
-
-
-def check_nothing_is_counted_by_default(context: RankContext) -> None:
-    """No launch, no memory, and not a Python call more."""
-    from ep_a2a.telemetry import counters
-
-    case = Layer()
-    with replaced(counters, "StepCounters", None), manager_of(context) as manager:
-        kernel = kernel_of(case, manager)
-        assert manager.counters is None
-        (dispatcher,) = kernel.prepare_finalize._dispatchers
-        assert dispatcher.exchange is dispatcher.op
-        names = launched(kernel, case, context.rank)
-        manager.end_warm_up(45.0)
-    # the interpreter sends and receives in two launches
-    assert names == ["ll_dispatch_kernel"] * 2 + ["combine_kernel"] * 2
-
-
 def check_shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
     """Where vLLM is told to run them there, what follows the experts leaves combine open until it is done."""
-    for counted in ("0", "2"):
-        variables = {"EP_A2A_SHARED_EXPERTS": "halves", "EP_A2A_COUNTERS": counted}
-        with mock.patch.dict(os.environ, variables), manager_of(context) as manager:
-            case = Layer()
-            kernel = kernel_of(case, manager)
-            ours = kernel.prepare_finalize
-            assert ours.supports_async()
-            next_calls, finalize = [], ours.finalize_async
+    with mock.patch.dict(os.environ, EP_A2A_SHARED_EXPERTS="halves"), manager_of(context) as manager:
+        case = Layer()
+        kernel = kernel_of(case, manager)
+        ours = kernel.prepare_finalize
+        assert ours.supports_async()
+        next_calls, finalize = [], ours.finalize_async
 
-            def observed(*args: Any, finalize: Any = finalize, ours: Any = ours, next_calls: Any = next_calls) -> Any:
-                receive = finalize(*args)
-                next_calls.append(ours._dispatcher.op._step.next_call)
-                return receive
+        def observed(*args: Any) -> Any:
+            receive = finalize(*args)
+            next_calls.append(ours._dispatcher.op._step.next_call)
+            return receive
 
-            ours.finalize_async = observed
-            for _ in range(2):
-                run_and_check(case, kernel, context.rank)
-            assert next_calls == ["combine_recv"] * 2
+        ours.finalize_async = observed
+        for _ in range(2):
+            run_and_check(case, kernel, context.rank)
+        assert next_calls == ["combine_recv"] * 2
 
 
 def check_experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
@@ -368,48 +335,6 @@ def check_experts_with_scratch_memory_learn_how_many_rows_they_see(context: Rank
                 elif one is not None:
                     assert one.moe_config is layers
     assert layers.max_num_tokens == case.max_tokens
-
-
-def rows_of(case: Layer, source: int, destination: int) -> int:
-    """Tokens of a rank that have an expert at another, or at itself."""
-    first, end = expert_ranges(case.num_experts, 2)[destination]
-    return sum(any(first <= expert < end for expert in ids) for ids in case.inputs(source)[2].tolist())
-
-
-def check_steps_are_counted_layer_by_layer(context: RankContext) -> None:
-    """Two layers of one op and one of another; the second is built again on the way, as when weights are reloaded."""
-    from ep_a2a.integrations.manager import live_managers
-
-    rank, peer = context.rank, 1 - context.rank
-    cases = [Layer(), Layer(seed=1), Layer(hidden=256, quant="per_block", seed=2, tokens=(7, 0))]
-    with mock.patch.dict(os.environ, EP_A2A_COUNTERS="2"), manager_of(context) as manager:
-        kernels = [kernel_of(case, manager) for case in cases]
-        counting = ["start_wait_kernel", "count_dispatch_kernel", "start_wait_kernel", "count_combine_kernel"]
-        names = launched(kernels[0], cases[0], rank)
-        assert [name for name in names if name in counting] == counting
-        assert len(names) == 4 + len(counting)
-        num_bytes = manager.arena.num_bytes
-        manager.end_warm_up(45.0)
-        # 0, 1, 2, 1 and again
-        for number in (0, 1, 2, 1) * 2:
-            run_and_check(cases[number], kernels[number], rank)
-            if number == 1:
-                kernels[1] = kernel_of(cases[1], manager, moe=kernels[1].prepare_finalize._moe)
-        assert manager.arena.num_bytes == num_bytes
-        names = {id(kernel.prepare_finalize._moe): f"layers.{i}.experts" for i, kernel in enumerate(kernels)}
-        found = manager.counters.read(names)
-    assert manager not in live_managers
-    assert manager.counters is None, "of an engine that has ended"
-    assert [each["layer"] for each in found] == list(names.values())
-    assert [each["num_steps"] for each in found] == [2, 4, 2]
-    for case, each in zip(cases, found):
-        assert len(each["latest_steps"]) == 2
-        for step in each["latest_steps"]:
-            assert step["num_tokens"] == case.tokens[rank]
-            rows = [step[f"num_{name}_rows"] for name in ("kept", "sent", "received")]
-            assert rows == [rows_of(case, rank, rank), rows_of(case, rank, peer), rows_of(case, peer, rank)]
-            dispatched, combined = (2 * case.hidden,) * 2 if case.quant == "none" else (256 + 2 * 4, 512)
-            assert step["sent_bytes"] == rows[1] * dispatched + rows[2] * combined
 
 
 def check_a_failure_in_a_stage_reaches_the_next_one(context: RankContext) -> None:

@@ -180,9 +180,9 @@ class Model:
 
         ours = kernel.prepare_finalize
         for dispatcher in ours._dispatchers:
-            dispatcher.exchange = Calls(dispatcher.exchange)
-            watched(dispatcher.exchange, "dispatch", "dispatch", "gate")
-            watched(dispatcher.exchange, "combine", "combine", "experts")
+            dispatcher.op = Calls(dispatcher.op)
+            watched(dispatcher.op, "dispatch", "dispatch", "gate")
+            watched(dispatcher.op, "combine", "combine", "experts")
         watched(kernel.fused_experts, "apply", "experts", "dispatch")
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,8 +208,10 @@ class Calls:
     """An op whose calls can be watched for one layer."""
 
     def __init__(self, op: Any) -> None:
-        self.dispatch, self.combine = op.dispatch, op.combine
-        self.combine_send, self.combine_recv = op.combine_send, op.combine_recv
+        self._op = op
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
 
 
 def vllm_config(num_micro_batches: int) -> Any:

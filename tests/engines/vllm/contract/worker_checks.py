@@ -23,8 +23,6 @@ class Manager:
         self.num_closings = 0
         self.gone: tuple[int, ...] = ()
         self.waits: list[float] = []
-        self.rank, self.world_size = 1, 2
-        self.counters: Any = None
 
     def check(self) -> None:
         self.num_checks += 1
@@ -180,30 +178,6 @@ def check_waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) ->
     with mock.patch.dict(os.environ, EP_A2A_TIMEOUT_SECS=str(TIMEOUT_SECS)):
         assert _then_shorten_waits(lambda worker: "times")(object()) == "times"
     assert manager.waits == [TIMEOUT_SECS]
-
-
-@with_manager
-def check_counters_are_read_by_the_name_of_a_workers_method(manager: Manager) -> None:
-    """As collective_rpc does it, through the object that an executor has for a worker."""
-    from vllm.config import CompilationConfig
-    from vllm.v1.serial_utils import run_method
-    from vllm.v1.worker.cpu_worker import CPUWorker
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from ep_a2a.errors import StateError
-
-    layer = SimpleNamespace(moe_config=object())
-    manager.counters = SimpleNamespace(read=lambda names: [{"layer": name} for name in names.values()])
-    wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
-    wrapper.worker = CPUWorker.__new__(CPUWorker)
-    config = CompilationConfig()
-    config.static_forward_context["layers.3.experts"] = layer
-    wrapper.worker.vllm_config = SimpleNamespace(compilation_config=config)
-    found = run_method(wrapper, "ep_a2a_counters", (), {})
-    assert found == {"rank": 1, "num_ranks": 2, "layers": [{"layer": "layers.3.experts"}]}
-    manager.counters = None
-    with refused(StateError, "EP_A2A_COUNTERS"):
-        run_method(wrapper, "ep_a2a_counters", (), {})
 
 
 def sent_by(output: Any) -> tuple[str, Any]:

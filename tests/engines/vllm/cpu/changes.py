@@ -87,21 +87,21 @@ def record_routing(folder: Path) -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
     from ep_a2a.ops.op import EpDispatchCombineOp
 
-    send, end_warm_up = EpDispatchCombineOp.dispatch_send, VllmAll2AllManager.end_warm_up
+    dispatch, end_warm_up = EpDispatchCombineOp.dispatch, VllmAll2AllManager.end_warm_up
 
     def write(rank: int, line: Any) -> None:
         with (folder / f"{rank}.routed").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> None:
+    def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> Any:
         write(self.config.rank, {"ids": ids.tolist(), "timeout_secs": self.timeouts.step_secs})
-        send(self, tokens, weights, scales, ids, **options)
+        return dispatch(self, tokens, weights, scales, ids, **options)
 
     def recorded_end(self: Any, timeout_secs: float) -> None:
         end_warm_up(self, timeout_secs)
         write(self.rank, None)
 
-    EpDispatchCombineOp.dispatch_send = recorded  # type: ignore[method-assign]
+    EpDispatchCombineOp.dispatch = recorded  # type: ignore[method-assign]
     VllmAll2AllManager.end_warm_up = recorded_end  # type: ignore[method-assign]
 
 
@@ -120,13 +120,8 @@ def stop_when_told(rank: int, file: Path) -> None:
 
         return stopped
 
-    # layers that are counted call the half
-    for owner, method, name in (
-        (EpDispatchCombineOp, "dispatch", "dispatch"),
-        (EpDispatchCombineOp, "dispatch_send", "dispatch"),
-        (CUDAGraph, "replay", "replay"),
-    ):
-        setattr(owner, method, stop_first(getattr(owner, method), name))
+    for owner, name in ((EpDispatchCombineOp, "dispatch"), (CUDAGraph, "replay")):
+        setattr(owner, name, stop_first(getattr(owner, name), name))
 
 
 def _expert_parallel_rank() -> int:

@@ -1,12 +1,12 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
-    python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--stop] [--counters]
+    python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--stop] [--routed]
         [--tensor-parallel WORKERS] [--pipeline-parallel STAGES] [--ranks-per-node RANKS] [--tokens NUMBER]
         [--dtype DTYPE] [--chunk TOKENS]
 
-VLLM_DP_* say which rank this is. MODEL is a folder of trained.trained_model. With --counters the result has those
-of the engine under "counters", and beside it lies what the layers were given (`Changes.routed`). With --stop the
-engine generates again, and the last rank stops in that; what comes out then, if anything, is in RESULT.json.again.
+VLLM_DP_* say which rank this is. MODEL is a folder of trained.trained_model. With --routed what the layers were given
+lies beside the result (`Changes.routed`). With --stop the engine generates again, and the last rank stops in that; what
+comes out then, if anything, is in RESULT.json.again.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
     parser.add_argument("--stop", action="store_true", help="the last rank stops when all have generated once")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
-    parser.add_argument("--counters", action="store_true", help="read the layers' counters by collective_rpc")
+    parser.add_argument("--routed", action="store_true", help="write what the layers are given")
     parser.add_argument(
         "--chunk",
         type=int,
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         rank=size * options.tensor_parallel - 1,
         stop_file=str(stop_file) if options.stop else "",
         ranks_per_node=options.ranks_per_node,
-        routed=str(options.result.parent) if options.counters else "",
+        routed=str(options.result.parent) if options.routed else "",
     ).send()
     llm = make_engine(options)
     if options.pipeline_parallel > 1:
@@ -63,10 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     if options.chunk < MAX_BATCHED_TOKENS:
         results()  # whose prefixes are cached for the next one
-    found = results()
-    if options.counters:
-        found["counters"] = llm.collective_rpc("ep_a2a_counters")
-    options.result.write_text(json.dumps(found))
+    options.result.write_text(json.dumps(results()))
     if options.stop:
         stop_file.touch()
         options.result.with_suffix(".json.again").write_text(json.dumps(results()))

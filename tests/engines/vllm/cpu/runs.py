@@ -20,7 +20,7 @@ WAIT_SECS = 20
 
 @dataclass
 class Run:
-    """Processes of data-parallel ranks: exit codes, results by prompt, logs, and counters of each rank's workers.
+    """Processes of data-parallel ranks: exit codes, results by prompt, and logs.
 
     folder: where each rank has left its files.
     """
@@ -29,7 +29,6 @@ class Run:
     exit_codes: list[int | None]
     results: dict[int, dict[str, Any]]
     logs: list[str]
-    counters: dict[int, Any]
 
     def tails(self) -> str:
         return "\n".join(f"--- rank {rank} ---\n{log[-3000:]}" for rank, log in enumerate(self.logs))
@@ -66,13 +65,10 @@ class Starter:
         finishes = [0] if "--stop" in options else list(range(num_ranks))
         exit_codes = self._ask({"ranks": ranks, "finishes": finishes, "timeout_secs": RUN_TIMEOUT_SECS})
         results: dict[int, dict[str, Any]] = {}
-        counters: dict[int, Any] = {}
         for path in folder.glob("*.json"):
-            found = json.loads(path.read_text())
-            counters[int(path.stem)] = found.pop("counters", None)
-            results |= {int(number): result for number, result in found.items()}
+            results |= {int(number): result for number, result in json.loads(path.read_text()).items()}
         logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
-        return Run(folder, exit_codes, results, logs, counters)
+        return Run(folder, exit_codes, results, logs)
 
     def _environment(self) -> dict[str, str]:
         return cpu_environment(self._cache, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

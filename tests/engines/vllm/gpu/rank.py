@@ -186,11 +186,6 @@ class Rank:
         self.llm.collective_rpc("reload_weights")
         return {}
 
-    def counters(self) -> dict[str, Any]:
-        """What the layers have counted."""
-        self._settle()
-        return {"workers": self.llm.collective_rpc("ep_a2a_counters")}
-
     def split_steps(self) -> dict[str, Any]:
         """How many steps vLLM has split into micro-batches so far; see `Changes.counts_splits`."""
         self._settle()
