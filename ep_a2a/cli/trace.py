@@ -63,7 +63,7 @@ def trace(
         sizes["hidden"],
         sizes["topk"],
         sizes["experts"],
-        quant_type=quant.value,
+        quant=quant.value,
         layout=layout,
         **given({"seed": seed}),
     )

@@ -56,15 +56,15 @@ def execute(
 ) -> None:
     """Runs the steps on all ranks, writes the traces and prints a summary."""
     make_config(workload, 0)
-    with joined_pool(workload.world_size, device) as pool:
+    with joined_pool(workload.ranks, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
         sharing = pool.note
     parts = {f"trace_RANK_{rank}.json": {rank: own} for rank, own in spans.items()} | {"trace.json": spans}
     for name, some in parts.items():
         write_bytes(folder / name, trace_json(some))
     if plot:
-        shape = f"{workload.num_tokens} tokens per rank, hidden {workload.hidden_dim}, top-{workload.topk} of "
-        shape += f"{workload.num_experts} experts, {workload.quant_type}, {workload.layout}"
+        shape = f"{workload.tokens} tokens per rank, hidden {workload.hidden}, top-{workload.topk} of "
+        shape += f"{workload.experts} experts, {workload.quant}, {workload.layout}"
         note = f"{shape}, {device} · ep-a2a trace" + (f"\n{sharing}" if sharing else "")
         plot_timeline(last_step(spans), folder / "timeline.png", note, device=device)
     # Only now: an error before this line leaves what an earlier run has written.

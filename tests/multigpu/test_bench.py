@@ -26,10 +26,10 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
         2,
         num_tokens,
         256,
-        hidden_dim=1024,
+        hidden=1024,
         topk=4,
-        num_experts=16,
-        quant_type="fp8_per_1x128",
+        experts=16,
+        quant="fp8_per_1x128",
         gpus_per_node=int(name in BETWEEN_NODES),
         layout="compact",
     )
@@ -43,9 +43,7 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
 
 @pytest.mark.parametrize("name", [*LAYERS, *MICRO_BATCHES[:2], "overlapped/8", "overlapped/0", "shared"])
 def test_layers_are_checked_and_timed(ranks, name):
-    workload = LayerWorkload(
-        2, 64, 64, hidden_dim=1024, topk=4, num_experts=16, quant_type="fp8_per_1x128", layout="rank_major"
-    )
+    workload = LayerWorkload(2, 64, 64, hidden=1024, topk=4, experts=16, quant="fp8_per_1x128", layout="rank_major")
     row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
     if row["status"] == Status.UNAVAILABLE:
         pytest.skip(row["reason"])

@@ -31,13 +31,13 @@ NEED_GPUS = ("flashinfer", "deepep")
 
 def workload_of(world_size: int, **changes: Any) -> Workload:
     values: dict[str, Any] = {
-        "world_size": world_size,
-        "num_tokens": 3,
-        "max_num_tokens": 4,
-        "hidden_dim": 128,
+        "ranks": world_size,
+        "tokens": 3,
+        "max_tokens": 4,
+        "hidden": 128,
         "topk": 2,
-        "num_experts": 2 * world_size + 1,
-        "quant_type": "fp8_per_1x128",
+        "experts": 2 * world_size + 1,
+        "quant": "fp8_per_1x128",
     }
     return Workload(**{**values, **changes})
 
@@ -67,7 +67,7 @@ def test_one_node_has_no_exchange_between_nodes(name):
     ("world_size", "changes"),
     [
         (2, {"layout": "rank_major"}),
-        (3, {"routing": "some_dropped", "quant_type": "fp8_per_token"}),
+        (3, {"routing": "some_dropped", "quant": "fp8_per_token"}),
     ],
 )
 def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
@@ -80,11 +80,11 @@ def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
 
 
 @pytest.mark.parametrize("name", ["ep_a2a", "ep_a2a_bounded", "ep_a2a_precast"])
-@pytest.mark.parametrize("changes", [{"routing": "some_dropped"}, {"quant_type": "none", "num_experts": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{"routing": "some_dropped"}, {"quant": "none", "experts": 2}], ids=str)
 def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
     workload = workload_of(2, layout="expert_major", **changes)
     row = ranks(runner.run_contender, 2, workload, name, QUICK)[0]
-    if name == "ep_a2a_precast" and workload.quant_type == "none":
+    if name == "ep_a2a_precast" and workload.quant == "none":
         assert row["status"] == Status.UNAVAILABLE
     else:
         assert_ok(row)
@@ -94,9 +94,9 @@ def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"routing": "all_to_one", "dtype": torch.float32, "quant_type": "none"},
-        {"routing": "all_dropped", "num_tokens": 1},
-        {"routing": "out_of_range", "dtype": torch.float16, "num_tokens": 40, "max_num_tokens": 40},
+        {"routing": "all_to_one", "dtype": torch.float32, "quant": "none"},
+        {"routing": "all_dropped", "tokens": 1},
+        {"routing": "out_of_range", "dtype": torch.float16, "tokens": 40, "max_tokens": 40},
     ],
     ids=lambda changes: changes["routing"],
 )
@@ -113,7 +113,7 @@ def test_what_needs_gpus_says_so(ranks, name):
 
 
 def test_variants_that_would_be_the_same_are_left_out(ranks):
-    same = workload_of(2, max_num_tokens=3, quant_type="none")
+    same = workload_of(2, max_tokens=3, quant="none")
     for name in ("ep_a2a_bounded", "ep_a2a_precast"):
         assert ranks(runner.run_contender, 2, same, name, QUICK)[0]["status"] == Status.UNAVAILABLE
     alone = workload_of(1)
@@ -131,7 +131,7 @@ def run_on_a_shared_gpu(context: RankContext, workload: Workload) -> tuple[dict[
         return row, sorted(session._dispatch.received), session.details
 
 
-@pytest.mark.parametrize("changes", [{}, {"routing": "all_to_one"}, {"num_tokens": 40, "max_num_tokens": 40}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"routing": "all_to_one"}, {"tokens": 40, "max_tokens": 40}], ids=str)
 def test_on_a_shared_gpu_the_push_counts_local_rows(ranks, changes):
     for row, sources, details in ranks(run_on_a_shared_gpu, 3, workload_of(3, max_sms=8, **changes)):
         assert_ok(row)
@@ -271,7 +271,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert (header["record"], header["device"]) == ("header", "cpu")
     assert {row["device"] for row in rows} == {"cpu"}
-    assert [(row["num_tokens"], row["contender"], row["status"]) for row in rows] == [
+    assert [(row["tokens"], row["contender"], row["status"]) for row in rows] == [
         (tokens, name, status)
         for tokens in (1, 2)
         for name, status in (
@@ -303,6 +303,6 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     printed = succeeded(run_python(*torchrun, *arguments, *options))
     assert printed.count("functional check") == 1
     rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    assert [(row["world_size"], row["contender"], row["status"]) for row in rows] == [
+    assert [(row["ranks"], row["contender"], row["status"]) for row in rows] == [
         (2, name, "ok") for _ in (1, 2) for name in ("reference_push", "nccl_agrs")
     ]

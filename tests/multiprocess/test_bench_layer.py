@@ -29,16 +29,16 @@ ONCE = TimingSettings(num_warmups=0, num_runs=1, num_round_trips=1, num_host_cal
 def workload(num_tokens: int, quant_type: str = "none", routing: str = "uniform") -> LayerWorkload:
     """Five experts on two ranks."""
     return LayerWorkload(
-        world_size=2,
-        num_tokens=num_tokens,
-        max_num_tokens=num_tokens,
-        hidden_dim=128,
+        ranks=2,
+        tokens=num_tokens,
+        max_tokens=num_tokens,
+        hidden=128,
         topk=3,
-        num_experts=5,
-        quant_type=quant_type,
+        experts=5,
+        quant=quant_type,
         layout="rank_major",
         routing=routing,
-        intermediate_dim=32,
+        intermediate=32,
     )
 
 
@@ -134,7 +134,7 @@ def test_layer_from_the_command_line(tmp_path: Path) -> None:
     assert "Right: 1 of 1 results" in succeeded(run_cli(*SMALL, *more))
     header, row = [json.loads(line) for line in file.read_text().splitlines()]
     assert "times say nothing" in header["note"]
-    assert (row["num_tokens"], row["quant_type"], row["contender"]) == (2, "fp8_per_1x128", "ep_a2a")
+    assert (row["tokens"], row["quant"], row["contender"]) == (2, "fp8_per_1x128", "ep_a2a")
     assert row["details"]["experts"] == "float32 products on CPU"
     headings, cells, _ = make_table([row | {"device": "cuda"}])
     shown = dict(zip(headings, cells[0], strict=True))

@@ -153,9 +153,7 @@ def flashinfer_round_trip(context: RankContext, *, changes: dict[str, Any], one_
         session.close()
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"quant_type": "fp8_per_1x128"}, {"combine_quant": "fp8_direct_cast"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"quant": "fp8_per_1x128"}, {"combine_quant": "fp8_direct_cast"}], ids=str)
 @pytest.mark.parametrize("one_sided", [NVLinkAlltoAll, NVLinkOneSidedAlltoAll072])
 def test_the_benchs_calls_of_flashinfer_move_the_rows(one_sided: type[NVLinkAlltoAll], changes: dict[str, Any]) -> None:
     run_ranks(functools.partial(flashinfer_round_trip, changes=changes, one_sided=one_sided), WORLD_SIZE)

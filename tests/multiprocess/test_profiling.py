@@ -51,7 +51,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def marks_of_a_bulk_dispatch(context: RankContext) -> list[dict[str, float]]:
-    workload = Workload(2, 3, 3, hidden_dim=128, topk=2, num_experts=4, quant_type="fp8_per_1x128")
+    workload = Workload(2, 3, 3, hidden=128, topk=2, experts=4, quant="fp8_per_1x128")
 
     def without_flagged_rows(*args: Any) -> Any:
         return replace(make_config(*args), flagged_max_tokens=0)

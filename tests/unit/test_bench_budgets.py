@@ -63,11 +63,11 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def test_all_ranks_take_the_first_gpu_with_each_budget(bench: Callable[..., Any]) -> None:
     runner, workloads = bench("--shared-gpu", "--max-sms", "8,16,24,32,64")
-    assert (runner.num_gpus, {each.world_size for each in workloads}) == (1, {2})
+    assert (runner.num_gpus, {each.ranks for each in workloads}) == (1, {2})
     assert "2 ranks share 1 GPU" in runner.note(2)
     assert [each.max_sms for each in workloads][:5] == [8, 16, 24, 32, 64]
     runner, workloads = bench()
-    assert (runner.num_gpus, {each.world_size for each in workloads}) == (4, {4})
+    assert (runner.num_gpus, {each.ranks for each in workloads}) == (4, {4})
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_cast_is_the_reference_s() -> None:
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "all_to_one"])
 def test_gate_takes_the_workload_s_experts(routing: str) -> None:
-    layer = LayerWorkload(2, 6, 6, hidden_dim=128, topk=3, num_experts=8, layout="rank_major", routing=routing)
+    layer = LayerWorkload(2, 6, 6, hidden=128, topk=3, experts=8, layout="rank_major", routing=routing)
     layer.check()
     gate = Gate(layer, 1, torch.randn(128, 8).bfloat16())
     addresses = gate.weights.data_ptr(), gate.ids.data_ptr()
@@ -237,7 +237,7 @@ def test_kernels_compile_to_wide_accesses(name: str) -> None:
 
 
 def workload() -> Workload:
-    return Workload(world_size=4, num_tokens=4, max_num_tokens=4)
+    return Workload(ranks=4, tokens=4, max_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -249,10 +249,10 @@ def workload() -> Workload:
         ("flashinfer", {"combine_quant": "fp8_blockwise"}, "fp8_direct_cast"),
         ("flashinfer", {"combine_quant": "fp8_direct_cast", "dtype": torch.float16}, "bfloat16"),
         ("flashinfer", {"routing": "some_dropped"}, "dropped"),
-        ("flashinfer", {"quant_type": "fp8_per_token"}, "bytes of a token's scales that is a multiple of 16"),
-        ("flashinfer", {"num_experts": 3, "topk": 2}, "multiple of 4"),
-        ("deepep", {"num_tokens": 512, "max_num_tokens": 512}, None),
-        ("deepep", {"quant_type": "fp8_per_token"}, "fp8_per_1x128"),
+        ("flashinfer", {"quant": "fp8_per_token"}, "bytes of a token's scales that is a multiple of 16"),
+        ("flashinfer", {"experts": 3, "topk": 2}, "multiple of 4"),
+        ("deepep", {"tokens": 512, "max_tokens": 512}, None),
+        ("deepep", {"quant": "fp8_per_token"}, "fp8_per_1x128"),
     ],
 )
 def test_what_libraries_cannot_do(name: str, changes: dict[str, Any], reason: str | None) -> None:
@@ -271,17 +271,17 @@ def test_libraries_need_gpus() -> None:
     ("changes", "expected"),
     [
         ({"layout": "compact"}, "layout rank_major of a layer"),
-        ({"quant_type": "fp8_per_token"}, "quant_type none or fp8_per_1x128 of a layer"),
+        ({"quant": "fp8_per_token"}, "quant none or fp8_per_1x128 of a layer"),
         ({"combine_quant": "fp8_direct_cast"}, "combine_quant none or fp8_blockwise of a layer"),
         ({"dtype": torch.float16}, "dtype torch.bfloat16 of a layer"),
-        ({"max_num_tokens": 8}, "max_num_tokens 4 of a layer"),
+        ({"max_tokens": 8}, "max_tokens 4 of a layer"),
         ({"routing": "some_dropped"}, "uniform or zipf or all_to_one"),
-        ({"routing": "all_to_one", "num_experts": 8}, "rank 0"),
-        ({"hidden_dim": 192, "quant_type": "none"}, "multiple of 128"),
+        ({"routing": "all_to_one", "experts": 8}, "rank 0"),
+        ({"hidden": 192, "quant": "none"}, "multiple of 128"),
     ],
 )
 def test_what_the_layer_refuses(changes: dict[str, Any], expected: str) -> None:
-    layer = LayerWorkload(world_size=4, num_tokens=4, max_num_tokens=4, layout="rank_major")
+    layer = LayerWorkload(ranks=4, tokens=4, max_tokens=4, layout="rank_major")
     layer.check()
     with pytest.raises(UnsupportedError, match=expected):
         replace(layer, **changes).check()

@@ -30,12 +30,12 @@ HEADER = {"record": "header", "device": "cuda", "torch": "2.13", "note": CPU_NOT
 
 def workload_of(num_tokens: int, **changes: Any) -> Workload:
     values: dict[str, Any] = {
-        "world_size": 2,
-        "num_tokens": num_tokens,
-        "max_num_tokens": num_tokens,
-        "hidden_dim": 256,
+        "ranks": 2,
+        "tokens": num_tokens,
+        "max_tokens": num_tokens,
+        "hidden": 256,
         "topk": 2,
-        "num_experts": 4,
+        "experts": 4,
         "routing": "one_expert_per_rank",
     }
     return Workload(**{**values, **changes})
@@ -106,10 +106,10 @@ def test_the_table_shows_what_varies_and_failures_but_not_what_cannot_run():
 
 
 def test_what_buffers_are_made_for_is_a_column_where_it_is_not_the_tokens():
-    records = [r for bound in (8, 16) for r in compare(rows_of(workload_of(8, max_num_tokens=bound)))]
-    assert varying_fields(records) == ["num_tokens", "max_num_tokens"]
-    records = compare(rows_of(workload_of(8, max_num_tokens=16)))
-    assert varying_fields(records) == ["num_tokens"]
+    records = [r for bound in (8, 16) for r in compare(rows_of(workload_of(8, max_tokens=bound)))]
+    assert varying_fields(records) == ["tokens", "max_tokens"]
+    records = compare(rows_of(workload_of(8, max_tokens=16)))
+    assert varying_fields(records) == ["tokens"]
     assert "M 16" in constant_fields(records)
 
 
@@ -242,7 +242,7 @@ def test_bounds_are_the_x_axis_where_nothing_else_varies(tmp_path):
     for comment in ("bound on multiprocessors", "all", "32", "T 8, "):
         assert f">{comment}" in text
     more = records + records_of_bounds(16)[0]
-    assert choose_x(more) == "num_tokens"
+    assert choose_x(more) == "tokens"
     names = ("reference_push", "ep_a2a")
     assert list(make_lines(more)) == [f"{name}, max SMs {bound}" for bound in (0, 8, 32) for name in names]
 

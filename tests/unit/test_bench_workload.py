@@ -17,21 +17,21 @@ from ep_a2a.routing import ROUTINGS, expert_ranges
 
 def workload_of(**changes: Any) -> Workload:
     values: dict[str, Any] = {
-        "world_size": 3,
-        "num_tokens": 17,
-        "max_num_tokens": 32,
-        "hidden_dim": 256,
+        "ranks": 3,
+        "tokens": 17,
+        "max_tokens": 32,
+        "hidden": 256,
         "topk": 3,
-        "num_experts": 10,
+        "experts": 10,
     }
     return Workload(**{**values, **changes})
 
 
 def counted_rows(workload: Workload) -> tuple[list[int], list[int]]:
     """Rows that each rank sends to and receives from others, one token and one slot at a time."""
-    ranges = expert_ranges(workload.num_experts, workload.world_size)
-    sent, received = [0] * workload.world_size, [0] * workload.world_size
-    for source in range(workload.world_size):
+    ranges = expert_ranges(workload.experts, workload.ranks)
+    sent, received = [0] * workload.ranks, [0] * workload.ranks
+    for source in range(workload.ranks):
         for ids in workload.ids(source).tolist():
             owners = {rank for rank, (first, end) in enumerate(ranges) for i in ids if first <= i < end}
             for owner in owners - {source}:
@@ -60,7 +60,7 @@ def test_rows_are_those_of_the_busiest_rank(routing):
     ],
 )
 def test_a_row_is_its_elements_and_its_scales(quant, combine_quant, dispatch_bytes, combine_bytes):
-    workload = workload_of(hidden_dim=7168, quant_type=quant, combine_quant=combine_quant)
+    workload = workload_of(hidden=7168, quant=quant, combine_quant=combine_quant)
     assert (workload.dispatch_row_bytes, workload.combine_row_bytes) == (dispatch_bytes, combine_bytes)
 
 
@@ -87,7 +87,7 @@ def test_the_seed_changes_tokens_and_routing():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("quant", ["none", "fp8_per_token", "fp8_per_1x128", "mxfp8"])
 def test_the_check_takes_a_right_result_and_no_other(dtype, quant):
-    workload = workload_of(dtype=dtype, quant_type=quant)
+    workload = workload_of(dtype=dtype, quant=quant)
     x = workload.inputs(0).x
     copies = workload.num_distinct_ranks(0)
     rows = x if quant == "none" else dequantize(*quantize(x, quant), quant, dtype)
@@ -106,26 +106,26 @@ def test_the_check_takes_a_right_result_and_no_other(dtype, quant):
 
 def points_of(**changes: Any) -> list[Workload]:
     values: dict[str, Any] = {
-        "world_size": (2,),
-        "hidden_dim": (256,),
+        "ranks": (2,),
+        "hidden": (256,),
         "topk": (4,),
-        "num_experts": (16,),
+        "experts": (16,),
         "dtype": ("bfloat16",),
-        "quant_type": ("none",),
+        "quant": ("none",),
         "combine_quant": ("none",),
         "layout": ("compact",),
         "routing": ("uniform",),
         "gpus_per_node": (0,),
-        "max_num_tokens": ("same",),
-        "num_tokens": (1, 4),
+        "max_tokens": ("same",),
+        "tokens": (1, 4),
         "max_sms": (0,),
     }
     return make_workloads({**values, **changes})
 
 
 def test_a_sweep_is_every_combination():
-    points = points_of(max_num_tokens=("same", "8"), layout=("compact", "rank_major"))
-    assert [(w.layout, w.max_num_tokens, w.num_tokens) for w in points] == [
+    points = points_of(max_tokens=("same", "8"), layout=("compact", "rank_major"))
+    assert [(w.layout, w.max_tokens, w.tokens) for w in points] == [
         ("compact", 1, 1),
         ("compact", 4, 4),
         ("compact", 8, 1),
@@ -141,7 +141,7 @@ def test_a_sweep_is_every_combination():
 @pytest.mark.parametrize("gpus_per_node", [-1, 3])
 def test_nodes_of_a_sweep_hold_equally_many_ranks(gpus_per_node):
     with pytest.raises(ConfigError, match="gpus_per_node to divide 4 ranks"):
-        points_of(world_size=(4,), gpus_per_node=(gpus_per_node,))
+        points_of(ranks=(4,), gpus_per_node=(gpus_per_node,))
 
 
 def test_only_weights_of_valid_ids_count():
@@ -161,4 +161,4 @@ def test_the_help_names_every_contender():
 
 
 def test_hidden_sizes_that_the_op_takes_can_be_measured():
-    assert points_of(hidden_dim=(264,), quant_type=("none",))[0].hidden_dim == 264
+    assert points_of(hidden=(264,), quant=("none",))[0].hidden == 264

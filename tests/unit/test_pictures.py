@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from ep_a2a.errors import ConfigError
 from ep_a2a.telemetry.spans import HOST, TraceSpan
 
 ROWS = Path(__file__).resolve().parents[2] / "bench" / "results" / "2026-11-26_h100x4.jsonl"
-LINES = [json.loads(line) for line in ROWS.read_text().replace('"wire_limit"', '"reference_push"').splitlines()]
+NAMES = {"wire_limit": "reference_push", "world_size": "ranks", "num_tokens": "tokens", "max_num_tokens": "max_tokens"}
+NAMES |= {"hidden_dim": "hidden", "num_experts": "experts", "quant_type": "quant"}
+"""Of contenders and fields, by those of 2026-11-26."""
+ROW = re.sub(r'"(\w+)"', lambda name: f'"{NAMES.get(name[1], name[1])}"', ROWS.read_text())
+LINES = [json.loads(line) for line in ROW.splitlines()]
 HEADER, BENCH = LINES[0], [line for line in LINES if line["record"] == "row" and "layer_us" not in line]
-HEADLINE = {"quant_type": "fp8_per_1x128", "combine_quant": "none", "max_sms": 0, "gpus_per_node": 0}
+HEADLINE = {"quant": "fp8_per_1x128", "combine_quant": "none", "max_sms": 0, "gpus_per_node": 0}
 
 
 def some_spans(us: int) -> list[TraceSpan]:
@@ -37,7 +42,7 @@ DRAWN = {
     "traffic": lambda path: plot_traffic(DEMO | {"ranks": 2, "rows": [[9, 23], [2500, 0]]}, path),
     "traffic of many ranks": lambda path: plot_traffic(DEMO | {"ranks": 24, "rows": [[7] * 24] * 24}, path),
     "bench": lambda path: plot_bench([row for row in BENCH if HEADLINE.items() <= row.items()], path, HEADER),
-    "bench, one size": lambda path: plot_bench([row for row in BENCH if row["num_tokens"] == 1], path, HEADER),
+    "bench, one size": lambda path: plot_bench([row for row in BENCH if row["tokens"] == 1], path, HEADER),
     "bench, everything": lambda path: plot_bench(BENCH, path, HEADER),
     "timeline": lambda path: plot_timeline({0: some_spans(1), 1: some_spans(2)}, path, "a note " * 30),
     "timeline of nothing": lambda path: plot_timeline({0: []}, path),

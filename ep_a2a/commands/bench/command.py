@@ -18,7 +18,7 @@ from ep_a2a.commands.bench.runner import JoinedRunner, Runner, Status, main_us, 
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload, make_workloads
-from ep_a2a.commands.options import given, refuse, values_of_fields
+from ep_a2a.commands.options import given, refuse
 from ep_a2a.commands.plots import check_can_plot, dark_variant
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
@@ -52,8 +52,8 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Defaults that --layer changes."""
 FIELDS = (
-    *("world_size", "hidden_dim", "topk", "num_experts", "dtype", "quant_type", "combine_quant", "layout", "routing"),
-    *("gpus_per_node", "max_num_tokens", "num_tokens", "max_sms"),
+    *("ranks", "hidden", "topk", "experts", "dtype", "quant", "combine_quant", "layout", "routing"),
+    *("gpus_per_node", "max_tokens", "tokens", "max_sms"),
 )
 """Fields of a workload that options set. The last ones vary fastest: rows of one size under several bounds are
 neighbours."""
@@ -130,12 +130,12 @@ def ranks_of(options: SimpleNamespace, device: str, joined: int | None) -> tuple
 
 def workloads_of(options: SimpleNamespace) -> list[Workload]:
     """Returns the workloads of the command's options, which all have values."""
-    values = values_of_fields(options, FIELDS)
+    values = {field: getattr(options, field) for field in FIELDS}
     if options.seed is not None:
         values["seed"] = (options.seed,)
     if not options.layer:
         return make_workloads(values)
-    return make_workloads(values | {"intermediate_dim": options.intermediate}, LayerWorkload)
+    return make_workloads(values | {"intermediate": options.intermediate}, LayerWorkload)
 
 
 def execute(runner: Runner, workloads: Sequence[Workload], device: str, options: SimpleNamespace) -> bool:
@@ -155,7 +155,7 @@ def execute(runner: Runner, workloads: Sequence[Workload], device: str, options:
     )
     output = options.output if runner.shows_results else None
     header = describe(device) if runner.shows_results else {}
-    shared = runner.note(max(workload.world_size for workload in workloads))
+    shared = runner.note(max(workload.ranks for workload in workloads))
     header |= {"note": shared} if shared else {}
     records: list[Record] = []
     if output is not None:
@@ -169,7 +169,7 @@ def execute(runner: Runner, workloads: Sequence[Workload], device: str, options:
             settings,
             runner,
             lambda record: progress.end(_progress_text(record, device)),
-            lambda workload, name: progress.begin(_part_text(workload.num_tokens, workload.max_sms, name, device)),
+            lambda workload, name: progress.begin(_part_text(workload.tokens, workload.max_sms, name, device)),
         )
         for of_workload in sweep:
             records += compare(of_workload, device)
@@ -199,7 +199,7 @@ def _progress_text(record: Record, device: str) -> str:
     found = record["status"]
     if found == Status.OK:
         found = "right" if device == "cpu" else f"{main_us(record):.1f} µs"
-    return f"{_part_text(record['num_tokens'], record['max_sms'], record['contender'], device)}: {found}"
+    return f"{_part_text(record['tokens'], record['max_sms'], record['contender'], device)}: {found}"
 
 
 def require_shareable(device: str) -> None:

@@ -104,18 +104,18 @@ def library_refusal(manager: type[All2AllManagerBase], workload: Workload, devic
 
 def flashinfer_refusal(workload: Workload, device: torch.device) -> str | None:
     """Returns why FlashInfer cannot run this workload here; None where it can."""
-    ids = torch.cat([workload.ids(rank) for rank in range(workload.world_size)])
+    ids = torch.cat([workload.ids(rank) for rank in range(workload.ranks)])
     refusal = library_refusal(FlashInferOneSidedAll2AllManager, workload, device)
-    if refusal is None and bool(((ids < 0) | (ids >= workload.num_experts)).any()):
+    if refusal is None and bool(((ids < 0) | (ids >= workload.experts)).any()):
         refusal = "sends dropped slots to rank 0"
     return refusal
 
 
 def op_refusal(variant: OpVariant, workload: Workload, device: torch.device) -> str | None:
     """Returns why the op's config refuses the workload, or that the variant would be `ep_a2a` itself."""
-    if variant.bounds_step and workload.max_num_tokens == workload.num_tokens:
-        return "the same as ep_a2a where max_num_tokens is num_tokens"
-    if variant.casts_before and workload.quant_type == QuantType.NONE:
+    if variant.bounds_step and workload.max_tokens == workload.tokens:
+        return "the same as ep_a2a where max_tokens is tokens"
+    if variant.casts_before and workload.quant == QuantType.NONE:
         return "the same as ep_a2a without a cast"
     if variant.kernel_type is not None and workload.num_nodes == 1:
         return "all ranks are on one node"
@@ -129,7 +129,7 @@ def op_refusal(variant: OpVariant, workload: Workload, device: torch.device) -> 
 
 
 def _push_refusal(workload: Workload, device: torch.device) -> str | None:
-    return "one rank has no peers" if workload.world_size == 1 else None
+    return "one rank has no peers" if workload.ranks == 1 else None
 
 
 def _of_op(name: str, variant: OpVariant) -> Contender:

@@ -26,8 +26,8 @@ class ElasticRoundTrip(InputsRoundTrip):
         self._ids = self._ids.to(topk_dtype(deep_ep))
         self._buffer = deep_ep.ElasticBuffer(
             group=context.group,
-            num_max_tokens_per_rank=max(1, workload.max_num_tokens),
-            hidden=workload.hidden_dim,
+            num_max_tokens_per_rank=max(1, workload.max_tokens),
+            hidden=workload.hidden,
             num_topk=workload.topk,
             use_fp8_dispatch=self.scales is not None,
             explicitly_destroy=True,
@@ -40,7 +40,7 @@ class ElasticRoundTrip(InputsRoundTrip):
             self.sent if self.scales is None else (self.sent, self.scales),
             self._ids,
             self._weights,
-            num_experts=self._workload.num_experts,
+            num_experts=self._workload.experts,
             num_sms=self._workload.max_sms,
             do_cpu_sync=False,
         )

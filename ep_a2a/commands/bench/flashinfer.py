@@ -31,15 +31,15 @@ class FlashInferRoundTrip(InputsRoundTrip):
     def __init__(self, workload: Workload, context: RankContext, inputs: Inputs | None = None) -> None:
         super().__init__(workload, context, inputs)
         self._fp8_combine = workload.combine_quant == QuantType.FP8_DIRECT_CAST
-        self._step_tokens = max(1, workload.num_tokens)
+        self._step_tokens = max(1, workload.tokens)
         payloads = [each for each in (self.sent, self.scales, self._ids, self._weights) if each is not None]
         self._native = NVLinkOneSided(
-            hidden_dim=workload.hidden_dim,
+            hidden_dim=workload.hidden,
             dtype=workload.dtype,
             payload_bytes=sum(each.shape[1] * each.itemsize for each in payloads),
-            num_experts=workload.num_experts,
+            num_experts=workload.experts,
             topk=workload.topk,
-            max_num_tokens=max(1, workload.max_num_tokens),
+            max_num_tokens=max(1, workload.max_tokens),
             group=context.group,
             fp8_combine=self._fp8_combine,
         )

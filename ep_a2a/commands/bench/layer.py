@@ -43,39 +43,39 @@ class LayerWorkload(Workload):
     """A layer: bfloat16 tokens, layout rank_major.
 
     Attributes:
-        intermediate_dim: F, intermediate size of an expert.
+        intermediate: F, intermediate size of an expert.
     """
 
     is_layer: ClassVar[bool] = True
-    intermediate_dim: int = 2048
+    intermediate: int = 2048
 
     def weights(self, context: RankContext) -> MoEWeights:
         """Returns the weights of a rank's experts; layers of one shape share them."""
-        sizes = self.num_experts, self.hidden_dim, self.intermediate_dim, self.world_size
+        sizes = self.experts, self.hidden, self.intermediate, self.ranks
         return make_weights(*sizes, context.rank, context.device)
 
     def check(self) -> None:
         """Raises ConfigError or UnsupportedError where no layer can run this workload, as `Workload.check` does."""
         super().check()
-        if self.intermediate_dim < 1 or self.intermediate_dim % 16:
-            raise ConfigError("a multiple of 16, >= 16", str(self.intermediate_dim), field="intermediate_dim")
-        if self.hidden_dim % FP8_GROUP_SIZE:
+        if self.intermediate < 1 or self.intermediate % 16:
+            raise ConfigError("a multiple of 16, >= 16", str(self.intermediate), field="intermediate")
+        if self.hidden % FP8_GROUP_SIZE:
             expected = f"a multiple of {FP8_GROUP_SIZE} of a layer"
-            raise UnsupportedError(expected, str(self.hidden_dim), field="hidden_dim")
+            raise UnsupportedError(expected, str(self.hidden), field="hidden")
         takes = {
             "layout": (Layout.RANK_MAJOR,),
             "dtype": (torch.bfloat16,),
-            "quant_type": (QuantType.NONE, QuantType.FP8_PER_1X128),
+            "quant": (QuantType.NONE, QuantType.FP8_PER_1X128),
             "combine_quant": tuple(TOLERANCES),
             "routing": ("uniform", "zipf", "all_to_one"),
-            "max_num_tokens": (self.num_tokens,),
+            "max_tokens": (self.tokens,),
             "gpus_per_node": (0,),
         }
         for name, values in takes.items():
             if getattr(self, name) not in values:
                 expected = f"{' or '.join(map(str, values))} of a layer"
                 raise UnsupportedError(expected, str(getattr(self, name)), field=name)
-        if self.routing == "all_to_one" and self.topk > num_owned_experts(self.num_experts, self.world_size, 0):
+        if self.routing == "all_to_one" and self.topk > num_owned_experts(self.experts, self.ranks, 0):
             raise UnsupportedError("experts of rank 0 for all of top-k", str(self.topk), field="topk")
 
 
@@ -98,7 +98,7 @@ class Gate:
     def __init__(self, workload: LayerWorkload, rank: int, router: torch.Tensor) -> None:
         self.x, ids, self.weights = workload.inputs(rank, router.device)
         self._router, self.ids, self._wide_ids = router, ids, ids.long()
-        self._bias = torch.zeros(len(ids), workload.num_experts, dtype=torch.bfloat16, device=router.device)
+        self._bias = torch.zeros(len(ids), workload.experts, dtype=torch.bfloat16, device=router.device)
         self._bias.scatter_(1, self._wide_ids, CHOSEN)
 
     def __call__(self) -> None:
@@ -175,10 +175,10 @@ class Layer:
 
         The gate has been run.
         """
-        num_checked = min(MAX_CHECKED_TOKENS, self.workload.num_tokens)
+        num_checked = min(MAX_CHECKED_TOKENS, self.workload.tokens)
         x = self.gate.x[:num_checked]
-        if self.workload.quant_type != QuantType.NONE:
-            x = dequantize(*quantize(x, self.workload.quant_type), self.workload.quant_type)
+        if self.workload.quant != QuantType.NONE:
+            x = dequantize(*quantize(x, self.workload.quant), self.workload.quant)
         own = x.to(torch.float32), self.gate.ids[:num_checked], self.gate.weights[:num_checked]
         x, ids, weights = (_of_all_ranks(each, self._context) for each in own)
         part = dense_experts(x, ids, weights, self.weights)

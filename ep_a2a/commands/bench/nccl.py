@@ -31,10 +31,10 @@ class AllGatherRoundTrip(InputsRoundTrip):
         # Tokens travel as bytes: NCCL knows no sum of fp8, and some versions do not know the type.
         scales = [] if self.scales is None else [self.scales]
         self._parts = [self.sent.view(torch.uint8), self._ids, self._weights, *scales]
-        num_rows = workload.world_size * workload.num_tokens
+        num_rows = workload.ranks * workload.tokens
         self._gathered = [part.new_empty(num_rows, part.shape[1]) for part in self._parts]
         self._result = torch.empty_like(self._x)
-        self._rows = self._x.new_zeros(num_rows, workload.hidden_dim)
+        self._rows = self._x.new_zeros(num_rows, workload.hidden)
 
     def dispatch(self) -> Received:
         """Gathers what all ranks' tokens have, on a GPU as one group of all-gathers."""
@@ -56,7 +56,7 @@ class AllGatherRoundTrip(InputsRoundTrip):
     def run_identity_experts(self, dispatched: Received) -> None:
         """Leaves the rows of this rank's experts, and zeros for all others."""
         rows = self._rows_of(dispatched.rows, dispatched.scales)
-        owned = destination_mask(dispatched.ids, self._workload.num_experts, self._workload.world_size)
+        owned = destination_mask(dispatched.ids, self._workload.experts, self._workload.ranks)
         mine = owned[:, self._context.rank, None]
         self._rows.copy_(torch.where(mine, rows, torch.zeros_like(rows)))
 
@@ -80,16 +80,16 @@ class AllToAllRoundTrip(InputsRoundTrip):
         traffic = workload.traffic()
         self._sends, self._receives = traffic[context.rank].tolist(), traffic[:, context.rank].tolist()
         # In the order of destinations, and there of tokens.
-        ranks, tokens = destination_mask(self._ids, workload.num_experts, workload.world_size).T.nonzero().unbind(1)
+        ranks, tokens = destination_mask(self._ids, workload.experts, workload.ranks).T.nonzero().unbind(1)
         self._row_tokens = tokens
         # Rows that come back are summed per token: where they lie, token after token.
         self._order = torch.argsort(tokens, stable=True)
-        copies = torch.bincount(tokens, minlength=workload.num_tokens)
+        copies = torch.bincount(tokens, minlength=workload.tokens)
         self._first_row = torch.cumsum(copies, 0) - copies
         parts = [self.sent, *([] if self.scales is None else [self.scales]), self._ids, self._weights]
         self._bytes = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
         self._received = self._bytes.new_empty(sum(self._receives), self._bytes.shape[1])
-        self._returned = self._x.new_empty(ranks.numel(), workload.hidden_dim)
+        self._returned = self._x.new_empty(ranks.numel(), workload.hidden)
 
     def dispatch(self) -> None:
         """Sends one row of bytes per token and rank: token, scales, ids, weights."""

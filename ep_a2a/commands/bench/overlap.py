@@ -160,5 +160,5 @@ def in_turn(workload: LayerWorkload, context: RankContext) -> Layers:
 
 def unsplit(workload: LayerWorkload, context: RankContext) -> Layers:
     """Makes one batch of twice the tokens."""
-    size = 2 * workload.num_tokens
-    return Layers(context, [Layer(replace(workload, num_tokens=size, max_num_tokens=size), context, OpRoundTrip)])
+    size = 2 * workload.tokens
+    return Layers(context, [Layer(replace(workload, tokens=size, max_tokens=size), context, OpRoundTrip)])

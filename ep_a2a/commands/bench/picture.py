@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Record = dict[str, Any]
 
-X_LABELS = {"num_tokens": "tokens per rank", "max_sms": "bound on multiprocessors (CTAs)"}
+X_LABELS = {"tokens": "tokens per rank", "max_sms": "bound on multiprocessors (CTAs)"}
 READING = "Both axes logarithmic, lower is better; dashed: the reference push, of the same bytes"
 MARKERS = "osD^vP*X"
 
@@ -38,7 +38,7 @@ def plot_bench(records: Sequence[Record], path: Path, header: Record) -> None:
     values = sorted({x for line in lines.values() for x in line})
     # only a bound can be 0, which means that there is none
     places = {value: value or 2 * max(values) or 1 for value in values}
-    ticks = {place: f"{value:,}" if value or x_field == "num_tokens" else "all" for value, place in places.items()}
+    ticks = {place: f"{value:,}" if value or x_field == "tokens" else "all" for value, place in places.items()}
     size, unit = plots.unit_for(min(us for line in lines.values() for us in line.values()), plots.TIME_UNITS)
     measured = "layer" if is_of_layers(records) else "round trip"
     panel = plots.Panel(X_LABELS[x_field], f"{measured} ({unit})", ticks, log_y=True)
@@ -49,7 +49,7 @@ def plot_bench(records: Sequence[Record], path: Path, header: Record) -> None:
         panel.lines.append((label, sorted((places[x], us / size) for x, us in lines[label].items()), style))
     gpus = header.get("gpus") or []
     hardware = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    tokens = f"T {records[0]['num_tokens']}, " if x_field == "max_sms" else ""
+    tokens = f"T {records[0]['tokens']}, " if x_field == "max_sms" else ""
     footer = (
         f"{tokens}{constant_fields(records)}\n{hardware} · ep_a2a {header.get('ep_a2a')} ({header.get('commit')}), "
     )
@@ -60,9 +60,9 @@ def plot_bench(records: Sequence[Record], path: Path, header: Record) -> None:
 
 def choose_x(records: Sequence[Record]) -> str:
     """Returns the field of the x axis: max_sms where nothing else varies, else num_tokens."""
-    if len({record["num_tokens"] for record in records}) == 1 and varying_fields(records) == ["num_tokens", "max_sms"]:
+    if len({record["tokens"] for record in records}) == 1 and varying_fields(records) == ["tokens", "max_sms"]:
         return "max_sms"
-    return "num_tokens"
+    return "tokens"
 
 
 def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
@@ -71,7 +71,7 @@ def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
     A label has the contender and what else varies between the records.
     """
     x_field = choose_x(records)
-    varying = [name for name in varying_fields(records) if name not in ("num_tokens", x_field)]
+    varying = [name for name in varying_fields(records) if name not in ("tokens", x_field)]
     lines: dict[str, dict[int, float]] = {}
     for record in sorted(records, key=lambda record: int(record[x_field])):
         if record["status"] == Status.OK:

@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
 
 FIELDS = {
-    "world_size": "EP",
-    "num_tokens": "T",
-    "max_num_tokens": "M",
-    "hidden_dim": "H",
+    "ranks": "EP",
+    "tokens": "T",
+    "max_tokens": "M",
+    "hidden": "H",
     "topk": "K",
-    "num_experts": "experts",
+    "experts": "experts",
     "dtype": "dtype",
-    "quant_type": "dispatch cast",
+    "quant": "dispatch cast",
     "combine_quant": "combine cast",
     "layout": "layout",
     "routing": "routing",
     "max_sms": "max SMs",
     "gpus_per_node": "GPUs per node",
     "seed": "seed",
-    "intermediate_dim": "F",
+    "intermediate": "F",
 }
 """Fields of a workload and their headings."""
 ROUND_TRIP = {
@@ -187,12 +187,12 @@ def varying_fields(records: Sequence[Record]) -> list[str]:
 
     num_tokens is always among them, max_num_tokens only where a record has another one than num_tokens.
     """
-    differing = [name for name in FIELDS if len({each.get(name) for each in records}) > 1 or name == "num_tokens"]
-    return [name for name in differing if name != "max_num_tokens" or not _bounds_are_tokens(records)]
+    differing = [name for name in FIELDS if len({each.get(name) for each in records}) > 1 or name == "tokens"]
+    return [name for name in differing if name != "max_tokens" or not _bounds_are_tokens(records)]
 
 
 def _bounds_are_tokens(records: Sequence[Record]) -> bool:
-    return all(record["max_num_tokens"] == record["num_tokens"] for record in records)
+    return all(record["max_tokens"] == record["tokens"] for record in records)
 
 
 def constant_fields(records: Sequence[Record]) -> str:
@@ -200,7 +200,7 @@ def constant_fields(records: Sequence[Record]) -> str:
     varying = varying_fields(records)
     constant = {name: records[0][name] for name in FIELDS if name in records[0] and name not in varying}
     if _bounds_are_tokens(records):
-        constant["max_num_tokens"] = "= T"
+        constant["max_tokens"] = "= T"
     return ", ".join(f"{FIELDS[name]} {value}" for name, value in constant.items())
 
 
@@ -252,7 +252,7 @@ def is_functional_check(records: Iterable[Record]) -> bool:
 
 def is_of_layers(records: Iterable[Record]) -> bool:
     """Returns whether the records are of whole layers."""
-    return any("intermediate_dim" in record for record in records)
+    return any("intermediate" in record for record in records)
 
 
 def reasons(records: Iterable[Record]) -> list[str]:
@@ -261,7 +261,7 @@ def reasons(records: Iterable[Record]) -> list[str]:
     for record in records:
         if record["status"] != Status.OK:
             key = shown_name(record["contender"], record["device"]), record["status"], record["reason"]
-            found.setdefault(key, {})[record["num_tokens"]] = None
+            found.setdefault(key, {})[record["tokens"]] = None
     return [
         f"{contender} {status} (T = {', '.join(map(str, tokens))}): {reason}"
         for (contender, status, reason), tokens in found.items()
@@ -291,7 +291,7 @@ def _verdict(records: Sequence[Record]) -> Text:
     """Says in one sentence how many results are right."""
     checked = [record for record in records if record["status"] != Status.UNAVAILABLE]
     right = sum(record["status"] == Status.OK for record in checked)
-    worlds = {record["world_size"] for record in records}
+    worlds = {record["ranks"] for record in records}
     where = f"on {worlds.pop()} CPU processes" if len(worlds) == 1 else "on CPU"
     if right == len(checked):
         return Text(f"Right: {right} of {right} results {where}.", style="bold green")

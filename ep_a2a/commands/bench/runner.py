@@ -204,10 +204,10 @@ class Runner:
         self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int = 1
     ) -> list[list[Record]]:
         """Returns what `run_in_turn` does; status ERROR for all where ranks died or did not finish."""
-        if self._pool is None or self._pool.world_size != workload.world_size:
+        if self._pool is None or self._pool.world_size != workload.ranks:
             self.close()
             self._pool = RankPool(
-                workload.world_size,
+                workload.ranks,
                 device=self._device,
                 timeout_secs=CONTENDER_TIMEOUT_SECS * len(names),
                 num_gpus=self.num_gpus or None,
@@ -279,7 +279,7 @@ def run_sweep(
     Calls `on_begin` with the workload and the contender before each run, and `on_record` with its record.
     """
     for workload in workloads:
-        note = runner.note(workload.world_size)
+        note = runner.note(workload.ranks)
         noted = {"note": note} if note else {}
         records: list[Record] = []
         if workload.is_layer:

@@ -127,8 +127,8 @@ class InputsRoundTrip(RoundTrip):
         self._x, self._ids, self._weights = inputs or workload.inputs(context.rank, context.device)
         self.sent: torch.Tensor = self._x
         self.scales: torch.Tensor | None = None
-        if casts_before and workload.quant_type != QuantType.NONE:
-            self.sent, self.scales = quantize(self._x, workload.quant_type)
+        if casts_before and workload.quant != QuantType.NONE:
+            self.sent, self.scales = quantize(self._x, workload.quant)
         self._rows = torch.empty(0)
 
     @abc.abstractmethod
@@ -150,7 +150,7 @@ class InputsRoundTrip(RoundTrip):
         if scales is None:
             return tokens
         flat_scales = scales.reshape(-1, scales.shape[-1])
-        rows = dequantize(tokens.flatten(0, -2), flat_scales, self._workload.quant_type, self._workload.dtype)
+        rows = dequantize(tokens.flatten(0, -2), flat_scales, self._workload.quant, self._workload.dtype)
         return rows.view(tokens.shape)
 
 
@@ -185,7 +185,7 @@ class OpRoundTrip(InputsRoundTrip):
         self, workload: Workload, context: RankContext, inputs: Inputs | None = None, variant: OpVariant = OpVariant()
     ) -> None:
         super().__init__(workload, context, inputs, casts_before=variant.casts_before)
-        self._step_bound = workload.num_tokens if variant.bounds_step else None
+        self._step_bound = workload.tokens if variant.bounds_step else None
         self._arena = Arena(context.group, context.device)
         # It makes arenas and transports between nodes where the op needs them.
         self._factory = OpFactory(self._arena)
@@ -206,7 +206,7 @@ class OpRoundTrip(InputsRoundTrip):
     def combine(self, dispatched: Any) -> torch.Tensor:
         """Combines the experts' rows, which lie ready."""
         result, _ = self.op.combine(self._rows, None, None)
-        return result[: self._workload.num_tokens]
+        return result[: self._workload.tokens]
 
     def run_identity_experts(self, dispatched: DispatchResult) -> None:
         """Leaves the received rows as the experts'."""
@@ -254,28 +254,28 @@ def make_config(workload: Workload, rank: int, variant: OpVariant = OpVariant())
     """
     kernel_type = EpDispatchCombineKernelType.IntraNode
     if workload.num_nodes > 1:
-        kernel_type = variant.kernel_type or inter_node_kernel(workload.max_num_tokens)
+        kernel_type = variant.kernel_type or inter_node_kernel(workload.max_tokens)
     has_combine_cast = workload.combine_quant != QuantType.NONE
     return EpDispatchCombineConfig(
         data_type=workload.dtype,
         rank=rank,
-        world_size=workload.world_size,
-        hidden_dim=workload.hidden_dim,
+        world_size=workload.ranks,
+        hidden_dim=workload.hidden,
         scale_dim=0,
         scale_type_size=0,
         max_token_type_size=workload.dtype.itemsize,
-        max_num_inp_token_per_rank=workload.max_num_tokens,
-        num_experts_per_rank=num_owned_experts(workload.num_experts, workload.world_size, rank),
+        max_num_inp_token_per_rank=workload.max_tokens,
+        num_experts_per_rank=num_owned_experts(workload.experts, workload.ranks, rank),
         num_experts_per_token=workload.topk,
-        num_experts=workload.num_experts,
-        quant_type=workload.combine_quant if has_combine_cast else workload.quant_type,
-        dispatch_quant_type=workload.quant_type if has_combine_cast else None,
+        num_experts=workload.experts,
+        quant_type=workload.combine_quant if has_combine_cast else workload.quant,
+        dispatch_quant_type=workload.quant if has_combine_cast else None,
         # Only these calls are made. Each further form takes seconds to compile.
         compiled_calls=CompiledCalls.SERVING,
         layout=workload.layout,
         max_sms=workload.max_sms,
         kernel_type=kernel_type,
-        gpu_per_node=workload.world_size // workload.num_nodes,
+        gpu_per_node=workload.ranks // workload.num_nodes,
         internode_transport=variant.internode_transport,
     )
 
@@ -292,14 +292,14 @@ def identity_experts(
     """
     # NaN, so that the check finds a combine that reads rows which were not received.
     results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
-    flat_tokens, flat_results = tokens.view(-1, workload.hidden_dim), results.view(-1, workload.hidden_dim)
+    flat_tokens, flat_results = tokens.view(-1, workload.hidden), results.view(-1, workload.hidden)
     num_rows = tokens.shape[-2]
     for block, count in enumerate(counts.tolist()):
         span = slice(block * num_rows, block * num_rows + count)
         rows = flat_tokens[span]
         if scales is not None:
             flat_scales = scales.view(-1, scales.shape[-1])[span]
-            rows = dequantize(rows, flat_scales, workload.quant_type, workload.dtype)
+            rows = dequantize(rows, flat_scales, workload.quant, workload.dtype)
         flat_results[span] = rows
     return results
 

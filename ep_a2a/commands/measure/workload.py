@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""
 SAME = "same"
-"""Value of max_num_tokens that stands for num_tokens."""
+"""Value of --max-tokens that stands for --tokens."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMBINE_DTYPES}
 _MAX_CACHED_ROUTINGS = 4
 _SCALE_BYTES = 4
@@ -52,15 +52,15 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """One point of a sweep, the same on all ranks. Every rank brings num_tokens tokens.
+    """One point of a sweep, the same on all ranks. Fields are named as the options of bench.
 
     Attributes:
-        world_size: W, ranks.
-        num_tokens: T, tokens of each rank.
-        max_num_tokens: M >= T, the most tokens of a rank, which sizes buffers and strides.
-        hidden_dim: H. topk: K. num_experts: experts over all ranks, owned linearly.
+        ranks: W, ranks.
+        tokens: T, tokens of each rank.
+        max_tokens: M >= T, the most tokens of a rank, which sizes buffers and strides.
+        hidden: H. topk: K. experts: experts over all ranks, owned linearly.
         dtype: of the tokens given to dispatch and of the rows that combine sums.
-        quant_type: cast on the dispatch wire: "none", "fp8_per_1x128", "fp8_per_token" or "mxfp8".
+        quant: cast on the dispatch wire: "none", "fp8_per_1x128", "fp8_per_token" or "mxfp8".
         combine_quant: cast on the combine wire: "none", "fp8_blockwise" (1x128 scales) or "fp8_direct_cast".
         layout: how contenders that can choose arrange received rows.
         routing: a name in ep_a2a.routing.ROUTINGS.
@@ -71,14 +71,14 @@ class Workload:
     """
 
     is_layer: ClassVar[bool] = False
-    world_size: int
-    num_tokens: int
-    max_num_tokens: int
-    hidden_dim: int = 7168
+    ranks: int
+    tokens: int
+    max_tokens: int
+    hidden: int = 7168
     topk: int = 8
-    num_experts: int = 256
+    experts: int = 256
     dtype: torch.dtype = torch.bfloat16
-    quant_type: str = "none"
+    quant: str = "none"
     combine_quant: str = "none"
     layout: str = "compact"
     routing: str = "uniform"
@@ -89,8 +89,8 @@ class Workload:
     def inputs(self, rank: int, device: torch.device | str = "cpu") -> Inputs:
         """Returns the rank's tokens, ids and weights, drawn on the CPU to be equal on every machine."""
         generator = torch.Generator().manual_seed(self.seed_of(rank, "tokens"))
-        x = torch.randn(self.num_tokens, self.hidden_dim, generator=generator) * INPUT_SCALE
-        weights = torch.rand(self.num_tokens, self.topk, generator=generator) + 1.0 / self.topk
+        x = torch.randn(self.tokens, self.hidden, generator=generator) * INPUT_SCALE
+        weights = torch.rand(self.tokens, self.topk, generator=generator) + 1.0 / self.topk
         weights /= weights.sum(1, keepdim=True)
         return Inputs(x.to(self.dtype).to(device), self.ids(rank).to(device), weights.to(device))
 
@@ -100,12 +100,12 @@ class Workload:
 
     def num_distinct_ranks(self, rank: int) -> torch.Tensor:
         """Returns the number of ranks that each of the rank's tokens goes to, int32 `[T]`."""
-        return num_distinct_ranks(self.ids(rank), self.num_experts, self.world_size)
+        return num_distinct_ranks(self.ids(rank), self.experts, self.ranks)
 
     def valid_weights(self, rank: int) -> torch.Tensor:
         """Returns the sum of the weights of each of the rank's tokens over its valid ids, float32 `[T]`."""
         inputs = self.inputs(rank)
-        valid = (inputs.ids >= 0) & (inputs.ids < self.num_experts)
+        valid = (inputs.ids >= 0) & (inputs.ids < self.experts)
         return (inputs.weights * valid).sum(1)
 
     def traffic(self) -> torch.Tensor:
@@ -113,17 +113,17 @@ class Workload:
 
         A token is one row per distinct rank. Combine's matrix is the transpose.
         """
-        return traffic_matrix(_all_ids(self), self.num_experts, self.world_size)
+        return traffic_matrix(_all_ids(self), self.experts, self.ranks)
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes, of gpus_per_node ranks each."""
-        return self.world_size // self.gpus_per_node if self.gpus_per_node else 1
+        return self.ranks // self.gpus_per_node if self.gpus_per_node else 1
 
     @property
     def dispatch_row_bytes(self) -> int:
         """Bytes of one token on the dispatch wire with its scales, without ids and weights."""
-        return self._row_bytes(self.quant_type)
+        return self._row_bytes(self.quant)
 
     @property
     def combine_row_bytes(self) -> int:
@@ -155,7 +155,7 @@ class Workload:
         """
         relative = max(2.0**-7, 2 * torch.finfo(self.dtype).eps) if self.dtype != torch.float32 else 2.0**-18
         absolute = 0.0
-        for cast in (self.quant_type, self.combine_quant):
+        for cast in (self.quant, self.combine_quant):
             if cast != QuantType.NONE:
                 relative += 2.0**-3
                 # Subnormals: 2^-10 steps from 448 with a scale per row; without scales, from the row's own largest.
@@ -174,46 +174,46 @@ class Workload:
         Raises:
             ConfigError, TopKError, UnsupportedError: nothing can; the text names the field.
         """
-        casts = {self.quant_type, self.combine_quant}
+        casts = {self.quant, self.combine_quant}
         step = ALIGNMENT_BYTES // (self.dtype.itemsize if casts == {QuantType.NONE} else 1)
         step = max(GROUP_SIZES.get(QuantType(cast), step) for cast in casts)
-        size, num_tokens = self.gpus_per_node, self.num_tokens
-        divides = size == 0 or (size > 0 and self.world_size % size == 0)
-        for name in ("world_size", "num_tokens", "hidden_dim", "topk", "num_experts"):
+        size, tokens = self.gpus_per_node, self.tokens
+        divides = size == 0 or (size > 0 and self.ranks % size == 0)
+        for name in ("ranks", "tokens", "hidden", "topk", "experts"):
             _require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name))
         _require(self.max_sms >= 0, "max_sms", ">= 0", self.max_sms)
-        _require(divides, "gpus_per_node", f"to divide {self.world_size} ranks, or 0 for one node", size)
-        bound, expected = self.max_num_tokens, f">= {num_tokens}, the tokens of a rank"
-        _require(bound >= num_tokens, "max_num_tokens", expected, bound, f"Raise it, or say {SAME!r}.")
-        check_topk(self.topk, self.num_experts)
+        _require(divides, "gpus_per_node", f"to divide {self.ranks} ranks, or 0 for one node", size)
+        bound, expected = self.max_tokens, f">= {tokens}, the tokens of a rank"
+        _require(bound >= tokens, "max_tokens", expected, bound, f"Raise it, or say {SAME!r}.")
+        check_topk(self.topk, self.experts)
         expected = f"to be a multiple of {step} with these casts"
-        _require(self.hidden_dim % step == 0, "hidden_dim", expected, self.hidden_dim)
+        _require(self.hidden % step == 0, "hidden", expected, self.hidden)
 
     def _row_bytes(self, cast: str) -> int:
         if cast == QuantType.NONE:
-            return self.hidden_dim * self.dtype.itemsize
-        by_groups = self.hidden_dim // FP8_GROUP_SIZE * _SCALE_BYTES
+            return self.hidden * self.dtype.itemsize
+        by_groups = self.hidden // FP8_GROUP_SIZE * _SCALE_BYTES
         other_casts = {
             QuantType.FP8_PER_TOKEN: _SCALE_BYTES,
-            QuantType.MXFP8: self.hidden_dim // MX_GROUP_SIZE,
+            QuantType.MXFP8: self.hidden // MX_GROUP_SIZE,
             QuantType.FP8_DIRECT_CAST: 0,
         }
-        return self.hidden_dim * _FP8_BYTES + other_casts.get(QuantType(cast), by_groups)
+        return self.hidden * _FP8_BYTES + other_casts.get(QuantType(cast), by_groups)
 
     def seed_of(self, rank: int, purpose: str) -> int:
         """Returns the seed of one rank's generator; `purpose` is "ids" or "tokens".
 
         Ids and tokens have generators of their own: every rank draws the ids of all, but only its own tokens.
         """
-        return (self.seed * self.world_size + rank) * 2 + (purpose == "ids")
+        return (self.seed * self.ranks + rank) * 2 + (purpose == "ids")
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED_ROUTINGS)
 def _all_ids(workload: Workload) -> list[torch.Tensor]:
     draw, ids = ROUTINGS[workload.routing], []
-    for rank in range(workload.world_size):
+    for rank in range(workload.ranks):
         generator = torch.Generator().manual_seed(workload.seed_of(rank, "ids"))
-        drawn = draw(workload.num_tokens, workload.topk, workload.num_experts, workload.world_size, generator)
+        drawn = draw(workload.tokens, workload.topk, workload.experts, workload.ranks, generator)
         ids.append(drawn.to(torch.int32).contiguous())
     return ids
 
@@ -222,7 +222,7 @@ def make_workloads(values: Mapping[str, Sequence[Any]], kind: type[Workload] = W
     """Returns a workload for each combination of values; the last field varies fastest.
 
     Args:
-        values: by field of `kind`. dtype holds names in DTYPES; max_num_tokens holds numbers as text, or SAME.
+        values: by field of `kind`. dtype holds names in DTYPES; max_tokens holds numbers as text, or SAME.
 
     Raises:
         ConfigError, TopKError, UnknownNameError: nothing can move a combination; the text names the field.
@@ -233,17 +233,17 @@ def make_workloads(values: Mapping[str, Sequence[Any]], kind: type[Workload] = W
 def _workload(values: dict[str, Any], kind: type[Workload]) -> Workload:
     for name, allowed in (
         ("dtype", DTYPES),
-        ("quant_type", tuple(Quant)),
+        ("quant", tuple(Quant)),
         ("combine_quant", COMBINE_QUANT_TYPES),
         ("layout", tuple(Layout)),
         ("routing", ROUTINGS),
     ):
         if name in values and values[name] not in allowed:
             raise UnknownNameError(f"to be one of {', '.join(map(str, allowed))}", repr(values[name]), field=name)
-    bound = values.get("max_num_tokens", SAME)
+    bound = values.get("max_tokens", SAME)
     if bound != SAME and not bound.isdecimal():
-        raise ConfigError(f"to be a number or {SAME!r}", repr(bound), field="max_num_tokens")
-    values["max_num_tokens"] = values["num_tokens"] if bound == SAME else int(bound)
+        raise ConfigError(f"to be a number or {SAME!r}", repr(bound), field="max_tokens")
+    values["max_tokens"] = values["tokens"] if bound == SAME else int(bound)
     if "dtype" in values:
         values["dtype"] = DTYPES[values["dtype"]]
     workload = kind(**values)
