@@ -1,4 +1,4 @@
-"""An op of layout expert_major that may take router weights in combine instead of dispatch."""
+"""An op that in layout expert_major may take router weights in combine instead of dispatch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.config import Layout
-from ep_a2a.errors import ConfigError, InputError, ShapeError, UnsupportedError
+from ep_a2a.errors import ShapeError, UnsupportedError
 from ep_a2a.kernels.combine_time_weights_kernels import exchange_weights_kernel
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
@@ -20,7 +20,6 @@ from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.ops.row_constants import shape_of
 from ep_a2a.ops.staged import StagedEngine
-from ep_a2a.ops.wire_word import WEIGHTS_BIT
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -37,14 +36,16 @@ EXCHANGED_WORDS = 1024
 """Weights that a program moves at once."""
 
 
+LATE_WEIGHTS = 1
+"""Tag of a dispatch whose weights may follow in combine, by which ranks find out that they disagree."""
+
+
 class CombineTimeWeightsOp(EpDispatchCombineOp):
-    """EpDispatchCombineOp of layout expert_major that takes the router's weights in dispatch or in combine.
+    """EpDispatchCombineOp that in layout expert_major takes the router's weights in dispatch, in combine or nowhere.
 
-    All ranks pass a step's weights to the same call. Weights that are passed to combine cost one hop more: the experts'
-    ranks need them before rows travel back, so combine_send waits for the weights of all ranks.
-
-    Raises:
-        ConfigError: the layout is not expert_major.
+    All ranks pass a step's weights to the same call; a weight that no call is given is 1. Weights that are passed to
+    combine cost one hop more: the experts' ranks need them before rows travel back, so combine_send waits for the
+    weights of all ranks. In other layouts the op is as its base.
     """
 
     @outside_modes()
@@ -57,35 +58,26 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
         _is_agreed: bool = False,
     ) -> None:
         super().__init__(config, arena=arena, index=index, _is_agreed=_is_agreed)
-        if config.layout != Layout.EXPERT_MAJOR:
-            raise ConfigError("layout expert_major, where combine weighs rows", repr(config.layout))
-        shape = (config.max_num_inp_token_per_rank, config.topk)
-        self._no_weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self._exchange = WeightExchange(self)
+        self._exchange: WeightExchange | None = None
+        self._weights_are_late = False
+        if config.layout == Layout.EXPERT_MAJOR:
+            # made before the exchange, which synchronises the device: valid on all streams, and in no captured graph
+            shape = (config.max_num_inp_token_per_rank, config.topk)
+            self._ones = torch.ones(shape, dtype=torch.float32, device=self.device)
+            self._exchange = WeightExchange(self)
 
     def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
-        if step.weights is not None:
-            return super()._prepare_dispatch(step)
-        tokens: object = step.tokens
-        num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
-        call = super()._prepare_dispatch(step._replace(weights=self._no_weights[:num_tokens]))
-        # ranks that bring them now and ranks that bring them later find out by this word
-        args, checked = call.args, call.checked
-        return call._replace(
-            args=args._replace(wire_word=args.wire_word & ~WEIGHTS_BIT),
-            checked=checked._replace(wire_word=checked.wire_word & ~WEIGHTS_BIT),
-        )
+        self._weights_are_late = self._exchange is not None and step.weights is None
+        if self._weights_are_late:
+            tokens: object = step.tokens
+            num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
+            step = step._replace(weights=self._ones[:num_tokens], tag=LATE_WEIGHTS)
+        return super()._prepare_dispatch(step)
 
     def _prepare_combine(self, step: OpenStep[CheckedDispatch], given: CombineInputs) -> CombineArguments:
         """Checks a combine, and launches the exchange of weights that its other launches need."""
-        if step.facts.wire_word & WEIGHTS_BIT:
+        if self._exchange is None or given.weights is None or not self._weights_are_late:
             return super()._prepare_combine(step, given)
-        if given.weights is None:
-            raise InputError(
-                "the router's weights, which dispatch was not given",
-                "None",
-                "Pass this rank's topk_weights [T, K], float32.",
-            )
         call = super()._prepare_combine(step, given._replace(weights=None))
         self._exchange.run(given.weights, call.num_tokens, call.step_tokens)
         return call
@@ -93,17 +85,19 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
     @property
     def num_inbox_bytes(self) -> int:
         """Bytes on this rank of the memory for other ranks' weights."""
-        return self._exchange.num_bytes
+        return 0 if self._exchange is None else self._exchange.num_bytes
 
     def record_spans(self) -> None:
         """Launch kernels that note times from now on. Local."""
         super().record_spans()
-        self._exchange.record_spans()
+        if self._exchange is not None:
+            self._exchange.record_spans()
 
     def reset(self) -> None:
         """Makes the op usable again after an error or an unfinished step. Collective; the step in progress is lost."""
-        # epochs begin anew, so no word of the earlier ones may be left
-        self.arena.together("clearing the inbox of weights", self._exchange.clear)
+        if self._exchange is not None:
+            # epochs begin anew, so no word of the earlier ones may be left
+            self.arena.together("clearing the inbox of weights", self._exchange.clear)
         super().reset()
 
 

@@ -15,8 +15,6 @@ from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
-from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import CombineInputs
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.buffer_base import Tokens
@@ -177,8 +175,7 @@ class LowLatencyMode(BufferBase):
         handle = LowLatencyHandle(shape, ids, topk_idx, topk_weights is not None)
         step = handle.step = self._step(shape)
         op = step.op
-        weights = self._ops.unit_weights[op][: ids.shape[0]] if topk_weights is None else topk_weights
-        rows, _, row_scales, _, _ = (op.dispatch_send if in_halves else op.dispatch)(x, weights, None, ids)
+        rows, _, row_scales, _, _ = (op.dispatch_send if in_halves else op.dispatch)(x, topk_weights, None, ids)
         self._steps.add(step, keeps_rows=True)
         counts = op.expert_recv_count
         scales = None if row_scales is None else _column_major_like(row_scales)
@@ -221,14 +218,13 @@ class LowLatencyMode(BufferBase):
         compared = None if topk_idx is handle.topk_idx else topk_idx.to(torch.int32)
         if out is None:
             out = torch.empty(topk_idx.shape[0], x.shape[-1], dtype=x.dtype, device=x.device)
-        _check_combine(handle, CombineInputs(rows, None, compared, out, (None, None)))
-        step = self._step_with_weights(handle, topk_weights)
-        op = step.op
+        weights = self._late_weights(handle, topk_weights)
+        step, op = handle.step, handle.step.op
         if not in_halves:
-            op.combine(rows, None, compared, out=out)
+            op.combine(rows, weights, compared, out=out)
             step.close()
             return out
-        op.combine_send(rows, None, compared, out=out)
+        op.combine_send(rows, weights, compared, out=out)
 
         def receive() -> None:
             op.combine_recv()
@@ -237,8 +233,8 @@ class LowLatencyMode(BufferBase):
         step.combine_hook = Hook(receive, op.device)
         return out
 
-    def _step_with_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
-        """Returns the handle's step, open, once the experts' ranks have the weights to multiply by."""
+    def _late_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> torch.Tensor | None:
+        """Makes the handle's dispatch the open step of its op. Returns the weights that combine must bring there."""
         step = handle.step
         if step.is_open and step.dispatch_hook is not None and not step.dispatch_hook.is_done:
             raise StateError("the hook of low_latency_dispatch to be called before combine", "combine", "Call hook().")
@@ -246,21 +242,19 @@ class LowLatencyMode(BufferBase):
             step.combine_hook.finish()  # this is a second combine of the same dispatch
         if topk_weights is None and not (handle.has_weights and step.is_open):
             raise InputError("topk_weights", "None", "Pass them here, or to low_latency_dispatch and combine once.")
-        if not step.is_open:
-            self._steps.expect_rows(step)
-            return self._reopen(handle, topk_weights)
-        if topk_weights is not None:
-            self._ops.exchanges[step.op].run(topk_weights, handle.ids.shape[0], handle.shape.max_num_tokens)
-        return step
+        if step.is_open:
+            return topk_weights
+        self._steps.expect_rows(step)
+        self._reopen(handle, topk_weights)
+        return None
 
-    def _reopen(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> Step:
+    def _reopen(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> None:
         """Makes a handle's dispatch the open step of an op again, by a dispatch of zeros with the weights."""
         step, shape = self._step(handle.shape), handle.shape
         zeros = torch.zeros(handle.ids.shape[0], shape.hidden_dim, dtype=shape.dtype, device=handle.ids.device)
         step.op.dispatch(zeros, topk_weights, None, handle.ids)
         self._steps.add(step, keeps_rows=True)
         handle.step = step
-        return step
 
     def _step(self, shape: OpShape) -> Step:
         """Returns a new step on an op that has no open one."""
@@ -296,17 +290,6 @@ def _combine_buffer(handle: LowLatencyHandle) -> torch.Tensor:
     """Returns memory [E, W * M, H] of the op that holds, or last held, the handle's dispatch."""
     op = handle.step.op
     return op.get_registered_combine_input_buffer(op.config.combined_dtype).view(*handle.step.rows_shape)
-
-
-def _check_combine(handle: LowLatencyHandle, given: CombineInputs) -> None:
-    """Checks a combine's arguments as its op will, before the weights are exchanged."""
-    op, num_tokens = handle.step.op, handle.ids.shape[0]
-    inputs.check_combine(op.config, op.device, given, handle.step.rows_shape[:2], num_tokens)
-    inputs.check_alignment("input", given.rows)
-    if given.out is not None:
-        inputs.check_token_rows(op.config, op.device, num_tokens, out=given.out)
-        inputs.check_outside(op.memory.received, out=given.out)
-        inputs.check_apart("out", given.out, given.rows, "the rows to be combined")
 
 
 def _column_major_like(scales: torch.Tensor) -> torch.Tensor:

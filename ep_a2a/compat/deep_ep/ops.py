@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ep_a2a.compat.combine_time_weights import WeightExchange
+from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, EpA2AError, TooManyTokensError, max_tokens_named
@@ -17,8 +17,10 @@ from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.ops.factory import OpFactory
 
 if TYPE_CHECKING:
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
 
@@ -72,6 +74,15 @@ class OpShape:
         return kwargs
 
 
+class BufferManager(NativeAll2AllManager):
+    """A manager whose ops by expert may take weights in combine, as DeepEP's, which weighs rows at the token's rank."""
+
+    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> EpDispatchCombineOp:
+        if self._factory is None:
+            self._factory = OpFactory(self.arena, CombineTimeWeightsOp)
+        return super()._make_op(config, topology, index)
+
+
 class Ops:
     """A manager and its ops by shape and memory index. Construction is collective.
 
@@ -83,9 +94,6 @@ class Ops:
 
     Attributes:
         topology: the nodes of the group.
-        exchanges: of ops by expert, the exchange of weights that combine is given. DeepEP weighs rows at the token's
-            rank, our ops at the experts' ranks.
-        unit_weights: of ops by expert, ones [M, K] in place of weights that dispatch is not given.
 
     Raises:
         ConfigError: gpus_per_node would put ranks of two hosts on one node.
@@ -107,14 +115,12 @@ class Ops:
         if "cpu:gloo" not in backends:
             self._own_group = make_subgroup(group, range(self.num_ranks))
         cpu_group = self._own_group or group
-        self.manager = NativeAll2AllManager(cpu_group)
+        self.manager = BufferManager(cpu_group)
         if device is not None:
             self.manager.device = torch.device(device)
         self.groups = DeviceGroups(cpu_group, group if "cuda:nccl" in backends else None)
         self._ops: dict[tuple[OpShape, int], EpDispatchCombineOp] = {}
         self._num_sms: dict[EpDispatchCombineOp, int] = {}
-        self.exchanges: dict[EpDispatchCombineOp, WeightExchange] = {}
-        self.unit_weights: dict[EpDispatchCombineOp, torch.Tensor] = {}
         try:
             self.topology = self.groups.rendezvous.attempt("finding the nodes", lambda: self._find_nodes(gpus_per_node))
         except EpA2AError:
@@ -161,14 +167,7 @@ class Ops:
         if key not in self._ops:
             low_latency = shape.layout is Layout.EXPERT_MAJOR
             with max_tokens_named("num_max_dispatch_tokens_per_rank" if low_latency else "max_num_tokens_per_rank"):
-                op = self._ops[key] = self.manager.get_handle(self._handle_kwargs(shape), index)
-            if low_latency:
-                # before the exchange, which synchronises the device and cannot be captured: the ones are valid on all
-                # streams and no part of a captured graph
-                self.unit_weights[op] = torch.ones(
-                    shape.max_num_tokens, shape.topk, dtype=torch.float32, device=self.device
-                )
-                self.exchanges[op] = WeightExchange(op)
+                self._ops[key] = self.manager.get_handle(self._handle_kwargs(shape), index)
         return self._ops[key]
 
     def _handle_kwargs(self, shape: OpShape) -> dict[str, Any]:
@@ -182,8 +181,8 @@ class Ops:
 
     def close(self) -> None:
         """Frees all memory. Local; must be called on every rank. A second call does nothing."""
-        for by_op in (self._ops, self._num_sms, self.exchanges, self.unit_weights):
-            by_op.clear()
+        self._ops.clear()
+        self._num_sms.clear()
         # garbage collection may call this, at another time on every rank: do not wait for the others
         self.manager.destroy(alone=True)
         self.groups.close()

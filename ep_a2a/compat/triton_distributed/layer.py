@@ -10,7 +10,7 @@ import torch
 
 from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
-from ep_a2a.errors import DtypeError, StateError
+from ep_a2a.errors import DtypeError, InputError, StateError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.ops.inputs import in_int32
 
@@ -145,7 +145,7 @@ class EPLowLatencyAllToAllLayer:
         with self._recorded(buffers, "dispatch"):
             rows, scales, step = buffers.dispatch(send_tokens, topk_weights, send_scales, topk_indices)
         self.dispatch_ctx.update_phase()
-        return rows, scales, buffers.op.expert_recv_count, DispatchMetaInfo(buffers, step)
+        return rows, scales, buffers.op.expert_recv_count, DispatchMetaInfo(buffers, step, topk_weights is not None)
 
     @outside_graphs
     def combine(
@@ -185,6 +185,10 @@ class EPLowLatencyAllToAllLayer:
         op = buffers.op
         op.check()
         buffers.expect_open(dispatch_meta.step)
+        if topk_weights is None and not dispatch_meta.has_weights:
+            raise InputError(
+                "topk_weights, which dispatch was not given", "None", "Pass this rank's topk_weights [T, K]."
+            )
         rows = self.combine_ctx.filled_comm_buf() if zero_copy else send_tokens
         weights = None if topk_weights is None else _in_float32(topk_weights)
         out = torch.empty(buffers.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)

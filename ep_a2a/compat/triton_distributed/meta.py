@@ -22,10 +22,11 @@ class DispatchMetaInfo:
     Args:
         buffers: those of the dispatch's phase.
         step: number of the dispatch among those of its phase.
+        has_weights: whether the dispatch was given the router's weights.
     """
 
-    def __init__(self, buffers: PhaseBuffers, step: int) -> None:
-        self.buffers, self.step = buffers, step
+    def __init__(self, buffers: PhaseBuffers, step: int, has_weights: bool) -> None:
+        self.buffers, self.step, self.has_weights = buffers, step, has_weights
         self._sources: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
