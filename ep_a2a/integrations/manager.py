@@ -113,7 +113,6 @@ class EngineManager(NativeAll2AllManager):
         return [
             Dispatcher(
                 op,
-                num_words=shape.num_words,
                 # rows without a token name another rank's expert
                 pad_id=op.config.total_experts - 1 if self.rank == 0 else 0,
                 # layers of one shape share the op: a rank that leaves one out must not get another one's rows

@@ -49,7 +49,6 @@ class LayerShape:
         topk: experts per token.
         num_experts: over all ranks, redundant ones included. num_local_experts: this rank's.
         max_num_tokens: the most tokens that a rank brings to a step.
-        num_words: int32 words that travel with each token beside its ids and weights.
     """
 
     dtype: torch.dtype
@@ -58,7 +57,6 @@ class LayerShape:
     num_experts: int
     num_local_experts: int
     max_num_tokens: int
-    num_words: int = 0
 
     def of_micro_batch(self, num_micro_batches: int) -> LayerShape:
         """Returns the shape for the last of so many micro-batches of a step, which takes what the others leave."""
@@ -84,8 +82,7 @@ def handle_kwargs(token_format: TokenFormat, shape: LayerShape, *, rank: int, wo
         "max_num_tokens_per_dp_rank": shape.max_num_tokens,
         "num_local_experts": shape.num_local_experts,
         "num_experts": shape.num_experts,
-        # a word takes the slot of an expert that no rank has
-        "num_experts_per_token": shape.topk + shape.num_words,
+        "num_experts_per_token": shape.topk,
         "layout": "rank_major",
         "compiled_calls": "serving",
     }

@@ -40,16 +40,17 @@ def dispatcher() -> Dispatcher:
 def test_inputs_are_of_the_ops_types(dispatcher):
     """Columns that are missing become zeros; what fits is not copied."""
     fits = torch.ones(3, HIDDEN), torch.rand(3, 2), torch.ones(3, 2, dtype=torch.int32)
-    inputs = dispatcher.inputs(*fits)
-    assert (inputs.tokens, inputs.weights, inputs.ids) == fits
-    inputs = dispatcher.inputs(torch.ones(2, 3, 5)[:, 0], torch.ones(2, 3).bfloat16()[:, 1:], torch.ones(2, 2).long())
-    assert inputs.tokens.tolist() == [[1.0] * 5 + [0.0] * 3] * 2
-    assert (inputs.weights.dtype, inputs.ids.dtype) == (torch.float32, torch.int32)
-    assert all(each.is_contiguous() for each in (inputs.tokens, inputs.weights, inputs.ids))
-    weighted = dispatcher.inputs(fits[0], fits[1][:, :1], fits[2][:, :1], weights_on_input=True)
-    assert torch.equal(weighted.tokens[:, :1], fits[1][:, :1])
+    assert dispatcher.fitted(*fits) == fits
+    tokens, weights, ids = fitted = dispatcher.fitted(
+        torch.ones(2, 3, 5)[:, 0], torch.ones(2, 3).bfloat16()[:, 1:], torch.ones(2, 2).long()
+    )
+    assert tokens.tolist() == [[1.0] * 5 + [0.0] * 3] * 2
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    assert all(each.is_contiguous() for each in fitted)
+    weighted, *_ = dispatcher.fitted(fits[0], fits[1][:, :1], fits[2][:, :1], weights_on_input=True)
+    assert torch.equal(weighted[:, :1], fits[1][:, :1])
     with pytest.raises(UnsupportedError, match="one expert per token"):
-        dispatcher.inputs(*fits, weights_on_input=True)
+        dispatcher.fitted(*fits, weights_on_input=True)
 
 
 @pytest.mark.parametrize("width", [5, HIDDEN])

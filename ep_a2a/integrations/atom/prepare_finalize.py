@@ -11,7 +11,8 @@ from ep_a2a.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.integrations.dispatcher import Dispatcher, Inputs, Received
+    from ep_a2a.integrations.dispatcher import Dispatcher
+    from ep_a2a.interface import DispatchResult
 
 
 class AtomPrepareAndFinalize:
@@ -77,8 +78,8 @@ class AtomPrepareAndFinalize:
             (rows [W * M, H], None, ExpertTokensMetadata, ids [W * M, K] int32 global, weights [W * M, K]). Of the
             metadata, expert_num_tokens is int32 [1], the rows received.
         """
-        inputs = self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input)
-        return self._for_experts(self._whole.dispatch(inputs))
+        fitted = self._fitted(a1, topk_weights, topk_ids, apply_router_weight_on_input)
+        return self._for_experts(self._whole.dispatch(*fitted))
 
     def finalize(
         self,
@@ -109,7 +110,7 @@ class AtomPrepareAndFinalize:
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
         """Sends the tokens of this half. Returns two functions: one receives rows, one returns `prepare`'s result."""
         half = self._half()
-        received = half.dispatch_send(self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input))
+        received = half.dispatch_send(*self._fitted(a1, topk_weights, topk_ids, apply_router_weight_on_input))
         return half.op.dispatch_recv, lambda: self._for_experts(received)
 
     def finalize_async(
@@ -127,19 +128,17 @@ class AtomPrepareAndFinalize:
     def _half(self) -> Dispatcher:
         return self._halves[int(self._ubatching.tbo_current_ubatch_id())]
 
-    def _for_experts(self, received: Received) -> Any:
-        metadata = self._kernels.ExpertTokensMetadata(
-            expert_num_tokens=received.result.total_recv, expert_num_tokens_cpu=None
-        )
-        return received.rows, received.scales, metadata, received.ids, received.weights
+    def _for_experts(self, received: DispatchResult) -> Any:
+        metadata = self._kernels.ExpertTokensMetadata(expert_num_tokens=received.total_recv, expert_num_tokens_cpu=None)
+        return received.tokens, received.scales, metadata, received.indices, received.weights
 
-    def _inputs(
+    def _fitted(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, weights_on_input: bool
-    ) -> Inputs:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if weights_on_input:
             raise UnsupportedError(
                 "router weights that are applied by the experts",
                 "apply_router_weight_on_input=True",
                 "ATOM's own MORI path refuses it too; use a model without it.",
             )
-        return self._whole.inputs(a1, topk_weights, topk_ids)
+        return self._whole.fitted(a1, topk_weights, topk_ids)

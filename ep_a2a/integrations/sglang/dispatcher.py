@@ -94,12 +94,12 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
                 type(topk_output).__name__,
                 "Choose --moe-runner-backend triton.",
             )
-        inputs = self._exchange.inputs(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
-        received = self._exchange.dispatch(inputs, max_num_tokens=self._bound(len(hidden_states)))
-        local = received.ids - self._first_expert
+        fitted = self._exchange.fitted(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
+        received = self._exchange.dispatch(*fitted, max_num_tokens=self._bound(len(hidden_states)))
+        local = received.indices - self._first_expert
         local = torch.where((local >= 0) & (local < self._num_local_experts), local, -1)
         weights = StandardTopKOutput(received.weights, local, topk_output.router_logits)
-        return StandardDispatchOutput(received.rows, None, weights)
+        return StandardDispatchOutput(received.tokens, None, weights)
 
     def _bound(self, num_tokens: int) -> int:
         """Returns the most tokens of any rank in this step: from the counts that ranks of DP attention have exchanged.

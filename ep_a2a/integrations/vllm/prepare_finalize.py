@@ -34,7 +34,8 @@ from ep_a2a.integrations.vllm.token_format import token_format_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ep_a2a.integrations.dispatcher import Dispatcher, Received
+    from ep_a2a.integrations.dispatcher import Dispatcher
+    from ep_a2a.interface import DispatchResult
 
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
 
@@ -209,9 +210,9 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             (rows [W * t, H], their scales or None, None, ids [W * t, K] int32 global, weights [W * t, K]).
         """
         dispatcher = self._dispatcher
-        inputs = dispatcher.inputs(a1, topk_weights, topk_ids, weights_on_input=apply_router_weight_on_input)
+        fitted = dispatcher.fitted(a1, topk_weights, topk_ids, weights_on_input=apply_router_weight_on_input)
         dbo_yield_and_switch_from_compute_to_comm()
-        received = dispatcher.dispatch(inputs, max_num_tokens=self._bound())
+        received = dispatcher.dispatch(*fitted, max_num_tokens=self._bound())
         dbo_switch_to_compute_sync()
         return lambda: self._rows_for_experts(received, expert_map, None if defer_input_quant else quant_config)
 
@@ -226,29 +227,29 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         most = self._dispatcher.op.config.max_num_inp_token_per_rank
         return agreed_bound(num_tokens, self._moe.moe_parallel_config.sp_size, most, self._manager.tokens_option)
 
-    def _rows_for_experts(self, received: Received, expert_map: torch.Tensor | None, quant_config: Any) -> Any:
+    def _rows_for_experts(self, received: DispatchResult, expert_map: torch.Tensor | None, quant_config: Any) -> Any:
         """Returns what `prepare` does; quant_config: None where the experts quantise."""
-        rows, scales = received.rows, received.scales
+        rows, weights, scales, ids, _ = received
         if self._format.quantize_after and quant_config is not None:
-            rows, scales = self._quantized(received.result.tokens, quant_config)
-        ids, weights = received.ids, received.weights
+            rows, scales = self._quantized(rows, quant_config)
+        assert weights is not None  # dispatch was given them
         if rows.device.type == "cpu":
             ids, weights = local_ids(ids, weights, expert_map)
         return rows, scales, None, ids, weights
 
-    def _quantized(self, tokens: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Quantises received rows [W, t, H] by vLLM's helper; returns rows [W * t, ...] and their scales."""
+    def _quantized(self, rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Quantises received rows [W * t, H] by vLLM's helper; returns rows and their scales."""
         if self._format.by_whole_tensor:
             counts = self._dispatcher.op.recv_counts
-            is_token = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
-            tokens = torch.where(is_token[:, :, None], tokens, 0)
+            place = torch.arange(len(rows) // len(counts), device=rows.device)
+            rows = torch.where((place < counts[:, None]).view(-1, 1), rows, 0)
         options = {
             name: getattr(quant_config, name)
             for name in ("is_scale_swizzled", "is_scale_transposed", "mx_alignment")
             if name in QUANTIZE_OPTIONS and hasattr(quant_config, name)
         }
         rows, scales = moe_kernel_quantize_input(
-            tokens.flatten(0, 1),
+            rows,
             quant_config.a1_gscale if quant_config.quant_dtype == "nvfp4" else quant_config.a1_scale,
             quant_dtype=quant_config.quant_dtype,
             per_act_token_quant=quant_config.per_act_token_quant,
