@@ -112,13 +112,6 @@ FIRST_TIMEOUT_SECS = Variable(
     "a positive number of seconds",
     "The same for an op's first step, in which other ranks may still be loading (first_timeout_secs), if it is longer.",
 )
-SHARED_EXPERTS = Variable(
-    "EP_A2A_SHARED_EXPERTS",
-    "stream",
-    _checked(str, lambda place: place in ("stream", "halves")),
-    "stream or halves",
-    "In vLLM, where shared experts run: on vLLM's second stream, or between the halves of combine.",
-)
 ANY_VLLM = Variable(
     "EP_A2A_ANY_VLLM",
     False,

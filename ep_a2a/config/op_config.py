@@ -33,7 +33,7 @@ WIRE_FORMAT_VERSION = 5
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_GROUP_SIZE = 128
-"""Elements that share one scale in 1x128 and 128x128 quantisation."""
+"""Elements that share one scale in 1x128 quantisation."""
 
 GROUP_SIZES = {
     QuantType.FP8_PER_1X128: FP8_GROUP_SIZE,

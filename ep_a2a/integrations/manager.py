@@ -67,7 +67,6 @@ class EngineManager(NativeAll2AllManager):
     Attributes:
         logger: gets one line per shape on rank 0: kernels, topology, buffers, tokens, their format, waits, version.
         tokens_option: the engine's option that bounds the tokens of a step, for errors.
-        combines_in_halves: whether shared experts run between the halves of combine; False by default.
     """
 
     logger = logging.getLogger(__name__)
@@ -80,7 +79,6 @@ class EngineManager(NativeAll2AllManager):
         self._ops: list[EpDispatchCombineOp] = []
         self._layers: list[Any] = []
         self._step_timeout_secs: float | None = None
-        self.combines_in_halves = False
         live_managers.add(self)
 
     def dispatchers(self, layer: Any, token_format: TokenFormat, shape: LayerShape) -> list[Dispatcher]:
@@ -107,8 +105,6 @@ class EngineManager(NativeAll2AllManager):
                 for op in ops:
                     op.set_max_sms(self._split_max_sms)
                     op.set_max_sms(self.max_sms_used() or 0)
-            if self.combines_in_halves:
-                ops[0].warmup_split()
         number = self.layer_number(layer)
         return [
             Dispatcher(

@@ -125,18 +125,16 @@ def manager(context: RankContext, steps: list[Tokens], backend: str, **changes: 
     made.destroy()
 
 
-def engine(context: RankContext, steps: list[Tokens], cast: str, num_words: int, split: bool) -> Any:
+def engine(context: RankContext, steps: list[Tokens], cast: str, split: bool) -> Any:
     """The dispatcher that the engines' adapters call."""
     made = EngineManager(context.group)
     made.device = context.device
-    made.combines_in_halves = split
-    shape = LayerShape(torch.bfloat16, HIDDEN_DIM, TOPK, NUM_EXPERTS, EXPERTS_PER_RANK, MAX_TOKENS, num_words)
+    shape = LayerShape(torch.bfloat16, HIDDEN_DIM, TOPK, NUM_EXPERTS, EXPERTS_PER_RANK, MAX_TOKENS)
     (dispatcher,) = made.dispatchers(object(), TokenFormat(cast), shape)
     for mine in steps:
-        words = torch.ones(len(mine.x), num_words, dtype=torch.int32) if num_words else None
-        got = dispatcher.dispatch(dispatcher.inputs(*mine, words), max_num_tokens=MAX_TOKENS)
-        rows = got.rows if cast == "none" else dequantize(got.rows, got.scales, cast)
-        back, out = weighed(context, rows, got.weights, got.ids), torch.empty_like(mine.x)
+        tokens, weights, scales, ids, _ = dispatcher.dispatch(*dispatcher.fitted(*mine), max_num_tokens=MAX_TOKENS)
+        rows = tokens if cast == "none" else dequantize(tokens, scales, cast)
+        back, out = weighed(context, rows, weights, ids), torch.empty_like(mine.x)
         yield mine, dispatcher.combine_send(back, out)() if split else dispatcher.combine(back)
     made.check()
     made.destroy()
@@ -250,9 +248,9 @@ def _forms() -> dict[str, partial[Any]]:
         "manager rank_major": partial(manager, backend="ep_a2a", layout="rank_major"),
         "manager naive": partial(manager, backend="naive"),
         "manager allgather": partial(manager, backend="allgather_reducescatter"),
-        "engine": partial(engine, cast="none", num_words=0, split=False),
-        "engine cast words": partial(engine, cast="fp8_per_1x128", num_words=2, split=False),
-        "engine halves": partial(engine, cast="fp8_per_token", num_words=0, split=True),
+        "engine": partial(engine, cast="none", split=False),
+        "engine cast": partial(engine, cast="fp8_per_1x128", split=False),
+        "engine halves": partial(engine, cast="fp8_per_token", split=True),
         "atom": partial(atom),
         "atom low latency": partial(atom, enable_low_latency=True),
         "deep_ep": partial(deep_ep, topk=True),

@@ -252,10 +252,6 @@ def test_tokens_are_no_further_off_than_those_of_vllms_own_two_modes(model, tmp_
     assert difference.num_agreed >= own.num_agreed / 2, (difference, own)
 
 
-def test_tokens_with_shared_experts_between_the_halves_of_combine(model, tmp_path):
-    check_against_theirs(tmp_path, model("deepseek_v2"), tokens("first"), CAPTURED, EP_A2A_SHARED_EXPERTS="halves")
-
-
 @pytest.mark.parametrize(
     ("use_async", "num_tokens", "num_ties"),
     # between steps all layers move at once, and the step waits for it; its batches lead to one tie, in float64, too

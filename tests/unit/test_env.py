@@ -55,7 +55,6 @@ BAD_DEVICES = ("^", ",", "mlx5_0,", "mlx5_0,,mlx5_1", "^^mlx5_0", "^mlx5_0,^mlx5
 BAD = [
     *((env.TIMEOUT_SECS, text) for text in ("soon", "0", "-1", "nan", "inf", "30s", "1,5", " ")),
     *((env.RDMA_DEVICES, text) for text in (" ", *BAD_DEVICES)),
-    (env.SHARED_EXPERTS, "sometimes"),
     (env.ANY_VLLM, "yes"),
 ]
 

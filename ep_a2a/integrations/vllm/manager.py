@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.vllm.common import logger, warn_once
@@ -28,7 +27,6 @@ class VllmAll2AllManager(EngineManager):
         from vllm.distributed import parallel_state
 
         super().__init__(communicator.cpu_group, num_micro_batches, envs.VLLM_DBO_COMM_SMS)
-        self.combines_in_halves = env.SHARED_EXPERTS.get() == "halves"
         self.device = communicator.device
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()

@@ -128,7 +128,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
         It then runs shared experts while combine is under way, instead of on its second stream.
         """
-        return self._manager.combines_in_halves or dbo_enabled()
+        return bool(dbo_enabled())
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Builds the op of each micro-batch for these experts. Collective."""
@@ -301,8 +301,6 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             dispatcher.combine(rows, output)
             dbo_switch_to_compute()
             return functools.partial(_wait_for_combine, rows)
-        if self._manager.combines_in_halves:
-            return dispatcher.combine_send(rows, output)
         dispatcher.combine(rows, output)
         return lambda: None
 

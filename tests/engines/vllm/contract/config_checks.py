@@ -294,7 +294,7 @@ def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
 def check_a_variable_that_cannot_be_read_is_refused() -> None:
     from vllm.config import VllmConfig
 
-    for name in ("EP_A2A_TIMEOUT_SECS", "EP_A2A_SHARED_EXPERTS"):
+    for name in ("EP_A2A_TIMEOUT_SECS", "EP_A2A_ANY_VLLM"):
         with mock.patch.dict(os.environ, {name: "abc"}):
             with refused(ValueError, name, "'abc'"):
                 VllmConfig(parallel_config=chosen())

@@ -2,11 +2,9 @@
 
 import contextlib
 import inspect
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -113,11 +111,9 @@ def check_experts_that_leave_the_sum_to_finalize(context: RankContext) -> None:
 
 def columns_of_padding(context: RankContext, **padded: bool) -> None:
     """Of each way: vLLM pads the hidden size, also for methods that pad tokens, or drop the columns, themselves."""
-    for halves in ("", "halves"):
-        with mock.patch.dict(os.environ, {"EP_A2A_SHARED_EXPERTS": halves}):
-            for kind in ("NoOP", "Contiguous"):
-                case = Layer(padding=48, reduce=kind, **padded)
-                steps(context, case, replace(case, seed=1, tokens=(0, 2)))
+    for kind in ("NoOP", "Contiguous"):
+        case = Layer(padding=48, reduce=kind, **padded)
+        steps(context, case, replace(case, seed=1, tokens=(0, 2)))
     for quant in ("per_token", "per_block", "per_tensor"):
         steps(context, Layer(padding=48, hidden=256, quant=quant, **padded))
 
@@ -281,26 +277,6 @@ def check_what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: Ran
             else:
                 with refused(RankTimeoutError, "no rank is gone or late", f"reported it to rank {context.rank}"):
                     manager.check()
-
-
-def check_shared_experts_between_the_halves_of_combine(context: RankContext) -> None:
-    """Where vLLM is told to run them there, what follows the experts leaves combine open until it is done."""
-    with mock.patch.dict(os.environ, EP_A2A_SHARED_EXPERTS="halves"), manager_of(context) as manager:
-        case = Layer()
-        kernel = kernel_of(case, manager)
-        ours = kernel.prepare_finalize
-        assert ours.supports_async()
-        next_calls, finalize = [], ours.finalize_async
-
-        def observed(*args: Any) -> Any:
-            receive = finalize(*args)
-            next_calls.append(ours._dispatcher.op._step.next_call)
-            return receive
-
-        ours.finalize_async = observed
-        for _ in range(2):
-            run_and_check(case, kernel, context.rank)
-        assert next_calls == ["combine_recv"] * 2
 
 
 def check_experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
