@@ -15,7 +15,7 @@ import sys
 import torch
 
 from ep_a2a.compat.deep_ep import Buffer  # from deep_ep import Buffer
-from ep_a2a.testing import RankContext, positive, rank_count, refused_in_one_line, run_ranks
+from ep_a2a.testing import RankContext, run_ranks
 
 TOPK = 2
 
@@ -61,18 +61,13 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DeepEP's interface on our kernels.")
-    parser.add_argument("--ranks", type=rank_count, default=4)
+    parser.add_argument("--ranks", type=int, default=4, choices=range(1, 65), metavar="N")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tokens", type=positive, default=8, help="tokens of each rank")
-    parser.add_argument("--hidden", type=positive, default=64)
-    parser.add_argument("--experts-per-rank", type=positive, default=2)
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of each rank")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--experts-per-rank", type=int, default=2)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.device_count():
-        parser.error("--device cuda: there is no GPU; leave it out to run on CPU")
-    if options.ranks * options.experts_per_rank < TOPK:
-        parser.error(f"--experts-per-rank {options.experts_per_rank}: a token names {TOPK} experts")
-    with refused_in_one_line(parser):
-        errors = run_ranks(run_rank, options.ranks, options, device=options.device)
+    errors = run_ranks(run_rank, options.ranks, options, device=options.device)
     for rank, error in enumerate(errors):
         print(f"rank {rank}: error {error:g}")
     if any(errors):

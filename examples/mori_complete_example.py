@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import ep_a2a as mori
 from ep_a2a.routing import num_distinct_ranks
-from ep_a2a.testing import positive, rank_count
 
 
 def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
@@ -87,22 +86,14 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A MORI program on ep_a2a.")
-    parser.add_argument("--ranks", type=rank_count, default=4)
+    parser.add_argument("--ranks", type=int, default=4, choices=range(1, 65), metavar="N")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tokens", type=positive, default=16, help="tokens of each rank")
-    parser.add_argument("--max-tokens", type=positive, default=32, help="tokens that a rank may have at most")
-    parser.add_argument("--hidden", type=positive, default=256)
-    parser.add_argument("--experts-per-rank", type=positive, default=4)
-    parser.add_argument("--topk", type=positive, default=4)
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each rank")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens that a rank may have at most")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--experts-per-rank", type=int, default=4)
+    parser.add_argument("--topk", type=int, default=4)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.device_count():
-        parser.error("--device cuda: there is no GPU; leave it out to run on CPU")
-    if options.tokens > options.max_tokens:
-        parser.error(f"--tokens {options.tokens}: at most --max-tokens {options.max_tokens}")
-    if options.hidden % 8:
-        parser.error(f"--hidden {options.hidden}: a multiple of 8, so that rows are multiples of 16 bytes")
-    if options.topk > options.experts_per_rank * options.ranks:
-        parser.error(f"--topk {options.topk}: at most the experts, {options.experts_per_rank * options.ranks}")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         torch.multiprocessing.spawn(run_rank, (options, rendezvous), nprocs=options.ranks)
