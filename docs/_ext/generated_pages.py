@@ -201,7 +201,10 @@ def backends() -> str:
     """The tables of what backends can do and need."""
     from ep_a2a.commands import backends as module
 
-    return module.markdown(module.registered_backends())
+    parts = []
+    for title, headings, rows in module.capability_tables(module.registered_backends()):
+        parts.append(f"## {title}\n\n{table(headings, ([f'`{name}`', *texts] for name, *texts in rows))}")
+    return "\n\n".join(parts)
 
 
 def memory_order() -> str:

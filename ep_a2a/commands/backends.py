@@ -1,4 +1,4 @@
-"""Shows backends and their capabilities as tables on a terminal, as markdown and as JSON."""
+"""Shows backends and their capabilities as tables on a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.text import Text
 
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, give_json
-from ep_a2a.commands.tables import fitting_tables, new_table, table_lines
+from ep_a2a.commands.tables import fitting_tables, new_table
 from ep_a2a.errors import UnknownNameError, did_you_mean
 from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities, problems
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import SimpleNamespace
+    from pathlib import Path
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 
@@ -50,32 +50,33 @@ class Backend:
         return {"library": self.package or "none", **texts} if table == NEEDS else texts
 
 
-def execute(options: SimpleNamespace) -> None:
+def execute(name: str | None, output: Path | None, *, as_json: bool, verbose: bool) -> None:
     """Shows all backends, or the one of a name or alias.
 
     Args:
-        options: by name, as cli/backends.py declares them.
+        name: of one backend; None shows all. output, as_json: where to write all that is known.
+        verbose: tell what all of them can do, and in full why they cannot be used.
 
     Raises:
         UnknownNameError: there is no such backend.
     """
-    check_can_write(options.output)
+    check_can_write(output)
     backends = registered_backends()
-    chosen = backends if options.name is None else [_named(options.name, backends)]
+    chosen = backends if name is None else [_named(name, backends)]
     found = {each.name: {**dataclasses.asdict(each), "available": not each.problems} for each in chosen}
-    give_json(found, options.output, as_json=options.as_json)
+    give_json(found, output, as_json=as_json)
     console = messages.output()
-    if options.markdown:
-        console.file.write(f"{markdown(backends)}\n")
-    elif options.name is not None and not options.as_json:
+    if as_json:
+        return
+    if name is not None:
         console.print(_all_about(chosen[0]))
-    elif not options.as_json:
-        console.print(_table_of_use(backends, in_full=options.verbose))
-        if options.verbose:
-            for title, headings, rows in _capabilities(backends):
-                console.print(*fitting_tables(title, headings, rows, num_names=1, width=console.width))
-        else:
-            messages.note("`ep-a2a backends NAME` describes one and says why it cannot be used; -v describes all.")
+        return
+    console.print(_table_of_use(backends, in_full=verbose))
+    if verbose:
+        for title, headings, rows in capability_tables(backends):
+            console.print(*fitting_tables(title, headings, rows, num_names=1, width=console.width))
+    else:
+        messages.note("`ep-a2a backends NAME` describes one and says why it cannot be used; -v describes all.")
 
 
 def registered_backends() -> list[Backend]:
@@ -124,7 +125,7 @@ def _all_about(backend: Backend) -> Table:
     return grid
 
 
-def _capabilities(backends: list[Backend]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def capability_tables(backends: list[Backend]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yields title, headings and rows of each of TABLES."""
     for name, title in TABLES.items():
         yield (
@@ -132,15 +133,6 @@ def _capabilities(backends: list[Backend]) -> Iterator[tuple[str, list[str], lis
             ["backend", *backends[0].cells(name)],
             [[each.name, *each.cells(name).values()] for each in backends],
         )
-
-
-def markdown(backends: list[Backend]) -> str:
-    """Returns the tables of capabilities as markdown, a section for each."""
-    parts = []
-    for title, headings, rows in _capabilities(backends):
-        named = [[f"`{name}`", *texts] for name, *texts in rows]
-        parts.append("\n".join([f"## {title}", "", *table_lines(headings, named)]))
-    return "\n\n".join(parts)
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Makes the tables that commands print or write in markdown, and writes bytes with the unit that keeps them short."""
+"""Makes the tables that commands print, and writes bytes with the unit that keeps them short."""
 
 from __future__ import annotations
 
@@ -74,12 +74,6 @@ def columns_that_fit(
             tables.append(list(names))
         tables[-1].append(column)
     return tables
-
-
-def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table; a bar in a cell becomes a slash, since bars divide cells."""
-    table = (headings, ("---",) * len(headings), *rows)
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table]
 
 
 def bytes_text(num_bytes: int) -> str:
