@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +10,10 @@ from typer.testing import CliRunner
 
 from ep_a2a.cli import app
 from ep_a2a.commands.plan.command import plan_op
-from ep_a2a.commands.plan.model import MoeModel, model_of, read_model
+from ep_a2a.commands.plan.model import model_of, read_model
 from ep_a2a.commands.plan.sizes import plan_of
-from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, other_totals, vllm_configs, vllm_plan
-from ep_a2a.commands.tables import bytes_text
-from ep_a2a.config import FP8_DTYPE
-from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_configs, vllm_plan
 from ep_a2a.errors import ConfigError, TopKError, UnsupportedError
-from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, handle_kwargs
 from tests.cases.tables import read_json
 from tests.unit.test_layout import every_config
 
@@ -56,6 +51,7 @@ def test_model_families(name):
         assert (config.hidden_dim, config.total_experts, config.topk) == (hidden_dim, experts, topk)
         assert (config.dispatch_quant, config.data_type, config.combined_dtype) == (cast, *[torch.bfloat16] * 2)
         assert (config.layout, config.max_num_inp_token_per_rank) == ("rank_major", tokens)
+    assert said_of(values).startswith("a guess: ") == (shares_tokens is None)
     # rows of eight ranks with weights come and go, and the sums lie beside them
     scales = {"none": hidden_dim, "fp8_per_token": 4, "fp8_per_1x128": hidden_dim // 128 * 4}
     back = 2 * hidden_dim + 4 * topk
@@ -63,36 +59,27 @@ def test_model_families(name):
     assert 0 < vllm_plan(model, options).bytes_by_rank[0] - rows < BOOKKEEPING_BYTES
 
 
-def test_experts_that_vllm_chooses_among_have_a_total_each():
-    """A family with MXFP4 experts, and one with fp8 or MXFP8 experts, whose rows travel as bfloat16 or fp8."""
-    options = VllmOptions(data_parallel_size=4)
-    for name, quantization, planned, other in (
-        ("deepseek-v4-flash", {}, "none", "fp8_per_1x128"),
-        ("DeepSeek-V3", {}, "fp8_per_1x128", "none"),
+def said_of(values: dict[str, Any], **options: Any) -> str:
+    """What a plan assumes, a line for each assumption."""
+    model, chosen = model_of(values), VllmOptions(**{"data_parallel_size": 4, **options})
+    return "\n".join(assumptions(model, chosen, vllm_configs(model, chosen)[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "planned", "other"),
+    [
+        ("deepseek-v4-flash", None, "none", "fp8_per_1x128"),
+        ("DeepSeek-V3", None, "fp8_per_1x128", "none"),
         ("DeepSeek-V3", {"quant_method": "mxfp8"}, "none", "mxfp8"),
         ("DeepSeek-V3", {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "none", "mxfp8"),
-    ):
-        values = FAMILIES[name][1]
-        model = model_of(values | {"quantization_config": quantization} if quantization else values)
-        config, total = vllm_configs(model, options)[0], vllm_plan(model, replace(options, cast=other)).bytes_by_rank[0]
-        assert config.dispatch_quant == planned
-        totals = other_totals(model, options, config)
-        assert totals == {other: total}
-        said = "\n".join(assumptions(model, options, config, totals))
-        assert f"{bytes_text(total)} on each GPU with --quant {other}" in said
-        assert other_totals(model, replace(options, cast=planned), config) == {}
-
-
-def said_of(model: MoeModel, options: VllmOptions) -> list[str]:
-    """What a plan assumes."""
-    config = vllm_configs(model, options)[0]
-    return assumptions(model, options, config, other_totals(model, options, config))
-
-
-def test_a_family_that_no_model_file_sizes_is_guessed():
-    for name in FAMILIES:
-        first, *_ = said_of(model_of(FAMILIES[name][1]), VllmOptions(data_parallel_size=2))
-        assert first.startswith("a guess: ") == (FAMILIES[name][3] is None)
+    ],
+)
+def test_the_cast_for_other_experts_is_named(name, quantization, planned, other):
+    """A family with MXFP4 experts, and one with fp8 or MXFP8 experts, whose rows travel as bfloat16 or fp8."""
+    values = FAMILIES[name][1] | ({"quantization_config": quantization} if quantization else {})
+    assert configs_of(values)[0].dispatch_quant == planned
+    assert f"--quant {other} for" in said_of(values)
+    assert "--quant" not in said_of(values, cast=planned)
 
 
 @pytest.mark.parametrize(("quantization", "cast"), TABLES["casts"])
@@ -288,22 +275,6 @@ def test_mistrals_own_file_is_read(tmp_path):
     assert not model_of(values).shares_tokens
 
 
-# --- what the layers themselves ask for ---
-
-
-def test_the_kwargs_of_vllms_layers():
-    shape, ranks = LayerShape(torch.float16, 256, 3, 10, 3, 17), {"rank": 1, "world_size": 4}
-    config = config_from_handle_kwargs(handle_kwargs(RAW, shape, **ranks), topology_internode=False)
-    assert (config.wire_dtype, config.layout, config.num_scales) == (torch.float16, "rank_major", 0)
-    assert (config.total_experts, config.num_local_experts, config.max_num_inp_token_per_rank) == (10, 3, 17)
-    cast = TokenFormat("fp8_per_1x128", "float32_power_of_two")
-    config = config_from_handle_kwargs(handle_kwargs(cast, shape, **ranks), topology_internode=False)
-    assert (config.wire_dtype, config.combined_dtype, config.num_scales) == (FP8_DTYPE, torch.float16, 2)
-    # what vLLM decides on the GPU, and a plan cannot know, does not change a byte
-    other = replace(config, scale_format="float32")
-    assert plan_of([config]).bytes_by_rank == plan_of([other]).bytes_by_rank
-
-
 # --- the plan ---
 
 
@@ -313,26 +284,20 @@ def test_parts_add_up(config):
     assert sum(part.num_bytes for part in plan.parts) == plan.bytes_by_rank[0]
 
 
-def test_assumptions_are_said():
-    def said(values: dict[str, Any], **options: Any) -> str:
-        model, chosen = model_of(values), VllmOptions(**{"data_parallel_size": 2, **options})
-        return "\n".join(said_of(model, chosen))
-
-    plain = said(DEEPSEEK, max_num_batched_tokens=8192)
+def test_assumptions_are_said_of():
+    plain = said_of(DEEPSEEK, max_num_batched_tokens=8192)
     assert len(plain.splitlines()) == 3
     assert plain.startswith("hidden size, experts, top-k and shared tokens as the model files of vLLM 0.")
-    assert "all 2 GPUs on one node (NVLink); else --gpus-per-node" in plain
-    assert "8192" in said(DEEPSEEK)
-    assert "--quant none" in said({**DEEPSEEK, "quantization_config": BLOCK_FP8})
-    assert "--quant none" not in said({**DEEPSEEK, "quantization_config": BLOCK_FP8}, cast="fp8_per_1x128")
-    assert "else --no-sequence-parallel" in said(DEEPSEEK, tensor_parallel_size=2)
-    assert "else --sequence-parallel" in said(FAMILIES["Mixtral-8x7B"][1], tensor_parallel_size=2)
-    assert "--hidden 3072" in said(FAMILIES["gpt-oss-120b"][1])
-    two_nodes = said(DEEPSEEK, data_parallel_size=16)
+    assert "all 4 GPUs on one node (NVLink); else --gpus-per-node" in plain
+    assert "8192" in said_of(DEEPSEEK)
+    assert "else --no-sequence-parallel" in said_of(DEEPSEEK, tensor_parallel_size=2)
+    assert "else --sequence-parallel" in said_of(FAMILIES["Mixtral-8x7B"][1], tensor_parallel_size=2)
+    assert "--hidden 3072" in said_of(FAMILIES["gpt-oss-120b"][1])
+    two_nodes = said_of(DEEPSEEK, data_parallel_size=16)
     assert "2 nodes with 8 of the 16 GPUs each; else --gpus-per-node" in two_nodes
     assert "torch.distributed" in two_nodes
     assert "EP_A2A_INTERNODE_TRANSPORT" in two_nodes
-    assert "all 16 GPUs on one node (NVLink)\n" in said(DEEPSEEK, data_parallel_size=16, gpus_per_node=16)
+    assert "all 16 GPUs on one node (NVLink)\n" in said_of(DEEPSEEK, data_parallel_size=16, gpus_per_node=16)
 
 
 def test_more_experts_per_token_than_there_are_is_refused():
@@ -360,25 +325,6 @@ def test_nodes():
         with pytest.raises(ConfigError, match="gpus_per_node to divide"):
             nodes(world_size, **options)
     assert nodes(12, gpus_per_node=6) == (2, 6, "InterNodeV1", transport)
-
-
-def test_what_nodes_are_joined_by_is_counted():
-    """Two nodes of DeepSeek-V3: lines and sums of both directions, in chunks of 32 tokens."""
-    model = model_of({**DEEPSEEK, "quantization_config": BLOCK_FP8})
-    plan = vllm_plan(model, VllmOptions(data_parallel_size=16))
-    by_part = {part.name: part.num_bytes for part in plan.parts}
-    # a row, 56 scales, 8 ids, 8 weights, a row number at each of 8 ranks, the token; to a multiple of 16 bytes
-    line_bytes = 7168 + (56 + 8 + 8 + 8 + 1 + 3) * 4
-    head_bytes, chunk_header_bytes = (2 * 17 + 3 + 3) * 4, 16
-    assert by_part["lines_sent"] == by_part["lines_received"]
-    assert 0 <= by_part["lines_sent"] - 2 * (head_bytes + 256 * chunk_header_bytes + 8192 * line_bytes) < 256
-    assert 0 <= by_part["sums_between_nodes"] - 2 * 2 * (head_bytes + 8192 * (7168 * 2 + 8 * 4)) < 512
-    assert by_part["dispatch_rows"] == 16 * 8192 * 7168
-    assert by_part["result"] == 8192 * (7168 * 2 + 8 * 4)
-    assert "rings" not in by_part
-    assert plan.bytes_by_rank == (sum(by_part.values()),) * 16
-    in_json = plan.as_json_object()["bytes_per_region"]
-    assert sum(in_json.values()) == plan.bytes_by_rank[0]
 
 
 # --- the command ---
@@ -445,18 +391,13 @@ def test_the_table(model_file):
 
 
 def test_deep_eps_numbers_of_both_editions():
-    """Those that its 2025 document prints, beside today's; its RDMA example is of 8 GPUs, which need no such rings."""
-    printed = run("--max-tokens", "128").stdout
-    assert re.search(r"low latency │ +1,881,147,520 │ +1,908,410,496 ", printed)
-    assert re.search(r"RDMA +│ +0 │ +0 │ none up to 8 GPUs", printed)
-    assert "42,006,016" in printed
-    assert re.search(r"combine +│ +2/288, 28/128 │ +4/288, 12/128 ", run("--ranks", "16").stdout)
-    assert "its table of configs has no 5" in run("--ranks", "5").stdout
-
-
-@pytest.mark.parametrize(("tokens", "is_shown"), [(256, True), (257, False)])
-def test_deep_eps_low_latency_mode_is_compared_for_few_tokens_only(tokens, is_shown):
-    printed = run("--max-tokens", str(tokens)).stdout
-    assert ("low latency" in printed) == is_shown
+    """Those that its 2025 document prints, beside today's; its low-latency mode is for few tokens only."""
+    printed = run("--max-tokens", "256", "--ranks", "16").stdout
+    assert re.search(r"RDMA[^│]+│ +[\d,]{9,} │ +[\d,]{9,} │", printed)
+    assert "low-latency kernels" in printed
+    printed = run("--max-tokens", "257").stdout
     assert "NVL" in printed
-    assert json.loads(run("--max-tokens", str(tokens), "--json").stdout)["deep_ep_hints"]["low_latency_bytes"] > 0
+    assert "low-latency kernels" not in printed
+    assert re.search(r"low-latency[^│]+│ +1,881,147,520 │ +1,908,410,496 ", run("--max-tokens", "128").stdout)
+    assert re.search(r"NVL[^│]+│ +- │ +- │", run("--ranks", "5").stdout)
+    assert json.loads(run("--max-tokens", "257", "--json").stdout)["deep_ep_hints"]["low_latency_bytes"] > 0

@@ -13,7 +13,7 @@ from ep_a2a.commands.options import check_topk, given, refuse
 from ep_a2a.commands.plan.model import DTYPES, read_model
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
 from ep_a2a.commands.plan.view import view_of
-from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, other_totals, vllm_plan
+from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
 from ep_a2a.commands.tables import bytes_text
 from ep_a2a.config import FP8_DTYPE, QuantType, num_owned_experts, parse_enum
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
@@ -66,22 +66,18 @@ def execute(
         if sizes["quant"] in (None, QuantType.NONE.value):
             refuse({"scale_format": options.scale_format}, "without --quant", "Name the cast that writes scales.")
         plan, assumed = plan_op(**given(for_op | sizes))
-        totals: dict[str, int] = {}
     else:
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
         of_op = {"hidden_dim": sizes.pop("hidden"), "cast": sizes.pop("quant")}
         vllm_options = VllmOptions(**{"data_parallel_size": 1, **given(for_model | sizes | of_op)})
         model = read_model(options.vllm)
         plan = vllm_plan(model, vllm_options)
-        totals = other_totals(model, vllm_options, plan.config)
-        assumed = assumptions(model, vllm_options, plan.config, totals)
+        assumed = assumptions(model, vllm_options, plan.config)
     if (num_bytes := max(plan.bytes_by_rank)) > MAX_GPU_BYTES:
         remedy = "Lower the tokens per rank, the hidden size or the number of ranks."
         most = f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}"
         raise ConfigError(most, bytes_text(num_bytes), remedy)
-    give_json(
-        {**plan.as_json_object(), "other_totals": totals, "assumed": assumed}, options.output, as_json=options.as_json
-    )
+    give_json(plan.as_json_object() | {"assumed": assumed}, options.output, as_json=options.as_json)
     if not options.as_json:
         messages.output().print(view_of(plan, assumed, verbose=options.verbose))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -10,16 +11,7 @@ from rich.text import Text
 from ep_a2a import env
 from ep_a2a.commands.plan.sizes import op_facts, rows_of
 from ep_a2a.commands.tables import bytes_text, new_table
-from ep_a2a.compat.deep_ep_sizes import (
-    EDITIONS,
-    chunk_configs,
-    edition,
-    hidden_bytes_of,
-    known_ranks,
-    num_nvl_peers,
-    of_edition,
-    rdma_ring_bytes,
-)
+from ep_a2a.compat.deep_ep_sizes import EDITIONS, edition, of_edition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +24,11 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 LOW_LATENCY_MAX_TOKENS = 256
 """DeepEP's README wants fewer tokens per rank in its low-latency mode; buffers for more are no fair comparison."""
+DEEP_EP_BUFFERS = {
+    "nvl_bytes": "NVL, rings in a node",
+    "rdma_bytes": "RDMA, rings between nodes",
+    "low_latency_bytes": "low-latency kernels, in place of rings",
+}
 
 
 def view_of(plan: Plan, assumed: Sequence[str], *, verbose: bool = False) -> RenderableType:
@@ -89,48 +86,16 @@ def _table(plan: Plan, *, verbose: bool) -> Table:
 
 def _deep_ep_table(plan: Plan) -> Table:
     title = f"bytes of DeepEP for the same shape, by edition ({env.DEEPEP_EDITION.name}={edition()})"
-    table = new_table(title, ("", *EDITIONS.values(), "for"), right=tuple(EDITIONS.values()))
+    table = new_table(title, ("", *EDITIONS.values()), right=tuple(EDITIONS.values()))
     found = []
     for year in EDITIONS:
         with of_edition(year):
-            found.append((plan.deep_ep_hints, *_chunks(plan)))
-    hints, *chunks = zip(*found)
-    rows = [
-        ("NVL", [each.nvl_bytes for each in hints], "normal kernels, rings in a node"),
-        ("RDMA", [each.rdma_bytes for each in hints], _between(plan)),
-    ]
-    if plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS:
-        low_latency = [each.low_latency_bytes for each in hints]
-        rows.append(("low latency", low_latency, "low-latency kernels, in place of the rings"))
-    for name, numbers, holds in rows:
-        table.add_row(name, *("-" if each is None else f"{each:,}" for each in numbers), holds)
-    for name, texts in zip(("dispatch", "combine"), chunks):
-        table.add_row(name, *texts, "tokens sent at once / in a ring: NVL, RDMA", style="dim")
+            found.append(asdict(plan.deep_ep_hints))
+    fits = plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS
+    for name, text in DEEP_EP_BUFFERS.items():
+        if fits or name != "low_latency_bytes":
+            table.add_row(text, *("-" if each[name] is None else f"{each[name]:,}" for each in found))
     return table
-
-
-def _chunks(plan: Plan) -> tuple[str, str]:
-    """Returns the chunks of dispatch and of combine by the table of the present edition."""
-    ranks = plan.config.world_size
-    if ranks not in known_ranks():
-        return "-", "-"
-    dispatch, combine = (
-        f"{each.num_max_nvl_chunked_send_tokens}/{each.num_max_nvl_chunked_recv_tokens}, "
-        f"{each.num_max_rdma_chunked_send_tokens}/{each.num_max_rdma_chunked_recv_tokens}"
-        for each in chunk_configs(ranks)
-    )
-    return dispatch, combine
-
-
-def _between(plan: Plan) -> str:
-    ranks, config = plan.config.world_size, plan.config
-    if ranks not in known_ranks():
-        return f"its table of configs has no {ranks} GPUs, but {', '.join(map(str, known_ranks()))}"
-    if ranks > num_nvl_peers():
-        return "normal kernels, rings between nodes"
-    hidden_bytes = hidden_bytes_of(config.hidden_dim, config.data_type.itemsize)
-    by_formula = max(rdma_ring_bytes(hidden_bytes, ranks, each) for each in chunk_configs(ranks))
-    return f"none up to {num_nvl_peers()} GPUs" + (f", where its formula gives {by_formula:,}" if by_formula else "")
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ep_a2a.commands.plan.families import table
 from ep_a2a.commands.plan.sizes import op_facts, plan_of
-from ep_a2a.commands.tables import bytes_text
 from ep_a2a.config import FP8_GROUP_SIZE, MX_GROUP_SIZE, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnsupportedError
@@ -130,24 +129,8 @@ def vllm_plan(model: MoeModel, options: VllmOptions) -> Plan:
     return plan_of(vllm_configs(model, options), brings_own_rows=True)
 
 
-def other_totals(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> dict[str, int]:
-    """Returns the most bytes of a GPU by the cast for other experts than those planned for; {} where the user chose.
-
-    config: the plan's.
-    """
-    if options.cast is not None:
-        return {}
-    other, group_size = OTHER_CASTS.get(model.quantization.weights, ("", 1))
-    if config.casts_in_dispatch:
-        other = "none"
-    others = [other] if other and config.hidden_dim % group_size == 0 else []
-    return {cast: max(vllm_plan(model, replace(options, cast=cast)).bytes_by_rank) for cast in others}
-
-
-def assumptions(
-    model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig, totals: dict[str, int]
-) -> list[str]:
-    """Returns the plan's assumptions, one sentence each; totals: from other_totals."""
+def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
+    """Returns the plan's assumptions, one sentence each."""
     found = [_about_family(model)]
     if options.max_num_batched_tokens is None:
         default = f"--max-num-batched-tokens {DEFAULT_MAX_NUM_BATCHED_TOKENS}"
@@ -156,7 +139,7 @@ def assumptions(
         shared = "tensor-parallel ranks share their replica's tokens; else --no-sequence-parallel"
         copied = "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
         found.append(shared if options.sequence_parallel_size(model) > 1 else copied)
-    found += _about_experts(model, options, config, totals)
+    found += _about_experts(model, options, config)
     if model.quantization.name == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
         padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
         found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
@@ -176,22 +159,19 @@ def _about_family(model: MoeModel) -> str:
     )
 
 
-def _about_experts(
-    model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig, totals: dict[str, int]
-) -> list[str]:
-    """Says which experts take rows as they travel, and what others take."""
+def _about_experts(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
+    """Says which experts take rows as they travel, and what to say for others."""
     if options.cast is not None:
         return []
-    op = op_facts(config)
+    op, quantization = op_facts(config), model.quantization
     if op["quant"] != "none":
-        others = f"with --quant none, for those that want {op['dtype']} (FlashInfer's CUTLASS, on Hopper)"
-        return [f"experts that take rows cast by {op['quant']}; {bytes_text(totals['none'])} on each GPU {others}"]
-    quantization = model.quantization
+        others = f"--quant none for those that want {op['dtype']} (FlashInfer's CUTLASS, on Hopper)"
+        return [f"experts that take rows cast by {op['quant']}; {others}"]
     if quantization.weights:
         text = f"{quantization.weights} experts that take {op['dtype']} (Marlin's, on Hopper)"
-        for cast, total in totals.items():
-            text += f"; {bytes_text(total)} on each GPU with --quant {cast}, for DeepGEMM's, on Blackwell"
-        return [text]
+        cast, group_size = OTHER_CASTS.get(quantization.weights, ("", 1))
+        is_possible = cast and config.hidden_dim % group_size == 0
+        return [f"{text}; --quant {cast} for DeepGEMM's, on Blackwell" if is_possible else text]
     if quantization.name != "none":
         return [f"quantisation {quantization.name}: tokens travel as {op['dtype']}"]
     return []
