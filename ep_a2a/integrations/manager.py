@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a import __version__, env
-from ep_a2a.errors import EpA2AError, RankTimeoutError, max_tokens_named
+from ep_a2a.errors import EpA2AError, max_tokens_named
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.token_format import handle_kwargs
 from ep_a2a.managers.native import NativeAll2AllManager
-from ep_a2a.memory.agreement import described
-from ep_a2a.memory.peers import Verdict
+from ep_a2a.memory.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,11 +42,11 @@ def dead_ranks_named() -> Iterator[None]:
     except Exception as error:
         for manager in () if isinstance(error, EpA2AError) else live_managers:
             if gone := manager.gone_ranks():
-                raise RankTimeoutError(
+                raise Verdict(gone).error(
+                    manager.rank,
                     "every rank of the expert-parallel group to live",
-                    f"{described(Verdict(gone), manager.rank)}. Seen here: {type(error).__name__}: {error}",
+                    f"{type(error).__name__}: {error}",
                     "Read the logs of the named ranks, and start the engine again.",
-                    gone,
                 ) from error
         raise
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import json
 import operator
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -18,9 +17,10 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.errors import ForkedProcessError
 from ep_a2a.memory.host_record import HostRecord, parsed
+from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 BEAT_SECS = 0.2
 """How often a process looks at the locks of its peers."""
@@ -35,56 +35,6 @@ GRACE_SECS = 0.8
 named. A rank that ends after its last step has sent its rows, and the others need time to end their steps."""
 STORE_SECS = 2.0
 """Bound on an answer of the store, behind a link that may be cut."""
-
-
-class Presence(enum.Enum):
-    """The state of a rank's process."""
-
-    ALIVE = "alive"
-    UNHEARD = "unheard"
-    """Perhaps gone: it has ended within GRACE_SECS, or is of another host and has been silent for UNHEARD_SECS."""
-    GONE = "gone"
-
-
-class Verdict(NamedTuple):
-    """The cause of a failure, as the first rank that has judged it says.
-
-    Attributes:
-        missing: ranks that are gone, ascending.
-        late: where nobody is gone: ranks that live, that others waited for and that did not wait, ascending.
-        calls: where nobody is gone: by rank, the different calls in which ranks wait for each other.
-    """
-
-    missing: tuple[int, ...] = ()
-    late: tuple[int, ...] = ()
-    calls: tuple[tuple[int, str], ...] = ()
-
-    @classmethod
-    def from_json(cls, value: Any) -> Verdict:
-        """Returns the verdict that JSON has turned into lists; TypeError or ValueError where there is none."""
-        missing, late, calls = value
-        named = tuple((operator.index(rank), str(call)) for rank, call in calls)
-        return cls(tuple(map(operator.index, missing)), tuple(map(operator.index, late)), named)
-
-
-class GivenUp(NamedTuple):
-    """A call that a rank has given up, or a meeting in which it has waited for a while.
-
-    Attributes:
-        failure: the key of the failure; see Peers.verdict.
-        call: the call, for a reader.
-        awaited: ranks that had not come to it here.
-        waited: whether this rank had sent its part of the call, so that it waited for others.
-        at: when, by the host's clock.
-        is_meeting: whether it is a meeting. The rank may be awaited in a step meanwhile, and is late there.
-    """
-
-    failure: str
-    call: str
-    awaited: tuple[int, ...]
-    waited: bool
-    at: float
-    is_meeting: bool = False
 
 
 class Peers:
@@ -133,6 +83,8 @@ class Peers:
         ]
         self._finalizer = weakref.finalize(self, _leave, stopping, threads, self.host_record)
 
+    # --- looking ---
+
     def look(self) -> tuple[int, ...]:
         """Reads what is new on this host, and returns the ranks that are gone."""
         with self._reading:
@@ -149,19 +101,8 @@ class Peers:
                 self.gone = tuple(sorted(self._fallen))
             return self.gone
 
-    @property
-    def host(self) -> tuple[int, ...]:
-        """The ranks of this host that have joined, ascending."""
-        return tuple(sorted(self._joined))
-
-    @property
-    def _grace_secs(self) -> float:
-        """From the last death until it counts. A death on another host is heard two beats later."""
-        is_one_host = len(self._joined) == self.world_size
-        return GRACE_SECS if is_one_host else GRACE_SECS + 2 * HEART_SECS
-
     def _take(self, line: dict[str, Any]) -> None:
-        """Apply one line of the host's record; this rank's own lines come back, too."""
+        """Applies one line of the host's record; this rank's own lines come back, too."""
         if "joined" in line:
             self._joined.add(range(self.world_size).index(line["joined"]))
         elif "given_up" in line:
@@ -172,68 +113,54 @@ class Peers:
         else:
             self._verdicts.setdefault(line["failure"], Verdict.from_json(line["verdict"]))
 
+    @property
+    def _grace_secs(self) -> float:
+        """From the last death until it counts. A death on another host is heard two beats later."""
+        is_one_host = len(self._joined) == self.world_size
+        return GRACE_SECS if is_one_host else GRACE_SECS + 2 * HEART_SECS
+
     def settle(self) -> tuple[int, ...]:
-        """Wait until deaths just noticed are confirmed, for a second or two at most; return the dead ranks."""
+        """Waits until deaths just noticed are confirmed, for a second or two at most; returns the dead ranks."""
         until = clock.now() + self._grace_secs + BEAT_SECS
         while not self.look() and clock.now() < until:
             clock.sleep(BEAT_SECS / 4)
         return self.gone
 
-    def presence(self, rank: int, silent_secs: float) -> Presence:
-        """Alive, unheard or gone; a rank of another host is gone after `silent_secs` of silence."""
+    def see(self, silent_secs: float = SILENT_SECS) -> Seen:
+        """Returns what this rank sees of its group; a rank of another host is gone after `silent_secs` of silence."""
+        self.look()
+        record, local = self.host_record, frozenset(self._joined)
+        given_up = {rank: each for rank, each in self._given_up.items() if each.failure}
+        # who is stopped waits for nobody any more
+        given_up |= {rank: each._replace(waited=False) for rank, each in given_up.items() if record.is_stopped(rank)}
+        presence = {rank: self._presence(rank, silent_secs) for rank in range(self.world_size)}
+        return Seen(presence, given_up, local, frozenset(filter(record.waits, local)))
+
+    def _presence(self, rank: int, silent_secs: float) -> Presence:
         if rank in self.gone:
             return Presence.GONE
         if rank in self._fallen:
             return Presence.UNHEARD
-        if rank in self._joined:
+        silence_secs = clock.now() - self._heard[rank][1]
+        if rank in self._joined or silence_secs < UNHEARD_SECS:
             return Presence.ALIVE
-        silence = clock.now() - self._heard[rank][1]
-        if silence < UNHEARD_SECS:
-            return Presence.ALIVE
-        return Presence.GONE if silence >= silent_secs else Presence.UNHEARD
+        return Presence.GONE if silence_secs >= silent_secs else Presence.UNHEARD
 
     def has_gone(self, rank: int) -> bool:
         """Whether a meeting stops waiting for a rank. A rank that was never seen may be slow to start."""
         was_seen = rank in self._joined or bool(self._heard[rank][0])
-        return was_seen and self.presence(rank, SILENT_SECS) is Presence.GONE
+        return was_seen and self._presence(rank, SILENT_SECS) is Presence.GONE
 
-    def part(self, meeting: GivenUp, since: float) -> Verdict:
-        """Split the ranks absent from a meeting into dead and late.
-
-        Absent ranks that are gone are missing. Where none is, the absent ranks that live are late, the others missing.
-        Where a late rank of this host waits in another call, the verdict says who is in which call.
-
-        Args:
-            meeting: this rank's wait in the meeting.
-            since: when it began. Calls that others gave up before say nothing about the present.
-        """
-        absent = meeting.awaited
-        gone = tuple(rank for rank in self.look() if rank in absent)
-        late = tuple(rank for rank in absent if self.presence(rank, 0.0) is Presence.ALIVE)
-        missing = gone or tuple(rank for rank in absent if rank not in late)
-        if missing:
-            return Verdict(missing, () if gone else late)
-        calls = waiting_calls(self.given_up(), since)
-        if calls.keys() & set(late):
-            calls[self.rank] = meeting.call
-            return Verdict(late=late, calls=tuple(sorted(calls.items())))
-        return Verdict(late=late)
+    # --- telling ---
 
     def give_up(self, given_up: GivenUp) -> None:
-        """Writes down that this rank has given up a call."""
+        """Tells the ranks of this host that this one has given up a call."""
         self.host_record.append({"rank": self.rank, "given_up": given_up})
 
     def withdraw(self) -> None:
-        """Clear this rank's "gave up" mark after ranks have met again."""
+        """Takes back what this rank has given up, after ranks have met again."""
         if self._given_up.pop(self.rank, None) is not None:
             self.give_up(GivenUp("", "", (), waited=False, at=0.0))
-
-    def given_up(self) -> dict[int, GivenUp]:
-        """Each local rank's last timed-out call that it has not cleared. Who is stopped waits for nobody any more."""
-        self.look()
-        given_up = {rank: each for rank, each in self._given_up.items() if each.failure}
-        stopped = [rank for rank in given_up if self.host_record.is_stopped(rank)]
-        return given_up | {rank: given_up[rank]._replace(waited=False) for rank in stopped}
 
     def verdict(self, failure: str) -> Verdict | None:
         """The verdict on a failure; None where nobody of this host has judged it.
@@ -294,11 +221,6 @@ class Peers:
             for rank in gone:
                 if rank in range(self.world_size) and rank not in self._joined:
                     self._fallen.setdefault(rank, clock.now())
-
-
-def waiting_calls(given_up: Mapping[int, GivenUp], since: float) -> dict[int, str]:
-    """By rank, the calls in which ranks waited for others at `since` or later."""
-    return {rank: each.call for rank, each in given_up.items() if each.waited and each.at >= since}
 
 
 _peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()

@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
-from ep_a2a.memory.agreement import described, remedy_of
 from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.memory.host_record import parsed
-from ep_a2a.memory.peers import GivenUp, Verdict, peers_of, within
+from ep_a2a.memory.peers import peers_of, within
+from ep_a2a.memory.verdict import GivenUp, Verdict, judge_meeting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -264,7 +264,9 @@ class Rendezvous:
         store.set(keys[self._place], own)
         start = clock.now()
         absent = self._absent(keys, decision, label)
-        judged = self.peers.part(self._wait_for(absent, label), start) if absent else Verdict()
+        judged = Verdict()
+        if absent:
+            judged = judge_meeting(self.rank, self._wait_for(absent, label), self.peers.see(), start)
         try:
             verdict = Verdict.from_json(parsed(store.compare_set(decision, "", json.dumps(judged))))
         except (ValueError, TypeError):
@@ -326,13 +328,11 @@ class Rendezvous:
 
     def _timeout(self, verdict: Verdict, label: str) -> RankTimeoutError:
         absent = sorted((*verdict.missing, *verdict.late))
-        return RankTimeoutError(
+        return verdict.error(
+            self.rank,
             f"all ranks at {label!r} within {self.timeout_secs:g} s",
-            f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}: "
-            f"{described(verdict, self.rank)}",
-            remedy_of(verdict) or "Check that these ranks are alive and make the same calls in the same order.",
-            missing_ranks=verdict.missing,
-            late_ranks=verdict.late,
+            f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}",
+            "Check that these ranks are alive and make the same calls in the same order.",
         )
 
 
@@ -361,13 +361,10 @@ def unreadable(sender: str, label: str, got: str) -> ConfigMismatchError:
     )
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether the file that is a process group's store could not grow."""
-    return isinstance(error, dist.DistStoreError) and os.strerror(errno.ENOSPC) in str(error)
-
-
-def no_room(error: BaseException) -> HostMemoryError:
-    """Returns our error for one that `is_full`."""
+def no_room(error: BaseException) -> HostMemoryError | None:
+    """Returns our error where the file that is a process group's store could not grow; None for another error."""
+    if not isinstance(error, dist.DistStoreError) or os.strerror(errno.ENOSPC) not in str(error):
+        return None
     return HostMemoryError(
         "room in the file that is the store of the process group",
         str(error).partition("\n")[0],
@@ -386,8 +383,8 @@ def store_must_answer(label: str, peers: Peers | None) -> Iterator[None]:
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if is_full(error):
-            raise no_room(error) from error
+        if full := no_room(error):
+            raise full from error
         raise RankTimeoutError(
             f"the store of the process group to answer at {label!r}",
             str(error).partition("\n")[0],

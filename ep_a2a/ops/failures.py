@@ -16,8 +16,8 @@ from ep_a2a.errors import (
     RankTimeoutError,
 )
 from ep_a2a.kernels.layout import FailureCode, Record, StepPhase
-from ep_a2a.memory.agreement import RESET, agree, described, remedy_of
-from ep_a2a.memory.peers import GivenUp, Verdict
+from ep_a2a.memory.agreement import agree
+from ep_a2a.memory.verdict import RESET, GivenUp, Verdict
 from ep_a2a.ops.wire_word import disagreement
 
 if TYPE_CHECKING:
@@ -189,15 +189,8 @@ class Failure:
                 if all(epochs[other] == wanted for epochs in seen.values()):
                     # read after the wait has given up
                     facts.append(f"rank {other} has begun this call by now, late or without sending all of its rows")
-        return RankTimeoutError(
-            f"every rank within {timeouts.named(self.epoch)}",
-            f"{described(verdict, rank)}. Seen here: {'; '.join(facts)}",
-            remedy_of(verdict),
-            verdict.missing,
-            wanted,
-            seen,
-            verdict.late,
-        )
+        expected = f"every rank within {timeouts.named(self.epoch)}"
+        return verdict.error(rank, expected, "; ".join(facts), wanted=wanted, epochs=seen)
 
 
 def by_value(epochs: Sequence[int]) -> str:

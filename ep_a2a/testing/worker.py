@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ep_a2a import env
 from ep_a2a.errors import GpuLostError
-from ep_a2a.memory.rendezvous import is_full, no_room
+from ep_a2a.memory.rendezvous import no_room
 from ep_a2a.topology.gpu_share import gpu_of
 
 if TYPE_CHECKING:
@@ -168,8 +168,7 @@ def _answer(context: RankContext, task: bytes) -> bytes:
 
 def _with_its_cause(device: torch.device, error: BaseException) -> BaseException:
     """Returns GpuLostError where CUDA fails for good in this process, and HostMemoryError where /dev/shm is full."""
-    if is_full(error):
-        full = no_room(error)
+    if full := no_room(error):
         full.__cause__ = error
         return full
     if device.type != "cuda" or not any(sign in str(error) for sign in CUDA_ERRORS):

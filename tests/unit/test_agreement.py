@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory import agreement, host_record, peers, rendezvous
-from ep_a2a.memory.agreement import agree, described, judge, remedy_of, with_verdict
-from ep_a2a.memory.peers import GivenUp, Peers, Presence, Verdict
+from ep_a2a.memory import host_record, peers, rendezvous
+from ep_a2a.memory.agreement import agree
+from ep_a2a.memory.peers import Peers
+from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict, judge, judge_meeting
 from tests.waiting import await_until
 
 ALIVE, UNHEARD, GONE = Presence.ALIVE, Presence.UNHEARD, Presence.GONE
@@ -30,54 +31,69 @@ def gave_up(*awaited: int, failure: str = HERE, waited: bool = True, at: float =
 
 
 CAME_LATE = gave_up(waited=False)
+ELSEWHERE = gave_up(0, failure=THERE)
 CALLS = ((0, f"dispatch of {HERE}"), (1, f"dispatch of {THERE}"))
-CASES = {
-    "one has ended": ((ALIVE, ALIVE, GONE), {0: gave_up(1, 2)}, Verdict((2,))),
-    "two have ended": ((ALIVE, GONE, ALIVE, GONE), {0: gave_up(1)}, Verdict((1, 3))),
-    "one has ended, and another one is late": ((ALIVE, ALIVE, GONE), {0: gave_up(1)}, Verdict((2,))),
-    "one of another host may be gone": ((ALIVE, ALIVE, UNHEARD), {0: gave_up(1, 2)}, None),
-    "others may still give up": ((ALIVE, ALIVE), {0: gave_up(1)}, None),
-    "one is late and has come meanwhile": ((ALIVE, ALIVE), {0: gave_up(1), 1: CAME_LATE}, Verdict(late=(1,))),
-    "a late one is told to lack itself": (
-        (ALIVE, ALIVE),
-        {0: gave_up(1), 1: gave_up(1, waited=False)},
-        Verdict((), (1,)),
-    ),
-    "a rank that waits is never late": ((ALIVE, ALIVE), {0: gave_up(1), 1: gave_up(0)}, Verdict()),
-    "two calls in another order": ((ALIVE, ALIVE), {0: gave_up(1), 1: gave_up(0, failure=THERE)}, Verdict(calls=CALLS)),
-    "a rank that waits elsewhere for a late one": (
-        (ALIVE, ALIVE, ALIVE),
+STATES = {"a": ALIVE, "u": UNHEARD, "g": GONE}
+CASES: dict[str, tuple[str, dict[int, GivenUp], Verdict | None]] = {
+    "one has ended": ("aag", {0: gave_up(1, 2)}, Verdict((2,))),
+    "two have ended": ("agag", {0: gave_up(1)}, Verdict((1, 3))),
+    "one has ended, and another one is late": ("aag", {0: gave_up(1)}, Verdict((2,))),
+    "one of another host may be gone": ("aau", {0: gave_up(1, 2)}, None),
+    "others may still give up": ("aa", {0: gave_up(1)}, None),
+    "one is late and has come meanwhile": ("aa", {0: gave_up(1), 1: CAME_LATE}, Verdict(late=(1,))),
+    "a late one awaits itself": ("aa", {0: gave_up(1), 1: gave_up(1, waited=False)}, Verdict(late=(1,))),
+    "a rank that waits is never late": ("aa", {0: gave_up(1), 1: gave_up(0)}, Verdict()),
+    "two calls in another order": ("aa", {0: gave_up(1), 1: ELSEWHERE}, Verdict(calls=CALLS)),
+    "all but a late one wait": (
+        "aaa",
         {0: gave_up(1, 2), 1: gave_up(2, failure=THERE), 2: CAME_LATE},
         Verdict(late=(2,)),
     ),
-    "what was given up long ago": (
-        (ALIVE, ALIVE),
-        {0: gave_up(1), 1: gave_up(0, failure=THERE, at=1.0)},
-        Verdict((), (1,)),
-    ),
+    "what was given up long ago": ("aa", {0: gave_up(1), 1: ELSEWHERE._replace(at=1.0)}, Verdict(late=(1,))),
 }
+OVER_CASES: dict[str, tuple[dict[int, GivenUp], set[int], set[int], Verdict]] = {
+    # given up, ranks of this host, and those that wait on the host
+    "who says nothing is late": ({0: gave_up(1, 2)}, set(), set(), Verdict(late=(1, 2))),
+    "unless it waits on the host": ({0: gave_up(1, 2)}, set(), {2}, Verdict(late=(1,))),
+    "nobody who was awaited": ({0: gave_up(1), 1: gave_up(0)}, {0, 1, 2}, set(), Verdict(late=(2,))),
+    "nobody of this host": ({0: gave_up(1), 1: gave_up(0)}, {0, 1}, set(), Verdict()),
+}
+
+
+def seen(states: str, *args: Any) -> Seen:
+    return Seen({rank: STATES[state] for rank, state in enumerate(states)}, *args)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_judge(name: str) -> None:
-    seen, given_up, expected = CASES[name]
-    assert judge(HERE, dict(enumerate(seen)), given_up, since=50.0) == expected
+    states, given_up, expected = CASES[name]
+    assert judge(HERE, seen(states, given_up), since=50.0) == expected
 
 
-def test_who_says_nothing_is_late_in_the_end_unless_it_waits_on_the_host() -> None:
-    seen = {0: ALIVE, 1: ALIVE, 2: ALIVE}
-    assert judge(HERE, seen, {0: gave_up(1, 2)}, on_host=[2], is_over=True) == Verdict(late=(1,))
+@pytest.mark.parametrize("name", OVER_CASES)
+def test_judge_in_the_end(name: str) -> None:
+    given_up, local, blocked, expected = OVER_CASES[name]
+    assert judge(HERE, seen("aaa", given_up, frozenset(local), frozenset(blocked)), is_over=True) == expected
 
 
-def test_who_has_not_even_given_up_is_late_where_all_that_were_lacked_wait() -> None:
-    seen = {0: ALIVE, 1: ALIVE, 2: ALIVE}
-    given_up = {0: gave_up(1), 1: gave_up(0)}
-    assert judge(HERE, seen, given_up, host=(0, 1, 2), is_over=True) == Verdict(late=(2,))
-    assert judge(HERE, seen, given_up, host=(0, 1), is_over=True) == Verdict()
+@pytest.mark.parametrize(
+    ("states", "given_up", "expected"),
+    [
+        ("aga", {}, Verdict((1,))),
+        # nobody has seen rank 1
+        ("aua", {}, Verdict((1,), (2,))),
+        ("aaa", {}, Verdict(late=(1, 2))),
+        ("aaa", {1: ELSEWHERE}, Verdict(late=(1, 2), calls=((0, "the meeting"), CALLS[1]))),
+        # before the meeting
+        ("aaa", {1: ELSEWHERE._replace(at=1.0)}, Verdict(late=(1, 2))),
+    ],
+)
+def test_judge_a_meeting(states: str, given_up: dict[int, GivenUp], expected: Verdict) -> None:
+    meeting = GivenUp("meeting", "the meeting", (1, 2), waited=True, at=100.0, is_meeting=True)
+    assert judge_meeting(0, meeting, seen(states, given_up), since=50.0) == expected
 
 
 def test_words() -> None:
-    error = RankTimeoutError("every rank", "nobody")
     for verdict, rank, said, remedy in (
         (Verdict((1, 2)), 0, "ranks 1, 2 are gone", RankTimeoutError.remedy),
         (Verdict(late=(1,)), 0, "rank 1 is late", RankTimeoutError.remedy),
@@ -85,11 +101,11 @@ def test_words() -> None:
         (Verdict(calls=CALLS), 0, f"rank 0 in {CALLS[0][1]}, rank 1 in {CALLS[1][1]}", "in the same order"),
         (Verdict(), 0, "no rank is gone or late", "EP_A2A_TIMEOUT_SECS"),
     ):
-        told = with_verdict(error, verdict, rank)
+        told = verdict.error(rank, "every rank", "nobody")
         assert (told.missing_ranks, told.late_ranks) == (verdict.missing, verdict.late)
-        assert said in described(verdict, rank)
         assert said in str(told)
-        assert remedy in (remedy_of(verdict) or error.remedy)
+        assert "Seen here: nobody" in str(told)
+        assert remedy in told.remedy
 
 
 # --- ranks of one host and of several ---
@@ -139,32 +155,41 @@ def view(store: dist.Store, time: Time, monkeypatch: pytest.MonkeyPatch) -> Call
     return make
 
 
+def beat(ranks: Sequence[Peers]) -> None:
+    for each in ranks:
+        each.look()
+        each.beat()
+
+
 def all_of(view: Callable[..., Peers], hosts: str = "aaa") -> list[Peers]:
     made = [view(rank, host, len(hosts)) for rank, host in enumerate(hosts)]
     for _ in range(2):
-        for each in made:
-            each.look()
-            each.beat()
+        beat(made)
     return made
 
 
-def beat_by_turns(time: Time, *ranks: Peers) -> None:
-    def beat() -> None:
-        for each in ranks:
-            each.look()
-            each.beat()
+HOST_SECS = 100.0 + BOUND_SECS
+DEATHS: dict[str, tuple[str, dict[int, float], tuple[int, ...], float, float]] = {
+    # hosts, times of deaths by rank, ranks that go on beating, and when there is a verdict
+    "two of a host": ("aaa", {2: 100.0, 1: 100.5}, (0,), 101.3, 101.5),
+    "seen on another host": ("abb", {2: 100.0}, (1, 0), 101.8, 102.8),
+    "a silent host": ("abc", {2: 100.0}, (1, 0), HOST_SECS, HOST_SECS + peers.HEART_SECS + 0.2),
+}
 
-    time.at |= {100.0 + turn * peers.HEART_SECS: beat for turn in range(1, 50)}
 
-
-def test_survivors_of_a_host_name_all_that_die_together(view: Any, time: Time) -> None:
-    first, second, _ = all_of(view)
-    time.at = {100.1: lambda: view.dead.add(2)}
-    assert agree(first, gave_up(1, 2), BOUND_SECS) == Verdict((2,))
-    assert time.now < 100.1 + peers.GRACE_SECS + 0.2
-    # written down: nothing is judged anew
+@pytest.mark.parametrize("name", DEATHS)
+def test_who_is_gone_is_written_down(name: str, view: Any, time: Time) -> None:
+    hosts, deaths, living, least_secs, most_secs = DEATHS[name]
+    ranks = all_of(view, hosts)
+    beats = [ranks[rank] for rank in living]
+    time.at = {100.0 + turn * peers.HEART_SECS: functools.partial(beat, beats) for turn in range(1, 50)}
+    time.at |= {at + 0.01: functools.partial(view.dead.add, rank) for rank, at in deaths.items()}
+    verdict = Verdict(tuple(sorted(deaths)))
+    assert agree(ranks[0], gave_up(1, 2), BOUND_SECS) == verdict
+    assert least_secs <= time.now < most_secs
+    # nothing is judged anew
     view.dead.add(1)
-    assert agree(second, gave_up(2, 0), BOUND_SECS) == Verdict((2,))
+    assert agree(ranks[living[0]], gave_up(0), BOUND_SECS) == verdict
 
 
 def test_the_first_verdict_counts(view: Any) -> None:
@@ -172,21 +197,6 @@ def test_the_first_verdict_counts(view: Any) -> None:
     assert first.record(HERE, Verdict((1,))) == Verdict((1,))
     # it has judged before it could read the first one's verdict
     assert second.record(HERE, Verdict((2,))) == Verdict((1,)) == first.verdict(HERE)
-
-
-def test_a_death_in_the_grace_of_another_is_named_with_it(view: Any, time: Time) -> None:
-    first, *_ = all_of(view)
-    view.dead.add(2)
-    time.at = {100.5: lambda: view.dead.add(1)}
-    assert agree(first, gave_up(2), BOUND_SECS) == Verdict((1, 2))
-
-
-def test_a_late_rank_reads_that_it_is_late(view: Any, time: Time) -> None:
-    first, second, third = all_of(view)
-    second.give_up(gave_up(2))
-    assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
-    assert time.now >= 100.0 + agreement.PATIENCE_SECS
-    assert agree(third, gave_up(waited=False), BOUND_SECS) == Verdict(late=(2,))
 
 
 @pytest.mark.parametrize("wait", ["on the host", "given up", "in a meeting"])
@@ -199,33 +209,6 @@ def test_a_stopped_rank_is_late_whatever_it_waited_for(wait: str, view: Any, mon
     monkeypatch.setattr(host_record.HostRecord, "_holder", lambda _, byte: holders.get(byte))
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"1 (a b) c) %c 1" % b"ST"["200" in str(path)])
     assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
-
-
-def test_calls_in_another_order_are_told_to_all(view: Any, time: Time) -> None:
-    first, second = all_of(view, "aa")
-    time.at = {101.0: lambda: second.give_up(gave_up(0, failure=THERE, at=101.0))}
-    assert agree(first, gave_up(1), BOUND_SECS) == Verdict(calls=CALLS)
-    assert agree(second, gave_up(0, failure=THERE), BOUND_SECS) == Verdict(calls=CALLS)
-    second.withdraw()
-    assert first.given_up().keys() == {0}
-
-
-def test_another_host_says_who_has_ended_there(view: Any, time: Time) -> None:
-    first, second, _ = all_of(view, "abb")
-    view.dead.add(2)
-    beat_by_turns(time, second, first)
-    assert agree(first, gave_up(2), BOUND_SECS) == Verdict((2,))
-    assert time.now < 100.0 + peers.GRACE_SECS + 4 * peers.HEART_SECS
-    assert agree(second, gave_up(2), BOUND_SECS) == Verdict((2,))
-
-
-def test_a_silent_host_is_gone_after_the_bound_and_waited_for_before(view: Any, time: Time) -> None:
-    first, second, _ = all_of(view, "abc")
-    beat_by_turns(time, second, first)
-    assert agree(first, gave_up(1, 2), BOUND_SECS) == Verdict((2,))
-    assert time.now >= 100.0 + BOUND_SECS
-    # the store keeps the first verdict
-    assert agree(second, gave_up(0), BOUND_SECS) == Verdict((2,))
 
 
 def test_a_store_that_ends_silences_other_hosts(view: Any, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,33 +250,26 @@ def test_lines_of_another_group_change_nothing(view: Any) -> None:
     ):
         os.write(first.host_record._descriptor, line.encode("latin-1") + b"\n")
     assert second.look() == ()
-    assert second.host == (0, 1, 2)
-    assert second.given_up() == {}
+    assert second.see().local == {0, 1, 2}
+    assert second.see().given_up == {}
     assert second.verdict("f") is None
 
 
-DEATHS_IN_MEETINGS: dict[str, tuple[tuple[int, ...] | None, str, dict[int, float], tuple[int, ...]]] = {
-    "one that has come": (None, f"{(1 << 32) + 1}/2", {2: 101.0}, (2,)),
-    "one that has come, one that has not": (None, f"{(1 << 32) + 1}/2", {2: 101.0, 1: 101.5}, (1, 2)),
-    "among some ranks of a group": ((0, 2, 3), "of/0,2,3/1/1", {1: 101.0, 2: 101.2, 3: 101.5}, (2, 3)),
-}
-
-
-@pytest.mark.parametrize("name", DEATHS_IN_MEETINGS)
-def test_a_meeting_ends_with_deaths_and_names_all(
-    name: str, view: Any, store: dist.Store, time: Time, monkeypatch: pytest.MonkeyPatch
+def test_a_meeting_of_some_ranks_names_those_of_them_that_die(
+    view: Any, store: dist.Store, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, came, deaths, missing = DEATHS_IN_MEETINGS[name]
     first, *_ = all_of(view, "aaaaa")
     monkeypatch.setattr(rendezvous, "peers_of", lambda _: first)
     group: Any = None
-    meeting = rendezvous.Rendezvous(group, ranks=ranks)
-    store.set(f"ep_a2a/{came}", "")
+    meeting = rendezvous.Rendezvous(group, ranks=(0, 2, 3))
+    # rank 2 has come
+    store.set("ep_a2a/of/0,2,3/1/1", "")
+    deaths = {1: 101.0, 2: 101.2, 3: 101.5}
     time.at = {at: functools.partial(view.dead.add, rank) for rank, at in deaths.items()}
     with pytest.raises(RankTimeoutError) as caught:
         meeting.barrier("a meeting")
-    assert caught.value.missing_ranks == missing
-    assert time.now < max(deaths.values()) + peers.GRACE_SECS + 0.2
+    assert caught.value.missing_ranks == (2, 3)
+    assert time.now < 101.5 + peers.GRACE_SECS + 0.2
 
 
 @pytest.fixture
@@ -320,30 +296,10 @@ def test_a_meeting_against_a_step_is_told_to_both(meetings: Any, time: Time) -> 
     assert first.verdict(THERE) == verdicts[0]
 
 
-def test_two_meetings_that_differ_are_told_to_both(meetings: Any, time: Time) -> None:
-    texts = []
-
-    def build() -> None:
-        # rank 0, which stands still while rank 1 runs here, goes on saying that it waits
-        said = GivenUp("reset", "the meeting 'reset'", (1,), waited=True, at=150.0, is_meeting=True)
-        time.at[150.0] = lambda: meetings[0].peers.give_up(said)
-        with pytest.raises(RankTimeoutError) as caught:
-            meetings[1].barrier("build")
-        texts.append(str(caught.value))
-
-    # rank 1's op is another one, so it meets elsewhere
-    meetings[1]._sequence += 1 << 32
-    time.at = {100.5: build}
-    with pytest.raises(RankTimeoutError) as caught:
-        meetings[0].barrier("reset")
-    for text in (*texts, str(caught.value)):
-        assert "rank 0 in the meeting 'reset', rank 1 in the meeting 'build'" in text
-
-
 def test_a_meeting_that_ends_is_no_wait_any_more(meetings: Any, time: Time) -> None:
     time.at = {105.0: lambda: meetings[1].barrier("build")}
     meetings[0].barrier("build")
-    assert meetings[1].peers.given_up() == {}
+    assert meetings[1].peers.see().given_up == {}
 
 
 def test_ranks_without_the_file_count_as_another_host(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from ep_a2a import errors
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError, ShapeError, without_section
 from ep_a2a.kernels import primitives
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
-from ep_a2a.memory.peers import Verdict
+from ep_a2a.memory.verdict import Verdict
 from ep_a2a.ops.failures import Failure
 from ep_a2a.ops.timeouts import Timeouts
 from ep_a2a.ops.wire_word import describe_wire_word, tag_mask, tag_of, tagged, wire_word
