@@ -1,5 +1,6 @@
 """Checks in a real vLLM: the name, the configuration of a user who did not choose it, and then of one who did."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -199,12 +200,6 @@ def check_the_platform_is_patched_once() -> None:
     assert original_communicator_class().__name__ == "CpuCommunicator"
 
 
-OPTIONS = {
-    "--enable-elastic-ep": ("enable_elastic_ep", True),
-    "--prefill-context-parallel-size": ("prefill_context_parallel_size", 2),
-}
-
-
 def config_of(**parallel: Any) -> SimpleNamespace:
     """As much of a configuration as our check of options looks at."""
     values = {"all2all_backend": NAME, "enable_expert_parallel": True, "data_parallel_size": 2, "data_parallel_rank": 0}
@@ -214,60 +209,49 @@ def config_of(**parallel: Any) -> SimpleNamespace:
     return SimpleNamespace(parallel_config=given, lora_config=None)
 
 
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--enable-elastic-ep", {"enable_elastic_ep": True}),
+    ("--prefill-context-parallel-size", {"prefill_context_parallel_size": 2}),
+    ("--enable-dbo with --enable-lora", {"use_ubatching": True}),
+    (
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 with --distributed-executor-backend ray",
+        {"distributed_executor_backend": "ray"},
+    ),
+)
+"""Options, and what they are in vLLM's ParallelConfig."""
+
+
 def check_options_that_cannot_work_are_refused() -> None:
+    """Before processes start; without experts on several ranks vLLM's own backend takes them."""
+    from vllm import envs
     from vllm.platforms import current_platform
 
     from ep_a2a.errors import UnsupportedError
     from ep_a2a.integrations.vllm.parallel_config import check_options
 
     chosen()
-    for option, (field, value) in OPTIONS.items():
-        config = config_of()
-        check_options(config)
-        setattr(config.parallel_config, field, value)
-        with refused(UnsupportedError, f"no {option}", f"Leave {option} out", "allgather_reducescatter"):
-            current_platform.check_and_update_config(config)
-        # also of one replica, to which these options add ranks
-        config.parallel_config.data_parallel_size = 1
-        with refused(UnsupportedError, f"no {option}"):
+    check_options(config_of())
+    for option, parallel in REFUSED:
+        first, _, second = option.partition(" with ")
+        config = config_of(**parallel)
+        with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
+            if second:
+                # one of the two options alone
+                check_options(config)
+        config.lora_config = object()
+        with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
+            leave = f"Leave {first} or {second} out." if second else f"Leave {first} out, or use --all2all-backend"
+            with refused(UnsupportedError, f"no {option}", leave):
+                current_platform.check_and_update_config(config)
+            config.parallel_config.data_parallel_size = 1
+            # also of one replica, to which the first options add ranks
+            with contextlib.nullcontext() if second else refused(UnsupportedError, f"no {option}"):
+                check_options(config)
+            config.parallel_config.data_parallel_size = 2
+            config.parallel_config.all2all_backend = NAME
+            config.parallel_config.enable_expert_parallel = False
             check_options(config)
-        config.parallel_config.data_parallel_size = 2
-        config.parallel_config.enable_expert_parallel = False
-        check_options(config)
-        assert config.parallel_config.all2all_backend == "allgather_reducescatter"
-        config.parallel_config.enable_expert_parallel = True
-        check_options(config)
-
-
-def check_adapters_of_micro_batches_are_refused() -> None:
-    from ep_a2a.errors import UnsupportedError
-    from ep_a2a.integrations.vllm.parallel_config import check_options
-
-    chosen()
-    config = config_of(use_ubatching=True)
-    check_options(config)
-    config.lora_config = object()
-    with refused(UnsupportedError, "no --enable-dbo with --enable-lora", "Leave --enable-dbo or --enable-lora out."):
-        check_options(config)
-    config.parallel_config.data_parallel_size = 1
-    check_options(config)
-
-
-def check_rays_old_executor_is_refused() -> None:
-    from vllm import envs
-
-    from ep_a2a.errors import UnsupportedError
-    from ep_a2a.integrations.vllm.parallel_config import check_options
-
-    rays = config_of(distributed_executor_backend="ray")
-    with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
-        check_options(rays)
-    with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
-        with refused(
-            UnsupportedError, "Leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 or --distributed-executor-backend ray out."
-        ):
-            check_options(rays)
-        check_options(config_of())
+            assert config.parallel_config.all2all_backend == "allgather_reducescatter"
 
 
 def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
@@ -299,18 +283,6 @@ def check_a_variable_that_cannot_be_read_is_refused() -> None:
             with refused(ValueError, name, "'abc'"):
                 VllmConfig(parallel_config=chosen())
             VllmConfig()
-
-
-def check_options_are_refused_by_the_real_configuration() -> None:
-    from vllm.config import VllmConfig
-
-    from ep_a2a.errors import UnsupportedError
-
-    VllmConfig(parallel_config=chosen(data_parallel_size=2, pipeline_parallel_size=2))
-    option = "--prefill-context-parallel-size"
-    # vLLM 0.28 itself refuses it with data parallelism
-    with refused(UnsupportedError, option):
-        VllmConfig(parallel_config=chosen(**dict([OPTIONS[option]])))
 
 
 def check_vllm_splits_steps_with_our_name() -> None:

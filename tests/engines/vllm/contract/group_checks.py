@@ -239,15 +239,3 @@ def refusals_when_made(make: Any) -> None:
         refused(StateError, "VllmManager", "--all2all-backend ep_a2a"),
     ):
         make(moe_of(), None, allow_new_interface=True)
-
-
-def check_our_methods_take_what_vllm_passes() -> None:
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-
-    from ep_a2a.integrations.vllm.prepare_finalize import EpA2APrepareAndFinalize
-
-    classes = (EpA2APrepareAndFinalize, mk.FusedMoEPrepareAndFinalizeModular)
-    assert not EpA2APrepareAndFinalize.__abstractmethods__
-    for name in ("prepare_async", "finalize_async", "post_init_setup"):
-        ours, theirs = (list(inspect.signature(getattr(each, name)).parameters) for each in classes)
-        assert ours == theirs, name
