@@ -35,10 +35,9 @@ def die_and_go_on(context: RankContext, directory: Path, num_hosts: int, victims
         max_tokens=5,
         num_nodes=num_hosts,
     )
-    boot_id = directory / f"boot id {context.rank}"
-    boot_id.write_text(f"of host {context.rank // (context.world_size // num_hosts)}")
     # the namespaces of one machine have its boot id
-    mock.patch.object(facts, "BOOT_ID_PATH", boot_id).start()
+    host = f"host {context.rank // (context.world_size // num_hosts)}"
+    mock.patch.object(facts, "host_identity", return_value=host).start()
     manager = create_manager("ep_a2a", context.group)
     op = manager.get_handle(kwargs_of(case, context.rank))
     run_step(case, op, 0, context.device)
