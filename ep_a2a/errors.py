@@ -183,7 +183,7 @@ class TopKError(ShapeError):
 class TooManyTokensError(ShapeError):
     """A rank brought more tokens than the agreed maximum."""
 
-    remedy = f"Raise {MAX_TOKENS}, or the max_num_tokens that was given, on every rank, or split the batch."
+    remedy = f"Raise {MAX_TOKENS}, or the step_tokens that was given, on every rank, or split the batch."
 
 
 class StateError(EpA2AError, RuntimeError):

@@ -8,13 +8,13 @@ An op moves the tokens of one MoE layer between the W ranks of a group. Each ste
 The letters in shapes:
 
 - W: ranks of the group.
-- T: tokens of this rank in this step, 0 <= T <= max_num_tokens.
+- T: tokens of this rank in this step, 0 <= T <= step_tokens.
 - M: the most tokens that a rank may bring to any step, `config.max_num_inp_token_per_rank`.
 - H: elements of a token (hidden size).
 - K: experts that each token names (top-k).
 - E: experts that this rank owns.
 - S: scales of a token whose elements are quantised.
-- R: rows that a rank may receive in this step: W * max_num_tokens, in layout compact at most the config's cap.
+- R: rows that a rank may receive in this step: W * step_tokens, in layout compact at most the config's cap.
 
 Every call runs on the caller's current stream, after the op's previous call, and returns without waiting for the GPU.
 Work that is launched later on that stream may overwrite the call's inputs. A feature that a backend lacks raises
@@ -40,7 +40,7 @@ class DispatchResult(NamedTuple):
     leading dimensions depend on the layout:
 
     - compact: [R], the received rows first.
-    - rank_major: [W, max_num_tokens], each source's rows first.
+    - rank_major: [W, step_tokens], each source's rows first.
     - expert_major: [E, R], each expert's rows first; indices as in rank_major.
 
     Attributes:
@@ -99,7 +99,7 @@ class DispatchCombineOp(Protocol):
         warp_per_block: int = -1,
         call_local_expert_count: bool = False,
         *,
-        max_num_tokens: int | None = None,
+        step_tokens: int | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -118,7 +118,7 @@ class DispatchCombineOp(Protocol):
             block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
             rdma_block_num: without effect.
             call_local_expert_count: also fill `local_expert_count`.
-            max_num_tokens: the most tokens that any rank brings to this step, equal on all ranks; None is M.
+            step_tokens: the most tokens that any rank brings to this step, equal on all ranks; None is M.
             pad_id: the id in the returned indices of rows without a token.
             tag: a number of this call, at least 0, equal on all ranks: that of the layer, where layers share the op.
                 Ranks whose tags differ get ConfigMismatchError, with the tags, instead of rows of another layer. It
@@ -139,7 +139,7 @@ class DispatchCombineOp(Protocol):
         scales: Tensor | None,
         indices: Tensor,
         *,
-        max_num_tokens: int | None = None,
+        step_tokens: int | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:

@@ -28,12 +28,12 @@ SEND_ROW_ELEMENTS = 8192
 """Elements that a program of a combine sends at once where there are many tokens, most rows in one piece. Round trip at
 T = 4096 with 1024, 4096, 8192: 867, 743, 710 (21 November)."""
 FEW_TOKENS = 64
-"""Below this max_num_tokens latency counts: work is spread thin, and a launch is prepared while the previous one runs.
+"""Below this step_tokens latency counts: work is spread thin, and a launch is prepared while the previous one runs.
 The same holds for as many tokens with a low-latency dispatch. An early launch takes bandwidth from the previous one.
 Round trip with and without early launches: 9.8, 10.2 at T = 1, 36.9, 35.6 at 128, 810, 714 at 4096 (21 November); 19.9,
 21.2 at 64 (27 November)."""
 MAX_COUNTED_ALONE = 1023
-"""Up to this max_num_tokens each program scans the ids of all tokens (redundant scan) and needs no other program.
+"""Up to this step_tokens each program scans the ids of all tokens (redundant scan) and needs no other program.
 Without a bound on multiprocessors, a bulk dispatch among MOST_UNROLLED_RANKS or fewer sends rows one by one up to here,
 and tiles of one token in larger steps: a tile takes fewer instructions, but destinations must be listed before the
 first one leaves. Round trip row by row and in tiles: 55.7, 57.0 at T = 256, 100.8, 100.6 at 512, 189.1, 187.6 at 1024
@@ -152,7 +152,7 @@ def choose_launch(
     config: EpDispatchCombineConfig,
     phase: Phase,
     num_tokens: int,
-    max_num_tokens: int,
+    step_tokens: int,
     num_sms: int,
     block_num: int = -1,
     warp_per_block: int = -1,
@@ -166,7 +166,7 @@ def choose_launch(
         config: the op's config, whose numbers are used with launch="manual".
         phase: which kernel.
         num_tokens: tokens that this rank brings.
-        max_num_tokens: bound on every rank's tokens in this step.
+        step_tokens: bound on every rank's tokens in this step.
         num_sms: multiprocessors of the device; 0 on CPU.
         block_num, warp_per_block: the caller's numbers, used when > 0.
         max_sms: most multiprocessors that the launch may occupy, 0 = all, None = config.max_sms. The GPU spreads
@@ -178,7 +178,7 @@ def choose_launch(
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
         send_rows = 1
         if phase is Phase.BULK_DISPATCH:
-            send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(config, max_num_tokens)
+            send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(config, step_tokens)
         shared_from = programs if phase is Phase.COMBINE and max_sms > 0 else NEVER_SHARED
         return Launch(
             programs,
@@ -189,12 +189,12 @@ def choose_launch(
             shared_from=shared_from,
         )
     chooses_warps = config.launch != "manual" and warp_per_block <= 0
-    wish = _default(config, phase, num_tokens, max_num_tokens, chooses_warps=chooses_warps)
+    wish = _default(config, phase, num_tokens, step_tokens, chooses_warps=chooses_warps)
     if config.launch == "manual":
         wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block)
     is_bounded = 0 < max_sms < num_sms
     if is_bounded and config.launch != "manual":
-        wish = _widened(wish, config, phase, max_sms, num_tokens, max_num_tokens)
+        wish = _widened(wish, config, phase, max_sms, num_tokens, step_tokens)
     if block_num > 0:
         wish = replace(wish, num_programs=block_num)
     if warp_per_block > 0:
@@ -221,7 +221,7 @@ def _made_small(wish: Launch, phase: Phase, most: int) -> Launch:
 
 
 def _widened(
-    wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int, num_tokens: int, max_num_tokens: int
+    wish: Launch, config: EpDispatchCombineConfig, phase: Phase, max_sms: int, num_tokens: int, step_tokens: int
 ) -> Launch:
     """Returns the wish with programs of the best width for a multiprocessor; those of a combine take whole rows."""
     wish = replace(wish, num_warps=WIDE_WARPS)
@@ -232,7 +232,7 @@ def _widened(
     casts = config.combine_quant != QuantType.NONE
     wish = _by_rows(wish, WIDE_CASTER_ROWS if casts else WIDE_ROWS)
     programs = max(FLAG_PROGRAMS[phase] + 2, max_sms)
-    row_ns, sent_ns, added_ns = _combine_ns(config, num_tokens, max_num_tokens)
+    row_ns, sent_ns, added_ns = _combine_ns(config, num_tokens, step_tokens)
     fill_wire = math.ceil(row_ns * WIRE_BYTES_PER_NS / (config.hidden_dim * config.combine_wire_dtype.itemsize))
     equal_time = programs * sent_ns / max(1.0, sent_ns + added_ns)
     ahead = round((CASTER_HEAD_START if casts else HEAD_START) * equal_time)
@@ -264,7 +264,7 @@ def _rows_per_token(config: EpDispatchCombineConfig) -> float:
     return config.world_size * (1 - (1 - 1 / config.world_size) ** config.topk)
 
 
-def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens: int) -> tuple[float, float, float]:
+def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, step_tokens: int) -> tuple[float, float, float]:
     """Nanoseconds of one multiprocessor alone: to send a row, to send all rows, and to add the rows of all tokens.
 
     Experts are taken to be drawn alike. Only a cast sends this rank's own rows. A token's rows are added in the places
@@ -272,43 +272,43 @@ def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, max_num_tokens
     """
     ranks, topk = config.world_size, config.topk
     casts = config.combine_quant != QuantType.NONE
-    sent_rows = max_num_tokens * _rows_per_token(config) * (1 if casts else (ranks - 1) / ranks)
+    sent_rows = step_tokens * _rows_per_token(config) * (1 if casts else (ranks - 1) / ranks)
     row_ns = (CAST_NS if casts else SEND_NS) * config.hidden_dim
     token_ns = (1 + min(ranks, topk)) * (ADD_CAST_NS if casts else ADD_NS) * config.hidden_dim
     return row_ns, sent_rows * row_ns, num_tokens * token_ns
 
 
-def _dispatched_rows(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
+def _dispatched_rows(config: EpDispatchCombineConfig, step_tokens: int) -> int:
     """Launch.send_rows of a bulk dispatch without a bound on multiprocessors."""
-    one_by_one = max_num_tokens <= MAX_COUNTED_ALONE and config.world_size <= MOST_UNROLLED_RANKS
+    one_by_one = step_tokens <= MAX_COUNTED_ALONE and config.world_size <= MOST_UNROLLED_RANKS
     return 0 if one_by_one else 1
 
 
-def has_few_tokens(config: EpDispatchCombineConfig, max_num_tokens: int) -> bool:
+def has_few_tokens(config: EpDispatchCombineConfig, step_tokens: int) -> bool:
     """Returns whether latency counts in a step, as FEW_TOKENS says; the same on all ranks."""
-    is_low_latency = dispatch_phase(config, max_num_tokens) is Phase.LOW_LATENCY_DISPATCH
-    return max_num_tokens <= (FEW_TOKENS if is_low_latency else FEW_TOKENS - 1)
+    is_low_latency = dispatch_phase(config, step_tokens) is Phase.LOW_LATENCY_DISPATCH
+    return step_tokens <= (FEW_TOKENS if is_low_latency else FEW_TOKENS - 1)
 
 
 def _default(
-    config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, max_num_tokens: int, *, chooses_warps: bool
+    config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, step_tokens: int, *, chooses_warps: bool
 ) -> Launch:
     """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
-        return Launch(num_tokens, DISPATCH_WARPS, send_rows=_dispatched_rows(config, max_num_tokens))
-    few = has_few_tokens(config, max_num_tokens)
+        return Launch(num_tokens, DISPATCH_WARPS, send_rows=_dispatched_rows(config, step_tokens))
+    few = has_few_tokens(config, step_tokens)
     if phase is Phase.LOW_LATENCY_DISPATCH:
-        senders, receivers = num_tokens, _rows_to_receive(config, max_num_tokens)
+        senders, receivers = num_tokens, _rows_to_receive(config, step_tokens)
         num_programs = FLAG_PROGRAMS[phase] + senders + receivers
         return Launch(num_programs, LOW_LATENCY_WARPS, senders, receivers, sparse_polls=not few, dependent=few)
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
-    senders, receivers = config.world_size * max_num_tokens * blocks, num_tokens * blocks
+    senders, receivers = config.world_size * step_tokens * blocks, num_tokens * blocks
     num_programs = FLAG_PROGRAMS[phase] + senders + receivers
     wish = Launch(num_programs, COMBINE_WARPS, senders, receivers, dependent=few)
     if few:
         return wish
     if config.combine_quant != QuantType.NONE:
-        if chooses_warps and max_num_tokens >= many_cast_tokens(config):
+        if chooses_warps and step_tokens >= many_cast_tokens(config):
             return _with_wide_casters(wish, config, num_tokens)
         return replace(wish, num_senders=BULK_CASTERS, send_elements=CASTER_ELEMENTS)
     bulk_senders = min(BULK_SENDERS_PER_RANK * config.world_size, MOST_BULK_SENDERS)
@@ -329,14 +329,14 @@ def _with_wide_casters(wish: Launch, config: EpDispatchCombineConfig, num_tokens
     return _by_rows(wish, WIDE_CASTER_ROWS)
 
 
-def _rows_to_receive(config: EpDispatchCombineConfig, max_num_tokens: int) -> int:
+def _rows_to_receive(config: EpDispatchCombineConfig, step_tokens: int) -> int:
     """Returns the most low-latency rows that come to a rank; its own rows travel in layout compact only."""
-    return max(1, max_num_tokens * (config.world_size - (config.layout != Layout.COMPACT)))
+    return max(1, step_tokens * (config.world_size - (config.layout != Layout.COMPACT)))
 
 
-def dispatch_phase(config: EpDispatchCombineConfig, max_num_tokens: int) -> Phase:
-    """Returns the kind of a step's dispatch; the same on all ranks, since all agree on max_num_tokens."""
-    return Phase.LOW_LATENCY_DISPATCH if max_num_tokens <= config.low_latency_tokens else Phase.BULK_DISPATCH
+def dispatch_phase(config: EpDispatchCombineConfig, step_tokens: int) -> Phase:
+    """Returns the kind of a step's dispatch; the same on all ranks, since all agree on step_tokens."""
+    return Phase.LOW_LATENCY_DISPATCH if step_tokens <= config.low_latency_tokens else Phase.BULK_DISPATCH
 
 
 def launch_shapes(
@@ -346,7 +346,7 @@ def launch_shapes(
     *,
     shares_sm: bool = False,
 ) -> list[tuple[Phase, int, Launch]]:
-    """Returns one launch of every shape that steps of at most M tokens take, with its phase and max_num_tokens.
+    """Returns one launch of every shape that steps of at most M tokens take, with its phase and step_tokens.
 
     Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
     """

@@ -23,10 +23,10 @@ class DispatchReference:
     """The rows that one destination rank receives, ascending by (source rank, source token), and their metadata.
 
     N = total_recv. Layout compact: the tensors have exactly N rows. Layout rank_major: they are
-    `[W, max_num_tokens, ...]` with source s's rows dense from the front of block s; past them ids hold pad_id, source
+    `[W, step_tokens, ...]` with source s's rows dense from the front of block s; past them ids hold pad_id, source
     positions -1, and tokens, weights and scales zeros, which no op promises. Layout expert_major: ids and source
-    positions as in rank_major; tokens `[E, W * max_num_tokens, H]`, weights `[E, W * max_num_tokens]` and scales
-    `[E, W * max_num_tokens, S]` by local expert, one row for each token that names it, with the sum of the weights that
+    positions as in rank_major; tokens `[E, W * step_tokens, H]`, weights `[E, W * step_tokens]` and scales
+    `[E, W * step_tokens, S]` by local expert, one row for each token that names it, with the sum of the weights that
     its slots with that id have; past an expert's rows zeros, which an op promises up to its expert_alignment only.
 
     Attributes:
@@ -40,7 +40,7 @@ class DispatchReference:
         tokens_per_source: stride of source positions, W * M.
         layout: how the tensors are arranged.
         expert_counts: int32 `[E]`, rows of each local expert; these three in layout expert_major only.
-        expert_rows: int64 `[N, K]`, for each slot of the received rows the row in `[E * W * max_num_tokens, ...]` that
+        expert_rows: int64 `[N, K]`, for each slot of the received rows the row in `[E * W * step_tokens, ...]` that
             its expert has it in, -1 where the id is not a local expert's.
         slot_weights: float32 `[N, K]`, all router weights of the received rows.
     """
@@ -87,7 +87,7 @@ def dispatch_reference(
     ids: Sequence[torch.Tensor],
     *,
     num_experts: int,
-    max_num_tokens: int,
+    step_tokens: int,
     layout: Layout | str = Layout.COMPACT,
     stride_tokens: int | None = None,
     pad_id: int = -1,
@@ -100,26 +100,26 @@ def dispatch_reference(
         scales: W scales `[T_r, S]` of quantised tokens, or W times None.
         ids: W expert ids int32 `[T_r, K]`; ids outside `[0, num_experts)` are dropped slots that route nothing.
         num_experts: experts over all ranks, owned linearly: the first `num_experts % W` ranks own one more.
-        max_num_tokens: the most tokens that any rank may bring; rows per source in layout rank_major.
+        step_tokens: the most tokens that any rank may bring; rows per source in layout rank_major.
         layout: one of Layout's values.
-        stride_tokens: M in the source positions, source_rank * (W * M) + source_token; None = max_num_tokens.
+        stride_tokens: M in the source positions, source_rank * (W * M) + source_token; None = step_tokens.
         pad_id: id past the received rows of the layouts rank_major and expert_major.
 
     Returns:
         One DispatchReference per destination rank.
 
     Raises:
-        DtypeError, ShapeError, TopKError, TooManyTokensError: the tensors do not fit each other or max_num_tokens.
+        DtypeError, ShapeError, TopKError, TooManyTokensError: the tensors do not fit each other or step_tokens.
         ConfigError: source positions do not fit int32.
         UnknownNameError: layout is not known.
         InputError: layout expert_major without weights.
     """
     kind: Layout = parse_enum(Layout, layout, "layout")
     world_size = len(tokens)
-    stride = world_size * (max_num_tokens if stride_tokens is None else stride_tokens)
+    stride = world_size * (step_tokens if stride_tokens is None else stride_tokens)
     if world_size * stride > 2**31:
         raise ConfigError("source positions W * W * M to fit int32", str(world_size * stride))
-    _check_dispatch_inputs(tokens, ids, max_num_tokens)
+    _check_dispatch_inputs(tokens, ids, step_tokens)
     given_weights = _all_or_none("weights", weights, ids)
     given_scales = _all_or_none("scales", scales, ids)
     if kind == Layout.EXPERT_MAJOR and given_weights is None:
@@ -128,7 +128,7 @@ def dispatch_reference(
     positions = [
         torch.arange(rank_ids.shape[0], dtype=torch.int32) + source * stride for source, rank_ids in enumerate(ids)
     ]
-    block_rows = max_num_tokens if kind != Layout.COMPACT else None
+    block_rows = step_tokens if kind != Layout.COMPACT else None
     step = _Step(tokens, given_weights, given_scales, ids, positions, owners, stride, kind, block_rows, pad_id)
     received = [_received(step, destination) for destination in range(world_size)]
     if kind != Layout.EXPERT_MAJOR:
@@ -178,7 +178,7 @@ def reduce_experts_reference(results: torch.Tensor, received: DispatchReference,
     """Computes the rows that one rank's combine of layout expert_major sends: its experts' rows, weighed and added.
 
     Args:
-        results: the experts' `[E, W * max_num_tokens, H]`; rows past `expert_counts` are not read.
+        results: the experts' `[E, W * step_tokens, H]`; rows past `expert_counts` are not read.
         received: what the rank received, in layout expert_major.
         dtype: dtype of the result.
 
@@ -384,7 +384,7 @@ def _all_or_none(
     return present
 
 
-def _check_dispatch_inputs(tokens: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], max_num_tokens: int) -> None:
+def _check_dispatch_inputs(tokens: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], step_tokens: int) -> None:
     if not tokens or len(ids) != len(tokens):
         raise ShapeError("tokens and ids of every rank, at least one", f"{len(tokens)} and {len(ids)}")
     for rank, (rank_tokens, rank_ids) in enumerate(zip(tokens, ids)):
@@ -398,5 +398,5 @@ def _check_dispatch_inputs(tokens: Sequence[torch.Tensor], ids: Sequence[torch.T
             raise ShapeError(f"ids of rank {rank} as [{rank_tokens.shape[0]}, K]", str(tuple(rank_ids.shape)))
         if rank_ids.shape[1] != ids[0].shape[1]:
             raise TopKError(f"K = {ids[0].shape[1]} on rank {rank} too", str(rank_ids.shape[1]))
-        if rank_tokens.shape[0] > max_num_tokens:
-            raise TooManyTokensError(f"at most {max_num_tokens} tokens on rank {rank}", str(rank_tokens.shape[0]))
+        if rank_tokens.shape[0] > step_tokens:
+            raise TooManyTokensError(f"at most {step_tokens} tokens on rank {rank}", str(rank_tokens.shape[0]))

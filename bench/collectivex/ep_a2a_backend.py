@@ -95,7 +95,7 @@ class EpA2ABackend(EPBackend):
     def dispatch(self, problem: Any) -> SimpleNamespace:
         """Sends bf16 tokens; a cast to fp8 is inside the call."""
         received = self.op.dispatch(
-            problem.dispatch_x, problem.topk_weights, None, problem.topk_idx, max_num_tokens=problem.T
+            problem.dispatch_x, problem.topk_weights, None, problem.topk_idx, step_tokens=problem.T
         )
         return SimpleNamespace(received=received, combine_input=None)
 

@@ -10,7 +10,7 @@ from ep_a2a.cli import options as opt
 from ep_a2a.commands.options import Device
 
 CONTENDER_NAMES = (
-    "reference_push, ep_a2a, ep_a2a_bounded (max_num_tokens given), ep_a2a_precast (tokens cast before), ep_a2a_v1, "
+    "reference_push, ep_a2a, ep_a2a_bounded (step_tokens given), ep_a2a_precast (tokens cast before), ep_a2a_v1, "
     "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem (only when named), nccl_agrs, nccl_all_to_all, "
     "flashinfer, deepep"
 )

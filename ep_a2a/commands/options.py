@@ -41,7 +41,7 @@ OPTIONS_OF_FIELDS = {
     "num_local_experts": ("experts",),
     "num_experts_per_rank": ("experts",),
     "num_tokens": ("tokens", "max_tokens"),
-    "max_num_tokens": ("max_tokens", "tokens"),
+    "max_tokens": ("max_tokens", "tokens"),
     "max_num_tokens_per_dp_rank": ("max_tokens", "tokens"),
     "max_num_inp_token_per_rank": ("max_tokens", "tokens"),
     "world_size": ("ranks",),

@@ -151,12 +151,12 @@ class WeightExchange:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def run(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> None:
+    def run(self, weights: torch.Tensor, num_tokens: int, step_tokens: int) -> None:
         """Launches the exchange, between a step's dispatch and its combine, once at most; on all ranks or on none.
 
         Args:
             weights: [num_tokens, K] float32, of this rank's tokens.
-            num_tokens, max_num_tokens: the step's.
+            num_tokens, step_tokens: the step's.
 
         Raises:
             DtypeError, DeviceError, ContiguityError, ShapeError: what their names say, before anything is launched.
@@ -176,26 +176,26 @@ class WeightExchange:
             )
         self._streams.follow(self._device)
         if self._between is not None:
-            weights = self._from_all_nodes(self._between, weights, max_num_tokens)
-        values = self._values(weights, num_tokens, max_num_tokens)
+            weights = self._from_all_nodes(self._between, weights, step_tokens)
+        values = self._values(weights, num_tokens, step_tokens)
         self._kernel.run(self._config.world_size, values, self._device)
 
-    def _from_all_nodes(self, engine: StagedEngine, weights: torch.Tensor, max_num_tokens: int) -> torch.Tensor:
-        """Returns the weights [nodes, max_num_tokens, K] of the ranks of this local number."""
-        shape = (self._rings.num_nodes, max_num_tokens, self._config.topk)
+    def _from_all_nodes(self, engine: StagedEngine, weights: torch.Tensor, step_tokens: int) -> torch.Tensor:
+        """Returns the weights [nodes, step_tokens, K] of the ranks of this local number."""
+        shape = (self._rings.num_nodes, step_tokens, self._config.topk)
         sent, received = (words[: math.prod(shape)].view(shape) for words in self._exchanged.unbind())
         sent[:, : weights.shape[0]] = weights
         engine.exchange_in_combine(received, sent)
         return received
 
-    def _values(self, weights: torch.Tensor, num_tokens: int, max_num_tokens: int) -> tuple[Any, ...]:
+    def _values(self, weights: torch.Tensor, num_tokens: int, step_tokens: int) -> tuple[Any, ...]:
         config = self._config
         return (
             weights.view(torch.int32),
             self._addresses,
             self._table,
             num_tokens,
-            max_num_tokens,
+            step_tokens,
             config.max_num_inp_token_per_rank,
             config.rank,
         )

@@ -231,25 +231,25 @@ class LowLatencyLayout:
         )
 
 
-def low_latency_bytes(hidden_dim: int, max_num_tokens: int, num_experts: int) -> int:
+def low_latency_bytes(hidden_dim: int, max_tokens: int, num_experts: int) -> int:
     """Returns DeepEP's get_low_latency_rdma_size_hint; arguments are those of LowLatencyLayout.
 
     The number of ranks has no part in it.
     """
     # DeepEP adds a whole unit of alignment to a total that is aligned already
-    return _aligned(LowLatencyLayout(0, max_num_tokens, hidden_dim, 1, num_experts).total_bytes + 1)
+    return _aligned(LowLatencyLayout(0, max_tokens, hidden_dim, 1, num_experts).total_bytes + 1)
 
 
 def deep_ep_hints(
-    *, hidden_dim: int, element_bytes: int, num_ranks: int, max_num_tokens: int, num_experts: int
+    *, hidden_dim: int, element_bytes: int, num_ranks: int, max_tokens: int, num_experts: int
 ) -> DeepEpHints:
     """Returns all hints for one shape; a ring is the larger of dispatch's and combine's, as in DeepEP's README.
 
     Args:
         hidden_dim: elements of a row. element_bytes: of tokens as the caller has them.
-        num_ranks: over all nodes. max_num_tokens: of any rank. num_experts: over all ranks.
+        num_ranks: over all nodes. max_tokens: of any rank. num_experts: over all ranks.
     """
-    low_latency = low_latency_bytes(hidden_dim, max_num_tokens, num_experts)
+    low_latency = low_latency_bytes(hidden_dim, max_tokens, num_experts)
     if num_ranks not in known_ranks():
         return DeepEpHints(None, None, low_latency)
     hidden_bytes = hidden_bytes_of(hidden_dim, element_bytes)

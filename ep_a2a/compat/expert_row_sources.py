@@ -16,7 +16,7 @@ HIGH_WORD_SHIFT = 32
 
 
 def expert_row_sources(op: EpDispatchCombineOp) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sources of the rows of an op's last dispatch, in layout expert_major with max_num_tokens = M. No host waits.
+    """Sources of the rows of an op's last dispatch, in layout expert_major with step_tokens = M. No host waits.
 
     Returns:
         (source_indices, counts_and_starts): int32 [E, W * M], the token that each row was on its source rank, and

@@ -72,8 +72,8 @@ class Layout(enum.StrEnum):
     """Arrangement of received rows.
 
     COMPACT: `[R, H]`, rows dense over all sources, ascending by (source rank, source token).
-    RANK_MAJOR: `[W, max_num_tokens, H]`, source s's rows dense from the front of block s.
-    EXPERT_MAJOR: `[E, W * max_num_tokens, H]`, the rows of each local expert dense from the front of its block, again
+    RANK_MAJOR: `[W, step_tokens, H]`, source s's rows dense from the front of block s.
+    EXPERT_MAJOR: `[E, W * step_tokens, H]`, the rows of each local expert dense from the front of its block, again
         ascending by (source rank, source token); combine multiplies by the weights and adds.
     """
 
@@ -110,26 +110,26 @@ WHOLE_STEP_MAX_TOKENS = 512
 """The largest M whose rings between nodes hold a whole step (bench/results/2026-11-23_h200x2_nodes.md)."""
 
 
-def inter_node_kernel(max_num_tokens: int) -> EpDispatchCombineKernelType:
+def inter_node_kernel(max_tokens: int) -> EpDispatchCombineKernelType:
     """Returns the kernel for steps of at most M tokens on several nodes. Not measured on a network."""
-    if isinstance(max_num_tokens, int) and max_num_tokens <= WHOLE_STEP_MAX_TOKENS:
+    if isinstance(max_tokens, int) and max_tokens <= WHOLE_STEP_MAX_TOKENS:
         return EpDispatchCombineKernelType.InterNodeV1LL
     return EpDispatchCombineKernelType.InterNodeV1
 
 
-def picked_kernel(num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+def picked_kernel(num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:
     """Returns the name of the kernel that an op gets, and why.
 
     Args:
         num_nodes: nodes of the group.
-        max_num_tokens: M, the most tokens that a rank of the op may bring; None names every possible kernel.
+        max_tokens: M, the most tokens that a rank of the op may bring; None names every possible kernel.
     """
     if num_nodes == 1:
         return EpDispatchCombineKernelType.IntraNode.name, "all ranks on one node"
     hops = f"{num_nodes} nodes: one hop between them, one inside"
     few, many = EpDispatchCombineKernelType.InterNodeV1LL.name, EpDispatchCombineKernelType.InterNodeV1.name
-    if max_num_tokens is None:
+    if max_tokens is None:
         return f"{few} or {many}", f"{hops}; {few} for ops of at most {WHOLE_STEP_MAX_TOKENS} tokens of a rank"
-    picked = inter_node_kernel(max_num_tokens).name
+    picked = inter_node_kernel(max_tokens).name
     bound = "at most" if picked == few else "more than"
-    return picked, f"{hops}; ops of {max_num_tokens} tokens of a rank are {bound} {WHOLE_STEP_MAX_TOKENS}"
+    return picked, f"{hops}; ops of {max_tokens} tokens of a rank are {bound} {WHOLE_STEP_MAX_TOKENS}"

@@ -106,7 +106,7 @@ class EpDispatchCombineConfig:
         scale_format: one of ScaleFormat's values, for scales that a fused cast writes; "float32" where there is none.
             With mxfp8 it becomes "ue8m0".
         combine_dtype: dtype of the rows given to combine; None = data_type, or bfloat16 where that is fp8.
-        flagged_max_tokens: steps of at most this max_num_tokens use low-latency dispatch, whose words are their own
+        flagged_max_tokens: steps of at most this step_tokens use low-latency dispatch, whose words are their own
             flags: one hop less, one local copy more. 0 to LOW_LATENCY_MAX_TOKENS, and LOW_LATENCY_MAX_ROWS / W at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles. 1 in other layouts.
@@ -345,7 +345,7 @@ class EpDispatchCombineConfig:
 
     @functools.cached_property
     def low_latency_tokens(self) -> int:
-        """The largest max_num_tokens of a step that takes the low-latency dispatch."""
+        """The largest step_tokens of a step that takes the low-latency dispatch."""
         if self.uses_rings:
             return 0
         most = max(1, LOW_LATENCY_MAX_ROWS // self.world_size)

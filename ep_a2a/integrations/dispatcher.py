@@ -59,7 +59,7 @@ class Dispatcher:
 
         Args:
             tokens, weights, ids: of `fitted`.
-            options: further ones of the op's dispatch; max_num_tokens, the step's bound, is equal on all ranks.
+            options: further ones of the op's dispatch; step_tokens, the step's bound, is equal on all ranks.
 
         Returns:
             R rows in all, whatever the layout: tokens [R, H] of the op's data_type, or fp8 after a cast, scales [R, S],

@@ -48,7 +48,7 @@ class LayerShape:
         hidden_dim: elements of a row as the experts want it, with the engine's padding.
         topk: experts per token.
         num_experts: over all ranks, redundant ones included. num_local_experts: this rank's.
-        max_num_tokens: the most tokens that a rank brings to a step.
+        max_tokens: the most tokens that a rank brings to a step.
     """
 
     dtype: torch.dtype
@@ -56,12 +56,12 @@ class LayerShape:
     topk: int
     num_experts: int
     num_local_experts: int
-    max_num_tokens: int
+    max_tokens: int
 
     def of_micro_batch(self, num_micro_batches: int) -> LayerShape:
         """Returns the shape for the last of so many micro-batches of a step, which takes what the others leave."""
-        most = self.max_num_tokens // num_micro_batches + num_micro_batches - 1
-        return replace(self, max_num_tokens=most)
+        most = self.max_tokens // num_micro_batches + num_micro_batches - 1
+        return replace(self, max_tokens=most)
 
 
 def handle_kwargs(token_format: TokenFormat, shape: LayerShape, *, rank: int, world_size: int) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def handle_kwargs(token_format: TokenFormat, shape: LayerShape, *, rank: int, wo
         "quant_type": token_format.cast,
         "scale_format": token_format.scale_format,
         "token_hidden_size": shape.hidden_dim,
-        "max_num_tokens_per_dp_rank": shape.max_num_tokens,
+        "max_num_tokens_per_dp_rank": shape.max_tokens,
         "num_local_experts": shape.num_local_experts,
         "num_experts": shape.num_experts,
         "num_experts_per_token": shape.topk,

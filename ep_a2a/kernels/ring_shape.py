@@ -118,14 +118,14 @@ class Rings:
         """Whether the host moves the blocks that kernels have packed for other nodes (config.is_staged)."""
         return self.head_words > 0
 
-    def chunks_of_step(self, max_num_tokens: int) -> int:
+    def chunks_of_step(self, step_tokens: int) -> int:
         """Chunks in which so many tokens of a rank lie."""
-        return math.ceil(max_num_tokens / self.chunk_tokens)
+        return math.ceil(step_tokens / self.chunk_tokens)
 
-    def node_words(self, max_num_tokens: int, *, back: bool) -> int:
+    def node_words(self, step_tokens: int, *, back: bool) -> int:
         """Words that go to one node in such a step, where the host moves them."""
         slot_words = self.back_slot_words if back else self.slot_words
-        return self.head_words + self.chunks_of_step(max_num_tokens) * slot_words
+        return self.head_words + self.chunks_of_step(step_tokens) * slot_words
 
     @property
     def ids_at(self) -> int:

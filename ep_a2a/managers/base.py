@@ -178,16 +178,16 @@ class All2AllManagerBase:
         """Whether the group spans several nodes. The first reading is collective: read it on every rank."""
         return self.topology().internode
 
-    def explain(self, gpu_per_node: int | None = None, max_num_tokens: int | None = None) -> dict[str, str]:
+    def explain(self, gpu_per_node: int | None = None, max_tokens: int | None = None) -> dict[str, str]:
         """Returns backend, kernel, kernel_reason, device and topology as text. Collective like `topology`.
 
         Args:
             gpu_per_node: see `topology`.
-            max_num_tokens: the op's `max_num_tokens_per_dp_rank`, by which some backends pick a kernel between nodes;
+            max_tokens: the op's `max_num_tokens_per_dp_rank`, by which some backends pick a kernel between nodes;
                 None names every kernel that they may pick.
         """
         topology = self.topology(gpu_per_node)
-        kernel, kernel_reason = self.kernel_for(topology.num_nodes, max_num_tokens)
+        kernel, kernel_reason = self.kernel_for(topology.num_nodes, max_tokens)
         found = topology.reason
         if topology.shared_memory_problem is not None:
             found = f"{found}; {topology.shared_memory_problem}"
@@ -200,12 +200,12 @@ class All2AllManagerBase:
         }
 
     @classmethod
-    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+    def kernel_for(cls, num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:
         """Returns the name of the kernel or library that moves the tokens, and the reason. Local.
 
         Args:
             num_nodes: nodes of the group.
-            max_num_tokens: see `explain`.
+            max_tokens: see `explain`.
         """
         raise UnsupportedError(
             "a backend that names its kernel", f"{cls.backend!r}, which does not", "Define kernel_for."

@@ -145,7 +145,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         self._counts = None
 
     @classmethod
-    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+    def kernel_for(cls, num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:
         """Returns "torch.distributed", whatever the number of tokens, and the reason. Local."""
         return "torch.distributed", f"{cls.backend} uses collectives only, on {num_nodes} node(s)"
 

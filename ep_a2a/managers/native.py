@@ -273,9 +273,9 @@ class NativeAll2AllManager(All2AllManagerBase):
         return num_own_bytes + sum(each.num_bytes for each in (self._arena, self._factory) if each is not None)
 
     @classmethod
-    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
-        """Returns IntraNode, InterNodeV1, InterNodeV1LL, or both of these without max_num_tokens; and why. Local."""
-        return picked_kernel(num_nodes, max_num_tokens)
+    def kernel_for(cls, num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:
+        """Returns IntraNode, InterNodeV1, InterNodeV1LL, or both of these without max_tokens; and why. Local."""
+        return picked_kernel(num_nodes, max_tokens)
 
     def set_num_sms(self, num_sms: int) -> None:
         """Bounds the multiprocessors of ops made from now on, and of living ones that can change it; 0 = no bound.

@@ -133,7 +133,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         warp_per_block: int = -1,
         call_local_expert_count: bool = False,
         *,
-        max_num_tokens: int | None = None,
+        step_tokens: int | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -145,7 +145,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             # before the step begins: a call that is refused must not hold the memory against other ops
             wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
-        limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
+        limit = self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
         step = StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count, tag)
         return self._dispatch("dispatch", step, WHOLE, wish)
 
@@ -157,7 +157,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         scales: torch.Tensor | None,
         indices: torch.Tensor,
         *,
-        max_num_tokens: int | None = None,
+        step_tokens: int | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -167,7 +167,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         whole and split calls. Make a split call once, or call `warmup_split`, before a graph captures one.
         `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments and errors.
         """
-        limit = self.config.max_num_inp_token_per_rank if max_num_tokens is None else max_num_tokens
+        limit = self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
         step = StepInputs(input, weights, scales, indices, limit, pad_id, False, tag)
         return self._dispatch("dispatch_send", step, SEND)
 
@@ -324,9 +324,9 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         """Whether a step has begun and not ended; also one whose call was interrupted."""
         return self._interrupted is not None or self._step is not None
 
-    def num_rows(self, max_num_tokens: int) -> int:
-        """R: the rows that dispatch returns for this max_num_tokens."""
-        return num_rows(self.config, max_num_tokens)
+    def num_rows(self, step_tokens: int) -> int:
+        """R: the rows that dispatch returns for this step_tokens."""
+        return num_rows(self.config, step_tokens)
 
     @property
     def num_own_bytes(self) -> int:

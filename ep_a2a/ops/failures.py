@@ -131,7 +131,7 @@ class Failure:
             "dispatch and combine to alternate on the device",
             f"two in a row, or a combine that does not fit its dispatch, at {where} (first seen by rank "
             f"{self.accused}); a graph may have been replayed that holds one without the other, or a combine of "
-            "another number of tokens or max_num_tokens",
+            "another number of tokens or step_tokens",
             f"{AlternationError.remedy} {RESET}",
         )
 

@@ -233,17 +233,17 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
     check_tensor("input", tokens, dtypes, device)
     check_rows("input", tokens, config.hidden_dim)
     num_tokens = tokens.shape[0]
-    check_integer("max_num_tokens", step_tokens)
+    check_integer("step_tokens", step_tokens)
     check_integer("pad_id", pad_id)
     check_tag(tag)
     if step_tokens < 1:
-        raise InputError("max_num_tokens of at least 1", str(step_tokens))
+        raise InputError("step_tokens of at least 1", str(step_tokens))
     if step_tokens > config.max_num_inp_token_per_rank:
         raise TooManyTokensError(
-            f"max_num_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}", str(step_tokens)
+            f"step_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}", str(step_tokens)
         )
     if num_tokens > step_tokens:
-        raise TooManyTokensError(f"at most {step_tokens} tokens (max_num_tokens)", str(num_tokens))
+        raise TooManyTokensError(f"at most {step_tokens} tokens (step_tokens)", str(num_tokens))
     check_tensor("indices", indices, (torch.int32,), device)
     _check_topk("indices", indices, num_tokens, config.topk)
     if weights is not None:

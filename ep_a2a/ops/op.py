@@ -163,7 +163,7 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             inputs.check_tag(tag)
         # 4.0 equals 4, so that a checked call would be found for it
         if type(step_tokens) is not int or type(pad_id) is not int:
-            inputs.check_integer("max_num_tokens", step_tokens)
+            inputs.check_integer("step_tokens", step_tokens)
             inputs.check_integer("pad_id", pad_id)
         key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)

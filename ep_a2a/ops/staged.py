@@ -47,7 +47,7 @@ class StagedEngine(Engine):
 
     A dispatch packs lines for all nodes, the host exchanges them, and the received lines are copied to the ranks of
     this node. A combine offers results to the node, packs the node's sums, the host exchanges them, and the token's own
-    rank adds the nodes. Every exchange has the lines of max_num_tokens tokens for each node, whatever the routing:
+    rank adds the nodes. Every exchange has the lines of step_tokens tokens for each node, whatever the routing:
     sizes are known on the host, and a graph can hold it.
 
     A split dispatch begins its exchange in dispatch_send and ends it in dispatch_recv, so the exchange overlaps what is

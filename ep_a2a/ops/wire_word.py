@@ -1,6 +1,6 @@
 """The wire word: the choices of a step that all ranks must share, in one word that travels with the counts.
 
-From its lowest bit: whether the step has weights, scales and a cast inside dispatch; max_num_tokens, in as many bits as
+From its lowest bit: whether the step has weights, scales and a cast inside dispatch; step_tokens, in as many bits as
 the op's max_num_inp_token_per_rank (M) has; the tag of the call. The highest of 32 bits is 0.
 """
 
@@ -30,10 +30,10 @@ def tag_of(word: int, max_tokens: int) -> int:
     return word >> tag_shift(max_tokens)
 
 
-def wire_word(max_num_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
+def wire_word(step_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
     """The wire word of a step with tag 0."""
     bits = (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0) | (CAST_BIT if cast_inside else 0)
-    return bits | max_num_tokens << NUM_FLAGS
+    return bits | step_tokens << NUM_FLAGS
 
 
 def tagged(word: int, tag: int, max_tokens: int) -> int:
@@ -43,11 +43,11 @@ def tagged(word: int, tag: int, max_tokens: int) -> int:
 
 def describe_wire_word(word: int, max_tokens: int) -> str:
     """The choices in a wire word, without the tag, in words."""
-    max_num_tokens = (word & ((1 << tag_shift(max_tokens)) - 1)) >> NUM_FLAGS
+    step_tokens = (word & ((1 << tag_shift(max_tokens)) - 1)) >> NUM_FLAGS
     weights = "weights" if word & WEIGHTS_BIT else "no weights"
     scales = "scales" if word & SCALES_BIT else "no scales"
     cast = "cast inside dispatch" if word & CAST_BIT else "not cast inside dispatch"
-    return f"max_num_tokens {max_num_tokens} with {weights}, {scales}, {cast}"
+    return f"step_tokens {step_tokens} with {weights}, {scales}, {cast}"
 
 
 def disagreement(words: Sequence[int], max_tokens: int) -> tuple[str, str, str]:
@@ -63,8 +63,8 @@ def disagreement(words: Sequence[int], max_tokens: int) -> tuple[str, str, str]:
             "A rank has left out or repeated a call, such as a layer. A rank without tokens takes part with none.",
         )
     return (
-        "the same max_num_tokens, and weights, scales and casts alike, on all ranks",
+        "the same step_tokens, and weights, scales and casts alike, on all ranks",
         ", ".join(f"rank {rank}: {describe_wire_word(word, max_tokens)}" for rank, word in enumerate(words)),
-        "Pass the same max_num_tokens everywhere. Where others pass weights or scales, a rank without tokens passes "
+        "Pass the same step_tokens everywhere. Where others pass weights or scales, a rank without tokens passes "
         "empty ones, [0, K] and [0, S].",
     )

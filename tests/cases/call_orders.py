@@ -195,13 +195,13 @@ class Ops:
         if call in ("check", "reset", "dispatch_recv", "combine_recv"):
             return getattr(op, call)()
         if call in ("dispatch", "dispatch_send"):
-            return getattr(op, call)(x, weights, scales, ids, max_num_tokens=stride)
+            return getattr(op, call)(x, weights, scales, ids, step_tokens=stride)
         step = self.steps[which]
         if kind and self.models[which].stage == "dispatch":
             x = x.to(torch.float64) if kind == "dtype" else torch.cat([x, x], 1) if kind == "width" else x
             options = {"block_num": 1 << 40} if kind == "block_num" else {}
             pad_id = 1 << 40 if kind == "pad_id" else -1
-            return op.dispatch(x, weights, scales, ids, **options, max_num_tokens=stride, pad_id=pad_id)
+            return op.dispatch(x, weights, scales, ids, **options, step_tokens=stride, pad_id=pad_id)
         lead = (1,) if step is None or step.got is None else step.got[0].shape[:-1]
         rows = torch.zeros(*lead, case.hidden_dim, dtype=op.config.combined_dtype, device=device)
         if kind == "ids":
@@ -262,7 +262,7 @@ class Ops:
         everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
         mine, device = everyone[self.rank], self.context.device
         tensors = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
-        promised = self.ops[which].dispatch_send(*tensors, max_num_tokens=case.stride(number), pad_id=case.pad_id)
+        promised = self.ops[which].dispatch_send(*tensors, step_tokens=case.stride(number), pad_id=case.pad_id)
         counts = [each.tokens.shape[0] for each in everyone]
         ids = tensors[3]
         reference = reference_of(case, number, everyone)

@@ -132,7 +132,7 @@ def engine(context: RankContext, steps: list[Tokens], cast: str, split: bool) ->
     shape = LayerShape(torch.bfloat16, HIDDEN_DIM, TOPK, NUM_EXPERTS, EXPERTS_PER_RANK, MAX_TOKENS)
     (dispatcher,) = made.dispatchers(object(), TokenFormat(cast), shape)
     for mine in steps:
-        tokens, weights, scales, ids, _ = dispatcher.dispatch(*dispatcher.fitted(*mine), max_num_tokens=MAX_TOKENS)
+        tokens, weights, scales, ids, _ = dispatcher.dispatch(*dispatcher.fitted(*mine), step_tokens=MAX_TOKENS)
         rows = tokens if cast == "none" else dequantize(tokens, scales, cast)
         back, out = weighed(context, rows, weights, ids), torch.empty_like(mine.x)
         yield mine, dispatcher.combine_send(back, out)() if split else dispatcher.combine(back)

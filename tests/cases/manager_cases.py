@@ -222,12 +222,12 @@ def ranks_that_disagree(context: RankContext, name: str) -> None:
     arguments = [
         None if t is None else t.to(context.device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)
     ]
-    with pytest.raises(ConfigMismatchError, match="rank 1: max_num_tokens 5"):
-        op.dispatch(*arguments, max_num_tokens=4 + context.rank)
+    with pytest.raises(ConfigMismatchError, match="rank 1: step_tokens 5"):
+        op.dispatch(*arguments, step_tokens=4 + context.rank)
     with pytest.raises(ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
         op.dispatch(*arguments, tag=7 + context.rank)
     weights = arguments[1] if context.rank else None
-    with pytest.raises(ConfigMismatchError, match="rank 0: max_num_tokens 16 with no weights"):
+    with pytest.raises(ConfigMismatchError, match="rank 0: step_tokens 16 with no weights"):
         op.dispatch(arguments[0], weights, None, arguments[3])
     run_step(case, op, 0, context.device)
     manager.destroy()
@@ -243,7 +243,7 @@ def wrong_use(context: RankContext, name: str) -> None:
     with pytest.raises(AlternationError):
         op.combine(tokens, None, None)
     with pytest.raises(TooManyTokensError):
-        op.dispatch(tokens, weights, None, ids, max_num_tokens=1)
+        op.dispatch(tokens, weights, None, ids, step_tokens=1)
     got = op.dispatch(tokens, weights, None, ids)
     with pytest.raises(AlternationError):
         op.dispatch(tokens, weights, None, ids)

@@ -67,7 +67,7 @@ class Case:
     zero_copy: bool = False
     combine_weights: bool = True
     pad_id: int = -1
-    max_num_tokens: tuple[int | None, ...] = (None,)
+    step_tokens: tuple[int | None, ...] = (None,)
     first_epoch: int = 0
     seed: int = 0
     unusual: bool = False
@@ -122,7 +122,7 @@ class Case:
         return counts[rank % len(counts)]
 
     def stride(self, step: int) -> int | None:
-        return self.max_num_tokens[step % len(self.max_num_tokens)]
+        return self.step_tokens[step % len(self.step_tokens)]
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def reference_of(case: Case, step: int, everyone: Sequence[Inputs]) -> list[Disp
         scales,
         [inputs.ids for inputs in everyone],
         num_experts=case.num_experts,
-        max_num_tokens=case.stride(step) or case.max_tokens,
+        step_tokens=case.stride(step) or case.max_tokens,
         layout=case.layout,
         stride_tokens=case.max_tokens,
         pad_id=case.pad_id,
@@ -423,7 +423,7 @@ class Step:
         mine = everyone[op.config.rank]
         inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
         ids, counts_experts = inputs[3], False
-        wishes: dict[str, Any] = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
+        wishes: dict[str, Any] = {"step_tokens": case.stride(number), "pad_id": case.pad_id}
         if case.in_halves(number, op.config.rank, "dispatch"):
             # after the first half they belong to the caller again
             inputs = [None if each is None else each.clone() for each in inputs]

@@ -63,7 +63,7 @@ def _look_back() -> dict[str, Case]:
             "rank_major": {"routing": "some_dropped", "layout": "rank_major", "split": "mixed"},
             "expert_major": {"routing": "out_of_range", "layout": "expert_major"},
             "all_to_one": {"routing": "all_to_one", "layout": "rank_major", "num_steps": 2},
-            "one-step-less": {"max_num_tokens": (MAX_COUNTED_ALONE + 1, MAX_COUNTED_ALONE, None)},
+            "one-step-less": {"step_tokens": (MAX_COUNTED_ALONE + 1, MAX_COUNTED_ALONE, None)},
             "epoch-2**32": {"first_epoch": 2**32 - 3, "world_size": 2},
             # a program's own tokens are more than it looks at at once
             "many-tokens": {"tokens": ((200, 9),), "world_size": 2, "topk": 2, "num_steps": 1},
@@ -81,7 +81,7 @@ def _three_dispatches() -> dict[str, Case]:
         num_steps=8,
         pad_id=-2,
         tokens=((9, 4), (0, 7), (16, 3), (1, 1), (5, 0)),
-        max_num_tokens=(
+        step_tokens=(
             LOW_LATENCY_MAX_TOKENS,
             LOW_LATENCY_MAX_TOKENS + 1,
             None,

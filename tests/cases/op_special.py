@@ -120,7 +120,7 @@ def graph(context: RankContext, case: Case) -> None:
 
         def body(call: Callable[[Callable[[], Any]], None]) -> None:
             begin = op.dispatch_send if halves else op.dispatch
-            held[0] = begin(*static, max_num_tokens=case.stride(0))
+            held[0] = begin(*static, step_tokens=case.stride(0))
             call(lambda: between[0].add_(1))
             if halves:
                 held[0] = op.dispatch_recv()
@@ -284,8 +284,8 @@ def device_failures(context: RankContext, case: Case) -> None:
             op.reset()
             run_step(case, op, 1, context.device)
 
-        op.dispatch(tokens, None, None, ids, max_num_tokens=case.max_tokens - (context.rank == 0))
-        expect(errors.ConfigMismatchError, f"max_num_tokens {case.max_tokens - 1}")
+        op.dispatch(tokens, None, None, ids, step_tokens=case.max_tokens - (context.rank == 0))
+        expect(errors.ConfigMismatchError, f"step_tokens {case.max_tokens - 1}")
         op.dispatch(tokens, weights if context.rank else None, None, ids)
         expect(errors.ConfigMismatchError, "no weights")
         op.dispatch(tokens, None, None, ids, tag=5 + context.rank)
@@ -301,7 +301,7 @@ def device_failures(context: RankContext, case: Case) -> None:
 
 
 def graphs_of_other_steps(context: RankContext, case: Case) -> None:
-    """A combine graph of another max_num_tokens than the dispatch graph before it: rows lie elsewhere."""
+    """A combine graph of another step_tokens than the dispatch graph before it: rows lie elsewhere."""
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         inputs = make_inputs(case, 0, context.rank)
@@ -311,7 +311,7 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
         for most in (max(case.tokens[0]), case.max_tokens):
 
             def dispatch(_: Any, most: int = most) -> None:
-                op.dispatch(tokens, weights, None, ids, max_num_tokens=most)
+                op.dispatch(tokens, weights, None, ids, step_tokens=most)
 
             run_step(case, op, 0, context.device)
             dispatches.append(CapturedStep(op, dispatch))
@@ -322,7 +322,7 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
             combines[combined].replay()
             synchronize(context)
             arena.rendezvous.barrier("failure seen")
-            raised(errors.AlternationError, op.check, "max_num_tokens")
+            raised(errors.AlternationError, op.check, "step_tokens")
             op.reset()
             run_step(case, op, 1, context.device)
 
@@ -418,13 +418,13 @@ def host_checks(context: RankContext, case: Case) -> None:
         raised(errors.InputError, dispatch(scales=torch.ones(len(x), 1, device=device)), "scale")
         many = torch.zeros(most + 1, hidden, dtype=x.dtype, device=device)
         raised(errors.TooManyTokensError, dispatch(input=many), str(most))
-        raised(errors.TooManyTokensError, dispatch(max_num_tokens=most + 1))
-        raised(errors.InputError, dispatch(max_num_tokens=0), "at least 1")
-        raised(errors.TooManyTokensError, dispatch(max_num_tokens=len(x) - 1))
+        raised(errors.TooManyTokensError, dispatch(step_tokens=most + 1))
+        raised(errors.InputError, dispatch(step_tokens=0), "at least 1")
+        raised(errors.TooManyTokensError, dispatch(step_tokens=len(x) - 1))
         for name, values in {
             "pad_id": (1 << 40, 1.5, None),
             "tag": (-1, 1.5, True, None),
-            "max_num_tokens": (7.0, True),
+            "step_tokens": (7.0, True),
             "block_num": (2.5,),
         }.items():
             for value in values:
@@ -434,7 +434,7 @@ def host_checks(context: RankContext, case: Case) -> None:
         scaled.close()
         run_step(case, op, 0, device)
         # equal to what the step has had
-        for name, value in {"max_num_tokens": float(most), "pad_id": float(case.pad_id)}.items():
+        for name, value in {"step_tokens": float(most), "pad_id": float(case.pad_id)}.items():
             raised(errors.InputError, dispatch(**{name: value}), name)
 
         step = Step.dispatch(case, op, 1, device)

@@ -20,7 +20,7 @@ from tests.cases.op_cases import Case
 TOPK, EXPERTS_PER_RANK, MAX_TOKENS = 2, 4, 8
 LAYOUTS = ("compact", "rank_major", "expert_major")
 STEPS: tuple[tuple[tuple[int, ...], int | None], ...] = (((5, 0, 8, 3), None), ((0, 0, 0, 0), None), ((2, 4, 1, 4), 4))
-"""Tokens of each rank, and max_num_tokens."""
+"""Tokens of each rank, and step_tokens."""
 SOURCE, TOKEN = 0, 1
 """Elements of a row that say where it comes from."""
 
@@ -102,7 +102,7 @@ def run_manager(
     manager.device = context.device
     num_experts = EXPERTS_PER_RANK * context.world_size
     op = manager.get_handle({**handle_kwargs(context, layout, hidden_dim), **options})
-    for step, (_, max_num_tokens) in enumerate(STEPS[:num_steps]):
+    for step, (_, step_tokens) in enumerate(STEPS[:num_steps]):
         everyone = [batch(step, rank, context.world_size, hidden_dim) for rank in range(context.world_size)]
         mine = everyone[context.rank]
         ids = mine.ids.to(context.device)
@@ -112,7 +112,7 @@ def run_manager(
             None,
             ids,
             call_local_expert_count=True,
-            max_num_tokens=max_num_tokens,
+            step_tokens=step_tokens,
         )
         check_dispatched(manager.capabilities, op, got, everyone)
         # padding holds anything: what experts make of it must not matter

@@ -101,7 +101,7 @@ def strided_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch
     mine = everyone[rank]
     held = {"input": mine.tokens, "weights": mine.weights, "scales": mine.scales, "indices": mine.ids}
     tensors = {role: None if t is None else t.to(device) for role, t in held.items()}
-    wishes = {"max_num_tokens": case.stride(number), "pad_id": case.pad_id}
+    wishes = {"step_tokens": case.stride(number), "pad_id": case.pad_id}
     if case.in_halves(number, rank, "dispatch"):
         call_laid_out(op, lambda **given: op.dispatch_send(**given, **wishes), tensors, forms)
         got = op.dispatch_recv()

@@ -22,7 +22,7 @@ OP_CASES = (
     "compact-some_dropped",
     "rank_major-zipf",
     "zero-copy-compact",
-    "max-num-tokens-rank-major",
+    "step-tokens-rank-major",
     "pad-id",
     "cap",
     "fp8-byte-scales",

@@ -47,7 +47,7 @@ def experts(received: Any, op: Any, rank: int) -> torch.Tensor:
 
 def step(op: Any, rank: int, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], most: int) -> torch.Tensor:
     tokens, weights, ids = given
-    received = op.dispatch(tokens, weights, None, ids, max_num_tokens=most)
+    received = op.dispatch(tokens, weights, None, ids, step_tokens=most)
     return op.combine(experts(received, op, rank), None, ids).tokens[: len(tokens)].clone()
 
 

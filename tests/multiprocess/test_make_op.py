@@ -88,7 +88,7 @@ def with_choices(context: RankContext) -> None:
     for quant in ("fp8_per_token", "fp8_per_1x128"):
         with ep_a2a.make_op(context.group, **sizes, quant=quant, layout="rank_major") as op:
             # nothing is sent, so the other rank is not waited for
-            with pytest.raises(TooManyTokensError, match=r"\. Raise max_tokens, or the max_num_tokens that was given"):
+            with pytest.raises(TooManyTokensError, match=r"\. Raise max_tokens, or the step_tokens that was given"):
                 op.dispatch(torch.ones(9, HIDDEN).bfloat16(), None, None, torch.zeros(9, TOPK).int())
             tokens, _, scales, _, _ = op.dispatch(
                 torch.ones(1, HIDDEN).bfloat16(), None, None, torch.zeros(1, TOPK).int()

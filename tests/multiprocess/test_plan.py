@@ -74,7 +74,7 @@ def test_copies_are_planned(ranks):
     assert ranks(copied, WORLD_SIZE) == [sum(part.num_bytes for part in plan.later[1:])] * 2
 
 
-def bytes_of_layer(context: RankContext, cast: str, max_num_tokens: int, nodes: dict[str, Any], experts: int) -> int:
+def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict[str, Any], experts: int) -> int:
     """Bytes that the op of a vLLM layer takes, with scales as vLLM rounds them on some GPUs."""
     with create_manager("ep_a2a", context.group) as manager:
         manager.device = context.device
@@ -86,7 +86,7 @@ def bytes_of_layer(context: RankContext, cast: str, max_num_tokens: int, nodes: 
                 topk=2,
                 num_experts=experts,
                 num_local_experts=num_owned_experts(experts, context.world_size, context.rank),
-                max_num_tokens=max_num_tokens,
+                max_tokens=max_tokens,
             ),
             rank=context.rank,
             world_size=context.world_size,
@@ -106,10 +106,10 @@ def test_vllms_op_between_nodes_allocates_what_is_planned(ranks):
     # between virtual nodes of one host the default would be peer_memory
     nodes = {"gpu_per_node": 2, "internode_transport": "torch.distributed"}
     # more than 512 tokens have another kernel
-    for cast, max_num_tokens in (("fp8_per_1x128", 200), ("none", 600)):
+    for cast, max_tokens in (("fp8_per_1x128", 200), ("none", 600)):
         quantization = MODEL["quantization_config"] if cast != "none" else None
         model = model_of({**MODEL, "n_routed_experts": 9, "quantization_config": quantization})
-        options = VllmOptions(data_parallel_size=4, gpus_per_node=2, max_num_batched_tokens=max_num_tokens)
+        options = VllmOptions(data_parallel_size=4, gpus_per_node=2, max_num_batched_tokens=max_tokens)
         plan = vllm_plan(model, options)
-        assert tuple(ranks(bytes_of_layer, 4, cast, max_num_tokens, nodes, 9)) == plan.bytes_by_rank
+        assert tuple(ranks(bytes_of_layer, 4, cast, max_tokens, nodes, 9)) == plan.bytes_by_rank
         assert sum(part.num_bytes for part in plan.parts) == plan.bytes_by_rank[0]

@@ -116,13 +116,13 @@ def disagree_before_the_flags(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena, timeout_secs=ENOUGH_SECS, flagged_max_tokens=0)
 
-        def step(max_num_tokens: int) -> None:
+        def step(step_tokens: int) -> None:
             mine = make_inputs(case, 0, context.rank)
-            op.dispatch(mine.tokens, mine.weights, None, mine.ids, max_num_tokens=max_num_tokens)
+            op.dispatch(mine.tokens, mine.weights, None, mine.ids, step_tokens=step_tokens)
             op.check()
 
         if context.rank:
-            raised(ConfigMismatchError, lambda: step(4), "max_num_tokens")
+            raised(ConfigMismatchError, lambda: step(4), "step_tokens")
         else:
             with pytest.raises(KeyboardInterrupt), interrupting("arrive_last"):
                 step(3)

@@ -25,7 +25,7 @@ IDS = torch.tensor([[0, 2], [3, 2], [1, 0]], dtype=torch.int32)
 
 def whole_calls(op: DispatchCombineOp) -> Layer:
     def layer(tokens: torch.Tensor) -> torch.Tensor:
-        received = op.dispatch(tokens * 2, WEIGHTS, None, IDS, max_num_tokens=3)
+        received = op.dispatch(tokens * 2, WEIGHTS, None, IDS, step_tokens=3)
         return op.combine(received.tokens * 3, None, IDS).tokens[:3] + 1
 
     return layer

@@ -22,7 +22,7 @@ COMBINATIONS = [
 ]
 FORMS = {
     "compact": Case(layout="compact"),
-    "rank_major-halves": Case(layout="rank_major", split="mixed", pad_id=-7, max_num_tokens=(13, None)),
+    "rank_major-halves": Case(layout="rank_major", split="mixed", pad_id=-7, step_tokens=(13, None)),
     "expert_major-cast": Case(layout="expert_major", quant_type="fp8_per_1x128", hidden_dim=256),
     "combine-cast": Case(layout="compact", quant_type="fp8_blockwise", hidden_dim=256, split="all"),
 }

@@ -54,7 +54,7 @@ THREE_RANKS = Case(
 # steps of at most 3 tokens are flagged, the others not: the path changes from step to step
 SWITCHING = replace(
     THREE_RANKS,
-    max_num_tokens=(None, 3, 6, 2),
+    step_tokens=(None, 3, 6, 2),
     tokens=((6, 2, 0), (1, 3, 2), (0, 5, 3), (2, 0, 2)),
     options={"flagged_max_tokens": 3},
 )
@@ -82,7 +82,7 @@ CASES = {
     "low_latency_few_programs": replace(
         THREE_RANKS, hidden_dim=8192 + 24, max_tokens=12, tokens=((12, 2, 0),), num_steps=1, options={"max_sms": 3}
     ),
-    "low_latency_strides": replace(SMALL, max_num_tokens=(4, 3), tokens=((3, 2), (1, 3)), num_steps=4),
+    "low_latency_strides": replace(SMALL, step_tokens=(4, 3), tokens=((3, 2), (1, 3)), num_steps=4),
     "bulk": replace(SMALL, options=BULK),
     "bulk_compact": replace(SMALL, layout="compact", options=BULK, split="mixed"),
     "bulk_look_back": replace(
@@ -204,17 +204,17 @@ def run_behind_failure(context: Context, case: Case) -> None:
 
 
 def run_disagreeing(context: Context, case: Case) -> None:
-    """A step for which each rank gives another max_num_tokens: the error says who gave what."""
+    """A step for which each rank gives another step_tokens: the error says who gave what."""
     mine = make_inputs(case, 0, context.rank)
 
     def step() -> None:
-        op.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids, max_num_tokens=3 + context.rank)
+        op.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids, step_tokens=3 + context.rank)
         context.synchronize()
         op.check()
 
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
-        with pytest.raises(ConfigMismatchError, match=r"rank 0: max_num_tokens 3 .*rank 1: max_num_tokens 4 "):
+        with pytest.raises(ConfigMismatchError, match=r"rank 0: step_tokens 3 .*rank 1: step_tokens 4 "):
             step()
         op.reset()
 

@@ -21,7 +21,7 @@ MANY_ROWS = "expert_major-many-rows"
 def small(name: str) -> Case:
     """The case with few tokens, and two steps where their number and bounds are not what it is about."""
     case = CASES[name] if name.endswith("many-tokens") else with_few_tokens(CASES[name])
-    is_about_steps = name == "fifty-steps" or case.first_epoch or any(case.max_num_tokens) or case.split == "mixed"
+    is_about_steps = name == "fifty-steps" or case.first_epoch or any(case.step_tokens) or case.split == "mixed"
     return replace(case, num_steps=min(case.num_steps, MANY_STEPS if is_about_steps else 2))
 
 

@@ -33,7 +33,7 @@ PAD_IDS = (-1, -7, 0, 12345)
 
 @st.composite
 def token_counts(draw: st.DrawFn, world_size: int, max_tokens: int) -> tuple[Any, Any]:
-    """T by rank for each step, and each step's max_num_tokens, which bounds it (None: M)."""
+    """T by rank for each step, and each step's step_tokens, which bounds it (None: M)."""
     tokens, strides = [], []
     for _ in range(draw(st.integers(1, MAX_STEPS))):
         stride = draw(st.none() | st.integers(1, max_tokens))
@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         combine_weights=with_weights and draw(st.booleans()),
         zero_copy=draw(st.booleans()),
         pad_id=draw(st.sampled_from(PAD_IDS)),
-        max_num_tokens=strides,
+        step_tokens=strides,
         first_epoch=draw(st.sampled_from(FIRST_EPOCHS)),
         seed=draw(st.integers(0, 1000)),
         split=draw(st.sampled_from(("", "all", "mixed"))),

@@ -15,7 +15,7 @@ from tests.simulator.runs import CONDITIONS, run_on_ranks
 IN_TURN = replace(
     CASES["low_latency"],
     tokens=((2, 1), (4, 3)),
-    max_num_tokens=(2, None),
+    step_tokens=(2, None),
     num_steps=4,
     options={"flagged_max_tokens": 2},
 )

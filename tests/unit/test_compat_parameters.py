@@ -210,7 +210,7 @@ class NativeOp:
 class DeepEpOps:
     """Stands for a buffer's ops."""
 
-    rank, num_ranks, device, max_num_tokens = 0, 2, torch.device("cpu"), 0
+    rank, num_ranks, device, max_tokens = 0, 2, torch.device("cpu"), 0
 
     def __init__(self, *_: Any) -> None:
         pass

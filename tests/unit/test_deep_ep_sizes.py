@@ -40,16 +40,14 @@ def test_the_table_is_complete():
 def test_every_row(num_ranks):
     num_sms, dispatch, combine, nvl_bytes, rdma_bytes = TABLE[num_ranks]
     assert sizes.chunk_configs(num_ranks) == (ChunkConfig(num_sms, *dispatch), ChunkConfig(num_sms, *combine))
-    hints = sizes.deep_ep_hints(
-        hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_num_tokens=128, num_experts=256
-    )
+    hints = sizes.deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_tokens=128, num_experts=256)
     assert hints == sizes.DeepEpHints(nvl_bytes, rdma_bytes, 1_881_147_520)
 
 
 def test_other_numbers_of_ranks_have_no_rings():
     with pytest.raises(UnsupportedError, match="2, 4, 8, 16, 24"):
         sizes.chunk_configs(6)
-    hints = sizes.deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=6, max_num_tokens=128, num_experts=256)
+    hints = sizes.deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=6, max_tokens=128, num_experts=256)
     assert hints == sizes.DeepEpHints(None, None, 1_881_147_520)
 
 
@@ -66,7 +64,7 @@ def test_rows_count_as_bf16_at_least():
 def test_hints_are_aligned_and_grow(hidden_dim, tokens, experts, num_ranks):
     def hints(hidden_dim: int, tokens: int, experts: int) -> sizes.DeepEpHints:
         return sizes.deep_ep_hints(
-            hidden_dim=hidden_dim, element_bytes=2, num_ranks=num_ranks, max_num_tokens=tokens, num_experts=experts
+            hidden_dim=hidden_dim, element_bytes=2, num_ranks=num_ranks, max_tokens=tokens, num_experts=experts
         )
 
     found = hints(hidden_dim, tokens, experts)

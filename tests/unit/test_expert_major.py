@@ -67,7 +67,7 @@ def test_weights_are_needed() -> None:
     ids = [torch.zeros(1, 1, dtype=torch.int32)]
     with pytest.raises(InputError, match="weights with layout expert_major"):
         dispatch_reference(
-            [torch.zeros(1, 4)], [None], [None], ids, num_experts=1, max_num_tokens=1, layout="expert_major"
+            [torch.zeros(1, 4)], [None], [None], ids, num_experts=1, step_tokens=1, layout="expert_major"
         )
 
 

@@ -161,21 +161,21 @@ def test_epochs_beyond_2_to_31_are_shown_unsigned():
     assert f"dispatch {2**31 + 1} on rank 0" in str(failed.exception(0, Timeouts.same(1.0), max_tokens=M))
 
 
-@pytest.mark.parametrize("max_num_tokens", [1, 15, 4096, (1 << 24) - 1])
+@pytest.mark.parametrize("step_tokens", [1, 15, 4096, (1 << 24) - 1])
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("has_scales", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
-def test_wire_words_say_what_they_are_made_of(max_num_tokens, has_weights, has_scales, cast):
+def test_wire_words_say_what_they_are_made_of(step_tokens, has_weights, has_scales, cast):
     weights, scales = "weights" if has_weights else "no weights", "scales" if has_scales else "no scales"
     casts = "cast inside dispatch" if cast else "not cast inside dispatch"
-    untagged = wire_word(max_num_tokens, has_weights, has_scales, cast)
+    untagged = wire_word(step_tokens, has_weights, has_scales, cast)
     for tag in (0, 1, 15):
-        word = tagged(untagged, tag, max_num_tokens)
+        word = tagged(untagged, tag, step_tokens)
         # it is compared as an int32 and must not be the 0 of memory that nobody has written
         assert 0 < word < 2**31
-        assert tag_of(word, max_num_tokens) == tag
-        described = describe_wire_word(word, max_num_tokens)
-        assert described == f"max_num_tokens {max_num_tokens} with {weights}, {scales}, {casts}"
+        assert tag_of(word, step_tokens) == tag
+        described = describe_wire_word(word, step_tokens)
+        assert described == f"step_tokens {step_tokens} with {weights}, {scales}, {casts}"
 
 
 def test_wire_words_differ_where_anything_does():

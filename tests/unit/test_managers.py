@@ -465,10 +465,10 @@ def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts
     manager._report = TopologyReport(facts, shared)
     with pytest.raises(UnsupportedError, match=rf"{expected}.*allgather_reducescatter"):
         manager.get_handle(small_kwargs())
-    for max_num_tokens, kernel in ((512, "InterNodeV1LL"), (513, "InterNodeV1")):
-        explained = manager.explain(max_num_tokens=max_num_tokens)
+    for max_tokens, kernel in ((512, "InterNodeV1LL"), (513, "InterNodeV1")):
+        explained = manager.explain(max_tokens=max_tokens)
         assert explained["kernel"] == kernel
-        assert f"ops of {max_num_tokens} tokens" in explained["kernel_reason"]
+        assert f"ops of {max_tokens} tokens" in explained["kernel_reason"]
     assert manager.explain()["kernel"] == "InterNodeV1LL or InterNodeV1"
     assert "at most 512 tokens" in manager.explain()["kernel_reason"]
     assert len(manager.handle_cache) == 0

@@ -300,7 +300,7 @@ def test_rows_behind_an_experts_rows_are_zeros_up_to_its_alignment(manager, alig
     op = manager.get_handle({**KWARGS, "layout": "expert_major", "expert_alignment": alignment})
     # rows of an earlier step are everywhere
     op.memory.view(Region.EXPERT_ROWS).fill_(1)
-    rows = op.dispatch(TOKENS, WEIGHTS, None, IDS, max_num_tokens=3).tokens
+    rows = op.dispatch(TOKENS, WEIGHTS, None, IDS, step_tokens=3).tokens
     for expert, count in enumerate(op.expert_recv_count.tolist()):
         end = min(-(-count // alignment) * alignment, rows.shape[1])
         assert (rows[expert, :count] == 1).all()

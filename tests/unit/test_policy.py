@@ -98,20 +98,20 @@ def test_dispatch_has_one_program_per_token(num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "max_num_tokens", "send_rows"), [(8, 1023, 0), (8, 1024, 1), (9, 1023, 1), (72, 129, 1)]
+    ("world_size", "step_tokens", "send_rows"), [(8, 1023, 0), (8, 1024, 1), (9, 1023, 1), (72, 129, 1)]
 )
-def test_only_few_ranks_get_rows_one_by_one(world_size, max_num_tokens, send_rows):
+def test_only_few_ranks_get_rows_one_by_one(world_size, step_tokens, send_rows):
     """Code for each rank would not compile for 72."""
     config = config_of(world_size=world_size)
-    assert choose_launch(config, Phase.BULK_DISPATCH, 100, max_num_tokens, H200_SMS).send_rows == send_rows
+    assert choose_launch(config, Phase.BULK_DISPATCH, 100, step_tokens, H200_SMS).send_rows == send_rows
 
 
 @pytest.mark.parametrize("phase", WITH_ROLES)
 @pytest.mark.parametrize(
-    ("num_tokens", "max_num_tokens"), [(0, 1), (1, 1), (0, 128), (3, 3), (128, 128), (4096, 4096), (1, 4096)]
+    ("num_tokens", "step_tokens"), [(0, 1), (1, 1), (0, 128), (3, 3), (128, 128), (4096, 4096), (1, 4096)]
 )
-def test_roles_have_programs_of_their_own(phase, num_tokens, max_num_tokens):
-    launch = choose_launch(config_of(), phase, num_tokens, max_num_tokens, H200_SMS)
+def test_roles_have_programs_of_their_own(phase, num_tokens, step_tokens):
+    launch = choose_launch(config_of(), phase, num_tokens, step_tokens, H200_SMS)
     check_roles(launch, phase)
     assert threads(launch) <= THREADS_PER_SM[phase] * H200_SMS
     if num_tokens <= 1:
@@ -134,7 +134,7 @@ def test_few_low_latency_tokens_have_a_program_for_every_row_that_travels(world_
 
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize(
-    ("max_num_tokens", "world_size", "few"),
+    ("step_tokens", "world_size", "few"),
     [
         (1, 8, True),
         (FEW_TOKENS - 1, 8, True),
@@ -146,10 +146,10 @@ def test_few_low_latency_tokens_have_a_program_for_every_row_that_travels(world_
         (4096, 8, False),
     ],
 )
-def test_steps_of_few_tokens_are_prepared_early_and_look_at_everything_at_once(phase, max_num_tokens, world_size, few):
-    """Later ones leave the bandwidth to what they wait for. All ranks agree on max_num_tokens; their own T differs."""
-    for num_tokens in (0, max_num_tokens):
-        launch = choose_launch(config_of(world_size=world_size), phase, num_tokens, max_num_tokens, H200_SMS)
+def test_steps_of_few_tokens_are_prepared_early_and_look_at_everything_at_once(phase, step_tokens, world_size, few):
+    """Later ones leave the bandwidth to what they wait for. All ranks agree on step_tokens; their own T differs."""
+    for num_tokens in (0, step_tokens):
+        launch = choose_launch(config_of(world_size=world_size), phase, num_tokens, step_tokens, H200_SMS)
         assert launch.dependent == (few and phase in WITH_ROLES)
         assert launch.sparse_polls == (not few and phase is Phase.LOW_LATENCY_DISPATCH)
 
@@ -319,7 +319,7 @@ def test_a_rack_of_72_ranks():
 @settings(max_examples=300, derandomize=True, database=None)
 @given(
     phase=st.sampled_from(Phase),
-    max_num_tokens=st.integers(1, 1 << 20),
+    step_tokens=st.integers(1, 1 << 20),
     share=st.floats(0, 1),
     num_sms=st.integers(1, 200) | st.just(10_000),
     max_sms=st.sampled_from([0, 1, 7, 64, 300]),
@@ -331,7 +331,7 @@ def test_a_rack_of_72_ranks():
 )
 @example(Phase.COMBINE, 4096, 1.0, 2, 1, "auto", (1, 1), (-1, -1), 8, 7168)
 def test_no_grid_exceeds_what_fits(
-    phase, max_num_tokens, share, num_sms, max_sms, launch, config_numbers, call_numbers, world_size, hidden_dim
+    phase, step_tokens, share, num_sms, max_sms, launch, config_numbers, call_numbers, world_size, hidden_dim
 ):
     """Programs wait for other ranks: those that are not resident must not be needed to let the others go on."""
     config = config_of(
@@ -342,7 +342,7 @@ def test_no_grid_exceeds_what_fits(
         block_num=config_numbers[0],
         warp_num_per_block=config_numbers[1],
     )
-    arguments = (phase, int(max_num_tokens * share), max_num_tokens, num_sms, *call_numbers)
+    arguments = (phase, int(step_tokens * share), step_tokens, num_sms, *call_numbers)
     chosen = choose_launch(config, *arguments)
     sms = min(num_sms, max_sms or num_sms)
     assert chosen.num_warps in (1, 2, 4, 8, 16, 32)

@@ -44,7 +44,7 @@ class Case:
         self.scales = [torch.rand(count, 2, generator=generator) for count in num_tokens]
 
     def dispatch(
-        self, layout: str = "compact", max_num_tokens: int = 16, stride_tokens: int | None = 100, pad_id: int = -1
+        self, layout: str = "compact", step_tokens: int = 16, stride_tokens: int | None = 100, pad_id: int = -1
     ) -> list[DispatchReference]:
         return dispatch_reference(
             self.tokens,
@@ -52,7 +52,7 @@ class Case:
             self.scales,
             self.ids,
             num_experts=self.num_experts,
-            max_num_tokens=max_num_tokens,
+            step_tokens=step_tokens,
             layout=layout,
             stride_tokens=stride_tokens,
             pad_id=pad_id,
@@ -117,10 +117,10 @@ def test_dispatch_by_definition(layout: str, case: Case) -> None:
     check_dispatch(case, layout)
 
 
-def test_stride_defaults_to_max_num_tokens() -> None:
-    (got,) = Case([4], 1, 2).dispatch(max_num_tokens=6, stride_tokens=None)
+def test_stride_defaults_to_step_tokens() -> None:
+    (got,) = Case([4], 1, 2).dispatch(step_tokens=6, stride_tokens=None)
     assert got.tokens_per_source == 6
-    second = Case([2, 2], 2, 2, "one_expert_per_rank").dispatch(max_num_tokens=6, stride_tokens=None)[1]
+    second = Case([2, 2], 2, 2, "one_expert_per_rank").dispatch(step_tokens=6, stride_tokens=None)[1]
     assert second.source_positions.tolist() == [0, 1, 12, 13]
 
 
@@ -215,7 +215,7 @@ def test_expert_parallel_equals_dense(layout: str, case: Case) -> None:
 
 def test_dispatch_refuses_what_does_not_fit() -> None:
     with pytest.raises(TooManyTokensError):
-        Case([3, 2], 2, 4).dispatch(max_num_tokens=2)
+        Case([3, 2], 2, 4).dispatch(step_tokens=2)
     with pytest.raises(ConfigError, match="int32"):
         Case([1, 1], 2, 4).dispatch(stride_tokens=2**30)
     with pytest.raises(UnknownNameError, match="rank_major"):

@@ -115,6 +115,6 @@ def test_a_micro_batch_has_room_for_what_the_others_leave(number):
     for most in range(1, 40):
         for sharing in (1, 2, 3, 8):
             shape = LayerShape(torch.bfloat16, HIDDEN, 8, 256, 32, tokens_per_rank(most, sharing))
-            room = shape.of_micro_batch(number).max_num_tokens
+            room = shape.of_micro_batch(number).max_tokens
             last = most // number + most % number
             assert tokens_per_rank(last, sharing) <= room <= tokens_per_rank(most, sharing) + number - 1

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class FlashInferRoundTrip(InputsRoundTrip):
     """NVLinkOneSided for payloads at fixed addresses, with fixed views of what it receives and of the experts' rows.
 
-    dispatch and combine alternate and never wait on the host. The workspace is sized for max_num_tokens; each step is
+    dispatch and combine alternate and never wait on the host. The workspace is sized for max_tokens; each step is
     bounded to T, as engines bound it. With an fp8 combine wire the experts' rows lie outside the workspace and are
     staged, since the cast in place would destroy them.
     """
@@ -39,7 +39,7 @@ class FlashInferRoundTrip(InputsRoundTrip):
             payload_bytes=sum(each.shape[1] * each.itemsize for each in payloads),
             num_experts=workload.experts,
             topk=workload.topk,
-            max_num_tokens=max(1, workload.max_tokens),
+            max_tokens=max(1, workload.max_tokens),
             group=context.group,
             fp8_combine=self._fp8_combine,
         )

@@ -37,7 +37,7 @@ TUNING = TimingSettings(num_warmups=3, num_runs=15)
 class ReferencePush(RoundTrip):
     """Dispatch and combine as pushes of a pattern; combine returns this rank's landing area, uint8.
 
-    layout and max_num_tokens have no effect on it.
+    layout and max_tokens have no effect on it.
     """
 
     def __init__(self, workload: Workload, context: RankContext) -> None:

@@ -185,7 +185,7 @@ def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
 def varying_fields(records: Sequence[Record]) -> list[str]:
     """Returns the fields of the workload that differ between records.
 
-    num_tokens is always among them, max_num_tokens only where a record has another one than num_tokens.
+    num_tokens is always among them, max_tokens only where a record has another one than num_tokens.
     """
     differing = [name for name in FIELDS if len({each.get(name) for each in records}) > 1 or name == "tokens"]
     return [name for name in differing if name != "max_tokens" or not _bounds_are_tokens(records)]

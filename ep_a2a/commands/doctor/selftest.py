@@ -108,7 +108,7 @@ def _check_op(context: RankContext) -> None:
         op.set_timeout(env.TIMEOUT_SECS.get())
         for step in range(NUM_STEPS):
             tokens = [_tokens(source, step) for source in range(world_size)]
-            sent = dispatch_reference(tokens, none, none, ids, num_experts=num_experts, max_num_tokens=TOKENS)
+            sent = dispatch_reference(tokens, none, none, ids, num_experts=num_experts, step_tokens=TOKENS)
             expert_rows = [each.valid_rows(each.tokens) for each in sent]
             want = combine_reference(expert_rows, sent, [TOKENS] * world_size, torch.bfloat16)[rank]
             received = op.dispatch(tokens[rank].to(device), weights, None, own_ids)

@@ -159,7 +159,7 @@ class OpVariant:
     """How an engine calls the op.
 
     Attributes:
-        bounds_step: dispatch gets max_num_tokens=T instead of M.
+        bounds_step: dispatch gets step_tokens=T instead of M.
         casts_before: tokens are cast to fp8 before dispatch, as other libraries want them.
         kernel_type, internode_transport: of the op's config, on several nodes; None leaves the kernel to the policy.
     """
@@ -201,7 +201,7 @@ class OpRoundTrip(InputsRoundTrip):
 
     def dispatch(self) -> DispatchResult:
         """Sends tokens, ids and router weights to the experts' ranks."""
-        return self.op.dispatch(self.sent, self._weights, self.scales, self._ids, max_num_tokens=self._step_bound)
+        return self.op.dispatch(self.sent, self._weights, self.scales, self._ids, step_tokens=self._step_bound)
 
     def combine(self, dispatched: Any) -> torch.Tensor:
         """Combines the experts' rows, which lie ready."""

@@ -84,7 +84,7 @@ class Plan:
             hidden_dim=self.config.hidden_dim,
             element_bytes=self.config.data_type.itemsize,
             num_ranks=self.config.world_size,
-            max_num_tokens=self.config.max_num_inp_token_per_rank,
+            max_tokens=self.config.max_num_inp_token_per_rank,
             num_experts=self.config.total_experts,
         )
 

@@ -113,7 +113,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
                     topk=model.topk,
                     num_experts=num_experts,
                     num_local_experts=num_owned_experts(num_experts, world_size, rank),
-                    max_num_tokens=tokens_per_rank(num_tokens, options.sequence_parallel_size(model)),
+                    max_tokens=tokens_per_rank(num_tokens, options.sequence_parallel_size(model)),
                 ),
                 rank=rank,
                 world_size=world_size,

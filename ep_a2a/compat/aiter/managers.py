@@ -100,10 +100,10 @@ class MoriAll2AllManager(MoriHandles, NativeAll2AllManager):
         super().__init__(cpu_group)
 
     @classmethod
-    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+    def kernel_for(cls, num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:
         """Returns IntraNode or InterNodeV1, and why. Local."""
         if num_nodes == 1:
-            return super().kernel_for(num_nodes, max_num_tokens)
+            return super().kernel_for(num_nodes, max_tokens)
         return KernelType.InterNodeV1.name, f"{num_nodes} nodes, by AITER's table"
 
 

@@ -21,14 +21,14 @@ class Routing:
 
     Attributes:
         ids: int32 [T, K], the ids that the op routes by.
-        num_experts: the range of the ids. max_num_tokens: of any rank, equal on all.
+        num_experts: the range of the ids. step_tokens: of any rank, equal on all.
         num_recv_tokens: rows that the caller sees.
         shape: that of the op that holds, or last held, the dispatch. step: that dispatch. Set by each dispatch.
     """
 
     ids: torch.Tensor
     num_experts: int
-    max_num_tokens: int
+    step_tokens: int
     num_recv_tokens: int
     shape: OpShape = field(init=False)
     step: Step = field(init=False)
@@ -96,7 +96,7 @@ class LowLatencyHandle:
     def _at(self, place: int) -> Any:
         if place < 2:
             return self._source_tensors()[place]
-        return (self.shape.max_num_tokens, self.shape.hidden_dim, self.shape.num_experts)[place - 2]
+        return (self.shape.max_tokens, self.shape.hidden_dim, self.shape.num_experts)[place - 2]
 
     def __len__(self) -> int:
         return 5

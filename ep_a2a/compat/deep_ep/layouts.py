@@ -63,13 +63,13 @@ class Counts:
     """The sizes of a dispatch over all ranks.
 
     Attributes:
-        max_num_tokens: the most tokens of a rank, at least 1.
+        step_tokens: the most tokens of a rank, at least 1.
         num_recv_tokens: tokens that this rank receives.
         num_recv_per_expert: tokens that each of this rank's experts receives.
         rank_prefix_matrix: int32 [W, W] on the device: tokens that ranks 0 ... i send to rank j, DeepEP's `handle[0]`.
     """
 
-    max_num_tokens: int
+    step_tokens: int
     num_recv_tokens: int
     num_recv_per_expert: list[int]
     rank_prefix_matrix: torch.Tensor

@@ -260,16 +260,16 @@ class LowLatencyMode(BufferBase):
         """Returns a new step on an op that has no open one."""
         index = self._steps.free_index()
         op = self._ops.get(shape, index)
-        num_rows = self._ops.num_ranks * shape.max_num_tokens
+        num_rows = self._ops.num_ranks * shape.max_tokens
         return Step(op, index, (op.config.num_local_experts, num_rows, shape.hidden_dim))
 
     def _check_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, shape: OpShape, recv_stats: torch.Tensor | None
     ) -> None:
         check_num_experts(shape.num_experts, self._ops.num_ranks)
-        if x.shape[0] > shape.max_num_tokens:
+        if x.shape[0] > shape.max_tokens:
             raise TooManyTokensError(
-                f"at most {shape.max_num_tokens} tokens (num_max_dispatch_tokens_per_rank)",
+                f"at most {shape.max_tokens} tokens (num_max_dispatch_tokens_per_rank)",
                 str(x.shape[0]),
                 "Raise num_max_dispatch_tokens_per_rank on every rank, or split the batch.",
             )

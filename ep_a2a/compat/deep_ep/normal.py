@@ -212,16 +212,16 @@ class NormalMode(BufferBase):
         per_expert: list[int] = []
         prefix_matrix = None
         if layout.num_worst_tokens:
-            max_num_tokens, num_recv_tokens = self._worst_case(x.shape[0], layout)
+            step_tokens, num_recv_tokens = self._worst_case(x.shape[0], layout)
         else:
             counts = exchange_counts(self._ops.groups, self._ops.rank, is_sent, layout.num_tokens_per_expert)
-            max_num_tokens, num_recv_tokens = counts.max_num_tokens, counts.num_recv_tokens
+            step_tokens, num_recv_tokens = counts.step_tokens, counts.num_recv_tokens
             align = layout.expert_alignment
             per_expert = [-(-count // align) * align for count in counts.num_recv_per_expert]
             prefix_matrix = counts.rank_prefix_matrix
         # without topk_idx one expert stands for each rank
         num_routed_experts = self._ops.num_ranks if topk_idx is None else num_experts
-        routing = Routing(ids, num_routed_experts, max_num_tokens, num_recv_tokens)
+        routing = Routing(ids, num_routed_experts, step_tokens, num_recv_tokens)
         got = self._launch(routing, self._shape(routing, x, scales), x, scales, layout.topk_weights, num_sms)
         rank_between_nodes = self._ops.rank if self._ops.topology.internode else None
         handle = NormalHandle.of(routing, prefix_matrix, layout.is_token_in_rank, rank_between_nodes)
@@ -283,8 +283,8 @@ class NormalMode(BufferBase):
         op = self._ops.get(shape, index)
         self._ops.limit_sms(op, num_sms)
         scales = None if scales is None else scales.contiguous()
-        got = op.dispatch(x, weights, scales, routing.ids, max_num_tokens=routing.max_num_tokens)
-        step = Step(op, index, (op.num_rows(routing.max_num_tokens), shape.hidden_dim))
+        got = op.dispatch(x, weights, scales, routing.ids, step_tokens=routing.step_tokens)
+        step = Step(op, index, (op.num_rows(routing.step_tokens), shape.hidden_dim))
         self._steps.add(step, keeps_rows=False)
         routing.shape, routing.step = shape, step
         return got
@@ -298,7 +298,7 @@ class NormalMode(BufferBase):
             x.shape[1],
             routing.ids.shape[1],
             routing.num_experts,
-            self._ops.max_tokens_for(routing.max_num_tokens),
+            self._ops.max_tokens_for(routing.step_tokens),
             Layout.COMPACT,
             num_scales,
             scale_bytes,
@@ -308,7 +308,7 @@ class NormalMode(BufferBase):
         """Returns as many rows as the op's combine takes; those past the received ones may hold anything."""
         if rows.dim() != 2 or rows.shape[0] != routing.num_recv_tokens:
             raise ShapeError(f"{name} with the {routing.num_recv_tokens} rows received", str(tuple(rows.shape)))
-        num_rows = routing.step.op.num_rows(routing.max_num_tokens)
+        num_rows = routing.step.op.num_rows(routing.step_tokens)
         if rows.shape[0] >= num_rows:
             return rows[:num_rows]
         whole = torch.empty(num_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
@@ -316,7 +316,7 @@ class NormalMode(BufferBase):
         return whole
 
     def _worst_case(self, num_tokens: int, layout: TokenLayout) -> tuple[int, int]:
-        """Returns (max_num_tokens, received rows) of a dispatch with num_worst_tokens."""
+        """Returns (step_tokens, received rows) of a dispatch with num_worst_tokens."""
         most = layout.num_worst_tokens // self._ops.num_ranks
         if num_tokens > most or not most:
             raise TooManyTokensError(

@@ -31,7 +31,7 @@ class OpShape:
 
     Attributes:
         dtype: of the tokens that are given to dispatch.
-        hidden_dim, topk, num_experts, max_num_tokens: sizes; max_num_tokens of any rank.
+        hidden_dim, topk, num_experts, max_tokens: sizes; max_tokens of any rank.
         layout: of the received rows.
         num_scales, scale_bytes: of tokens that are quantised already; 0 = none.
         scale_format: of the scales that a cast inside dispatch writes, one per 128 elements; None = no cast.
@@ -41,7 +41,7 @@ class OpShape:
     hidden_dim: int
     topk: int
     num_experts: int
-    max_num_tokens: int
+    max_tokens: int
     layout: Layout
     num_scales: int = 0
     scale_bytes: int = 0
@@ -61,7 +61,7 @@ class OpShape:
             "token_hidden_size": self.hidden_dim,
             "scale_dim": self.num_scales,
             "scale_type_size": self.scale_bytes,
-            "max_num_tokens_per_dp_rank": self.max_num_tokens,
+            "max_num_tokens_per_dp_rank": self.max_tokens,
             "num_local_experts": self.num_experts // num_ranks,
             "num_experts_per_token": self.topk,
             "layout": self.layout.value,
@@ -89,7 +89,7 @@ class Ops:
     Args:
         group: the ranks; any backend.
         device: where tokens are; None = the current CUDA device, or CPU without one.
-        max_num_tokens: a bound on every rank's tokens, equal on all ranks; 0 = not known.
+        max_tokens: a bound on every rank's tokens, equal on all ranks; 0 = not known.
         gpus_per_node: None goes by the ranks' hosts; a number cuts virtual nodes of that many ranks.
 
     Attributes:
@@ -105,11 +105,11 @@ class Ops:
         self,
         group: dist.ProcessGroup,
         device: torch.device | str | None,
-        max_num_tokens: int,
+        max_tokens: int,
         gpus_per_node: int | None = None,
     ) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.max_num_tokens = checked_integer("max_num_tokens_per_rank", max_num_tokens, 0)
+        self.max_tokens = checked_integer("max_num_tokens_per_rank", max_tokens, 0)
         backends = dist.get_backend_config(group)
         self._own_group: dist.ProcessGroup | None = None
         if "cpu:gloo" not in backends:
@@ -150,15 +150,15 @@ class Ops:
         Raises:
             TooManyTokensError: more than the bound that the buffer was given.
         """
-        if not self.max_num_tokens:
+        if not self.max_tokens:
             return 1 << (num_tokens - 1).bit_length()  # powers of two: few ops are made while batches grow
-        if num_tokens > self.max_num_tokens:
+        if num_tokens > self.max_tokens:
             raise TooManyTokensError(
-                f"at most {self.max_num_tokens} tokens on any rank (max_num_tokens_per_rank)",
+                f"at most {self.max_tokens} tokens on any rank (max_num_tokens_per_rank)",
                 str(num_tokens),
                 "Raise max_num_tokens_per_rank of the buffer on every rank, or leave it out.",
             )
-        return self.max_num_tokens
+        return self.max_tokens
 
     @outside_modes()
     def get(self, shape: OpShape, index: int) -> EpDispatchCombineOp:

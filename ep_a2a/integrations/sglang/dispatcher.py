@@ -72,7 +72,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
             topk=config.top_k,
             num_experts=config.num_experts,
             num_local_experts=config.num_local_experts,
-            max_num_tokens=self._most,
+            max_tokens=self._most,
         )
         (self._exchange,) = manager.dispatchers(config, RAW, shape)
 
@@ -95,7 +95,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
                 "Choose --moe-runner-backend triton.",
             )
         fitted = self._exchange.fitted(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
-        received = self._exchange.dispatch(*fitted, max_num_tokens=self._bound(len(hidden_states)))
+        received = self._exchange.dispatch(*fitted, step_tokens=self._bound(len(hidden_states)))
         local = received.indices - self._first_expert
         local = torch.where((local >= 0) & (local < self._num_local_experts), local, -1)
         weights = StandardTopKOutput(received.weights, local, topk_output.router_logits)

@@ -87,14 +87,14 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
     Args:
         manager: of the expert-parallel group.
         moe: vLLM's FusedMoEConfig of the layer.
-        max_num_tokens: the most tokens of this rank in any step.
+        max_tokens: the most tokens of this rank in any step.
     """
 
-    def __init__(self, manager: VllmAll2AllManager, moe: Any, max_num_tokens: int) -> None:
+    def __init__(self, manager: VllmAll2AllManager, moe: Any, max_tokens: int) -> None:
         super().__init__()
         self._manager = manager
         self._moe = moe
-        self._max_num_tokens = max_num_tokens
+        self._max_tokens = max_tokens
         self._format: TokenFormat = RAW
         self._dispatchers: list[Dispatcher] = []
 
@@ -109,7 +109,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
     def max_num_tokens_per_rank(self) -> int:
         """The most tokens that a rank brings to a step."""
-        return self._max_num_tokens
+        return self._max_tokens
 
     def num_dispatchers(self) -> int:
         """The number of ranks that send tokens here."""
@@ -147,7 +147,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             topk=moe.experts_per_token,
             num_experts=moe.num_experts,
             num_local_experts=moe.num_local_experts,
-            max_num_tokens=self._max_num_tokens,
+            max_tokens=self._max_tokens,
         )
         # vLLM makes one configuration per layer
         self._dispatchers = self._manager.dispatchers(moe, self._format, shape)
@@ -172,7 +172,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             if hasattr(experts, "_get_permute_scratch"):
                 experts.moe_config = moe = copy.copy(experts.moe_config)
                 multiplies = "dp_size" in experts._get_permute_scratch.__code__.co_names
-                num_rows = self._manager.world_size * self._max_num_tokens
+                num_rows = self._manager.world_size * self._max_tokens
                 moe.max_num_tokens = -(-num_rows // (self._manager.dp_group.world_size if multiplies else 1))
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         dispatcher = self._dispatcher
         fitted = dispatcher.fitted(a1, topk_weights, topk_ids, weights_on_input=apply_router_weight_on_input)
         dbo_yield_and_switch_from_compute_to_comm()
-        received = dispatcher.dispatch(*fitted, max_num_tokens=self._bound())
+        received = dispatcher.dispatch(*fitted, step_tokens=self._bound())
         dbo_switch_to_compute_sync()
         return lambda: self._rows_for_experts(received, expert_map, None if defer_input_quant else quant_config)
 

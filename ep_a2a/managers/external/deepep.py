@@ -96,11 +96,11 @@ def rows_and_scales(received: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def low_latency_buffer(
-    deep_ep: Any, group: ProcessGroup, *, max_num_tokens: int, hidden_dim: int, world_size: int, num_experts: int
+    deep_ep: Any, group: ProcessGroup, *, max_tokens: int, hidden_dim: int, world_size: int, num_experts: int
 ) -> Any:
-    """Returns a Buffer for low-latency calls of up to max_num_tokens of each rank. Collective."""
+    """Returns a Buffer for low-latency calls of up to max_tokens of each rank. Collective."""
     num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=max_num_tokens,
+        num_max_dispatch_tokens_per_rank=max_tokens,
         hidden=hidden_dim,
         num_ranks=world_size,
         num_experts=num_experts,
@@ -215,7 +215,7 @@ class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
 
 
 class DeepEPLowLatencyOp(DeepEPOp):
-    """An op of layout expert_major: tokens [E, W * M, H] whatever max_num_tokens is.
+    """An op of layout expert_major: tokens [E, W * M, H] whatever step_tokens is.
 
     `expert_recv_count` rows of each expert are there. dispatch returns None for weights and ids. combine multiplies by
     the weights that dispatch was given. With a cast the scales [E, W * M, H / 128] have their last two dimensions
@@ -229,7 +229,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
         return low_latency_buffer(
             deep_ep,
             manager.cpu_group,
-            max_num_tokens=config.max_num_inp_token_per_rank,
+            max_tokens=config.max_num_inp_token_per_rank,
             hidden_dim=config.hidden_dim,
             world_size=config.world_size,
             num_experts=config.total_experts,
@@ -279,7 +279,7 @@ class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
         notes=(
             "an expert's rows lie together by source, the sources as they came",
             "total_recv and recv_counts count a row per expert",
-            "rows for M tokens whatever max_num_tokens is",
+            "rows for M tokens whatever step_tokens is",
             "its documentation asks for RDMA between all ranks",
         ),
     )

@@ -96,7 +96,7 @@ class NVLinkOneSided:
         payload_bytes: of all that travels with a token, at least as many as are sent.
         num_experts: experts over all ranks, owned linearly.
         topk: experts per token.
-        max_num_tokens: most tokens of a rank in any step, >= 1.
+        max_tokens: most tokens of a rank in any step, >= 1.
         group: all ranks.
         fp8_combine: cast rows to fp8 on the wire, without scales. Rows in the workspace are cast in place.
         index: objects whose steps overlap need different ones; those of one size and index share a workspace.
@@ -110,7 +110,7 @@ class NVLinkOneSided:
         payload_bytes: int,
         num_experts: int,
         topk: int,
-        max_num_tokens: int,
+        max_tokens: int,
         group: ProcessGroup,
         fp8_combine: bool = False,
         index: int = 0,
@@ -122,7 +122,7 @@ class NVLinkOneSided:
         params = MoEEpCommParams(
             num_experts=num_experts,
             top_k=topk,
-            max_tokens_per_rank=max_num_tokens,
+            max_tokens_per_rank=max_tokens,
             hidden_size=hidden_dim,
             dtype=dtype,
         )
@@ -210,7 +210,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
             ),
             num_experts=config.total_experts,
             topk=topk,
-            max_num_tokens=num_most,
+            max_tokens=num_most,
             group=manager.cpu_group,
             fp8_combine=self._fp8_combine,
             index=index,

@@ -118,6 +118,6 @@ class LibraryAll2AllManager(All2AllManagerBase):
         """Sets the library up for the group, once per process, if there is a guard. Collective."""
 
     @classmethod
-    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+    def kernel_for(cls, num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:
         """Returns the library's module, and its distribution with the version."""
         return cls.library.module, f"{cls.backend} uses {cls.library.distribution} {cls.library.version or ''}".rstrip()

@@ -148,7 +148,7 @@ class MoriAll2AllManager(LibraryAll2AllManager):
             )
 
     @classmethod
-    def kernel_for(cls, num_nodes: int, max_num_tokens: int | None = None) -> tuple[str, str]:
+    def kernel_for(cls, num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:
         """Returns the name of MORI's kernel for this number of nodes, and the reason. Local."""
         return f"mori {(cls.inter_node_kernel if num_nodes > 1 else KernelType.IntraNode).name}", f"{num_nodes} node(s)"
 

@@ -31,7 +31,7 @@ NVSHMEM = SingleGroupGuard("NVSHMEM", by_ranks=False)
 
 
 class PplxOp(LibraryDispatchCombineOp):
-    """An op of layout expert_major: tokens [E, W * M, H] whatever max_num_tokens is.
+    """An op of layout expert_major: tokens [E, W * M, H] whatever step_tokens is.
 
     `expert_recv_count` rows of each expert are there. dispatch returns None for weights and ids. combine multiplies by
     the weights that dispatch was given.
@@ -114,7 +114,7 @@ class PplxAll2AllManager(LibraryAll2AllManager):
         was_run="not run; arguments compared with pplx-kernels' source, 12cecfd",
         notes=(
             "total_recv counts a row per expert",
-            "rows for M tokens whatever max_num_tokens is",
+            "rows for M tokens whatever step_tokens is",
             "an id may not stand twice in a token",
             "across nodes: one group per process",
         ),
