@@ -18,8 +18,7 @@ from ep_a2a.compat.mori.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import atom as integration
-from ep_a2a.integrations.atom.options import check_options
-from ep_a2a.integrations.atom.patches import CONTRACT, handle_kwargs, make_prepare_finalize, patch_layers
+from ep_a2a.integrations.atom.patches import CONTRACT, check_options, handle_kwargs, make_prepare_finalize, patch_layers
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 from ep_a2a.managers import base
 from tests.cases.atom_cases import SHAPE
@@ -188,7 +187,7 @@ def attributes_of(name: str, variable: str) -> set[str]:
     [
         ("patches", "moe", f"{FUSED}/config.py", "FusedMoEConfig."),
         ("patches", "moe.moe_parallel_config", "atom/model_ops/moe.py", "FusedMoEParallelConfig."),
-        ("options", "config", "atom/config.py", "Config."),
+        ("patches", "config", "atom/config.py", "Config."),
         ("prepare_finalize", "self._kernels", f"{FUSED}/modular_kernel.py", ""),
         ("prepare_finalize", "self._ubatching", "atom/utils/tbo/ubatching.py", ""),
         ("patches", "ubatching", "atom/utils/tbo/ubatching.py", ""),
@@ -211,7 +210,7 @@ def test_attributes_that_are_used_were_read(module, variable, file, owner):
 
 
 def test_environment_variables_that_are_used_were_read():
-    used = attributes_of("options", "envs") | attributes_of("patches", "envs")
+    used = attributes_of("patches", "envs")
     assert {f"{name} variable" for name in used} <= set(ATOM["files"]["atom/utils/envs.py"])
 
 

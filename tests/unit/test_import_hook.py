@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ep_a2a.integrations.atom.import_hook import on_import
+from ep_a2a.integrations.atom.activation import on_import
 
 
 @pytest.fixture

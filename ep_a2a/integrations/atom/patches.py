@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat import mori
+from ep_a2a.config import COMBINE_QUANT_TYPES
 from ep_a2a.errors import UnsupportedError, max_tokens_named
 from ep_a2a.integrations.atom.manager import install_manager
-from ep_a2a.integrations.atom.options import check_options
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
-from ep_a2a.integrations.contract import differences
+from ep_a2a.integrations.contract import differences, read_table
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.log_once import log_once
 
@@ -32,14 +32,7 @@ NO_EFFECT = (
     "EP_A2A_BACKEND has no effect on ATOM's MoE layers: they exchange tokens with --enable-expert-parallel and a data "
     "parallel size above 1, and not with --all2all-backend none or in simulated deployments"
 )
-METHODS = "model_ops/moe.py:FusedMoEMethodBase"
-CONTRACT = {
-    "overridden": {
-        f"{METHODS}._maybe_make_prepare_finalize": "moe, quant_config",
-        f"{METHODS}.maybe_make_prepare_finalize": "self",
-    }
-}
-"""What must not have changed; ../contract.py says how it is read."""
+CONTRACT = read_table("ep_a2a.integrations.atom")
 
 
 def provide_mori() -> None:
@@ -115,6 +108,36 @@ def handle_kwargs(moe: Any, manager: All2AllManagerBase, combine_quant: str) -> 
         "gpu_per_node": moe.moe_parallel_config.local_ep_size,
         "quant_type": combine_quant,
     }
+
+
+def check_options(config: Any, envs: Any) -> None:
+    """Refuses settings that would need MORI's own kernels, or RCCL's exchange.
+
+    Both modes of MORI that `--all2all-backend` names run the same kernels here; with "none" layers exchange nothing.
+
+    Args:
+        config: ATOM's Config, or None. envs: atom.utils.envs.
+
+    Raises:
+        UnsupportedError: naming the setting and the remedy.
+    """
+    known = [each.value for each in COMBINE_QUANT_TYPES]
+    mega = getattr(config, "moe_backend", "standard") == "mega"
+    combine_quant = envs.ATOM_MORI_COMBINE_QUANT
+    refused = {
+        # no field of ATOM's Config before its pull request 2110
+        "--all2all-backend rccl": (getattr(config, "moe_all2all_backend", "") == "rccl", "that is ATOM's own exchange"),
+        "--moe-backend mega": (mega, "its kernels move tokens themselves, with MORI"),
+        "ATOM_MORI_V2=1": (envs.ATOM_MORI_V2, "that is MORI's second op interface"),
+        "ATOM_MORI_FP4_DISPATCH=1": (envs.ATOM_MORI_FP4_DISPATCH, "fp4 rows do not travel here"),
+        f"ATOM_MORI_COMBINE_QUANT={combine_quant}": (
+            combine_quant not in known,
+            f"combine's rows travel as {', '.join(known)}",
+        ),
+    }
+    for setting, (is_used, why) in refused.items():
+        if is_used:
+            raise UnsupportedError(f"no {setting} with EP_A2A_BACKEND: {why}", setting, f"Leave {setting} out.")
 
 
 def _atom(name: str) -> Any:
