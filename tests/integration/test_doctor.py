@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, run_cli, succeeded
+from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, run_cli, succeeded
 
 FACTS = ("Python", "torch", "triton", "GPUs", "/dev/shm", "RDMA", "vLLM", "backend", "kernel")
 HEAVY = ("torch", "triton", "numpy", "nvidia")
@@ -53,10 +53,9 @@ def test_a_machine_that_works() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("module", [("ep_a2a.cli", "doctor"), ("ep_a2a.commands.doctor",)])
-def test_without_torch_and_triton(light: Path, module: tuple[str, ...]) -> None:
+def test_without_torch_and_triton(light: Path) -> None:
     """Torch, Triton and numpy are absent; the command still starts, and says so."""
-    done = run_without_site("-m", *module, "--json", "--selftest", path=str(light))
+    done = run_without_site("-m", "ep_a2a", "doctor", "--json", "--selftest", path=str(light))
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert errors_of(report) == ["torch", "triton", "self-test"]
@@ -69,19 +68,6 @@ def test_without_typer(command: str) -> None:
     assert done.returncode == 2
     assert "No module named 'typer'" in done.stderr
     assert "pip install typer rich" in done.stderr
-
-
-def test_with_a_broken_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: undefined symbol: ncclX')")
-    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
-    done = run_cli("doctor", "--json", "--selftest", PYTHONPATH=path)
-    assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    assert errors_of(report) == ["torch", "self-test"]
-    (torch,) = [diagnostic for diagnostic in report["findings"] if diagnostic["subject"] == "torch"]
-    assert "undefined symbol: ncclX" in torch["found"]
-    assert "LD_LIBRARY_PATH" in torch["remedy"]
 
 
 def test_the_self_test_measures() -> None:

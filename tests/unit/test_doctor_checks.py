@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from ep_a2a.commands.doctor.checks import GROUP, Level
-from ep_a2a.commands.doctor.machine import Machine
 from tests.cases.tables import read_table
 from tests.machines import CPU_HOST, GIB, H200_HOST, choice_of, findings_of, with_facts
 
@@ -54,17 +53,74 @@ def test_what_is_worth_knowing_is_said_and_harmless(machine, said):
 
 # --- what a group gets ---
 
+ROCM = {"cuda_build": None, "hip_build": "7.2", "compiler": "", "driver": None, "gpus": [], "num_gpus_of_host": 0}
+ROCM_HOST = with_facts(H200_HOST, ROCM)
+"""A host of AMD GPUs, which NVIDIA's driver and tools know nothing of."""
+BLIND = with_facts(H200_HOST, {"unreachable": {"peer access": ["0 and 1"], "native atomics": ["0 and 1"]}})
+ONE_H200 = with_facts(H200_HOST, {"num_gpus": 1})
+A100S = with_facts(H200_HOST, {"gpus.capability": (8, 0)})
+UNKNOWN_FREE = with_facts(H200_HOST, {"gpus.free_bytes": None})
+LITTLE_SHM = with_facts(CPU_HOST, {"shared_memory_free_bytes": 3 * GIB})
+PORTABLE = {"backend": "allgather_reducescatter"}
+MORI = {"backend": "mori", "ranks_per_node": (2, 2)}
 
-def errors_of(machine: Machine, request: dict[str, Any], **backend: object) -> list[str]:
-    return [each.subject for each in findings_of(machine, request, GROUP, **backend) if each.level is Level.ERROR]
+
+def ranks(*ranks_per_node: int, **more: Any) -> dict[str, Any]:
+    return {"ranks_per_node": ranks_per_node, **more}
 
 
-def test_the_default_and_why():
-    choice = choice_of(H200_HOST)
-    assert (choice.backend, choice.backend_reason) == ("ep_a2a", "the default")
-    assert (choice.device, choice.ranks_per_node) == ("cuda", (2,))
-    choice = choice_of(CPU_HOST)
-    assert (choice.device, choice.ranks_per_node) == ("cpu", (4,))
+@pytest.mark.parametrize(
+    ("machine", "request_", "backend", "subjects"),
+    [
+        (BLIND, {}, {}, ["peer access", "native atomics"]),
+        (BLIND, PORTABLE, {}, []),
+        (CPU_HOST, ranks(2, 2), {}, []),
+        (CPU_HOST, ranks(2, 1), {}, ["nodes"]),
+        (CPU_HOST, ranks(2, 1) | PORTABLE, {}, []),
+        (H200_HOST, ranks(8), {}, []),
+        (H200_HOST, ranks(8) | PORTABLE, {}, ["ranks"]),
+        (A100S, {}, {}, []),
+        (A100S, {"quant": "fp8_per_token"}, {}, ["fp8"]),
+        (H200_HOST, {}, {"refusal": "expected hidden_dim out of 7168", "remedy": "Change it."}, ["sizes"]),
+        (H200_HOST, MORI, {"problems": ("no GPU found: needs AMD GPUs", "not installed")}, ["backend", "backend"]),
+        (with_facts(H200_HOST, {"torch": None}), MORI, {"problems": ("No module",)}, []),
+        (with_facts(H200_HOST, {"triton": None}), MORI, {"problems": ("No module",)}, []),
+        (ROCM_HOST, MORI, {}, []),
+        (H200_HOST, ranks(8, max_tokens=4096), {"needed_bytes": 20 * GIB}, []),
+        (LITTLE_SHM, ranks(4, max_tokens=64), {"needed_bytes": GIB}, ["memory"]),
+        (LITTLE_SHM, ranks(2, max_tokens=64), {"needed_bytes": GIB}, []),
+    ],
+)
+def test_what_a_request_gets(machine, request_, backend, subjects):
+    errors = [each for each in findings_of(machine, request_, GROUP, **backend) if each.level is Level.ERROR]
+    assert [each.subject for each in errors] == subjects
+    assert all(each.remedy for each in errors)
+
+
+@pytest.mark.parametrize(("num_ranks", "subjects"), [(8, ["memory"]), (1, [])])
+def test_memory_of_ranks_that_share_a_gpu_adds_up(num_ranks, subjects):
+    found = findings_of(ONE_H200, ranks(num_ranks, max_tokens=4096), GROUP, needed_bytes=20 * GIB)
+    assert [each.subject for each in found if each.level is Level.ERROR] == subjects
+
+
+@pytest.mark.parametrize(
+    ("machine", "request_", "needed_bytes", "level", "subject", "found"),
+    [
+        (H200_HOST, {"max_tokens": 4096}, None, Level.NOTE, "memory", "`ep-a2a plan`"),
+        (UNKNOWN_FREE, {"max_tokens": 4096}, GIB, Level.NOTE, "memory", "needed on each GPU"),
+        (H200_HOST, ranks(2, 2), None, Level.WARNING, "nodes", "virtual nodes only"),
+        (ROCM_HOST, MORI, None, Level.OK, "GPUs", "2 visible to torch"),
+    ],
+)
+def test_what_is_not_known_is_said(machine, request_, needed_bytes, level, subject, found):
+    everything = findings_of(machine, request_, needed_bytes=needed_bytes)
+    assert [found in each.found for each in everything if (each.subject, each.level) == (subject, level)] == [True]
+    assert not [each for each in everything if each.level is Level.ERROR]
+
+
+def test_the_default_device_and_ranks():
+    found = [(choice.device, choice.ranks_per_node) for choice in map(choice_of, (H200_HOST, CPU_HOST))]
+    assert found == [("cuda", (2,)), ("cpu", (4,))]
 
 
 @pytest.mark.parametrize(
@@ -76,98 +132,3 @@ def test_a_backend_or_config_file_that_is_not_there_is_an_error(monkeypatch, var
     assert finding.level is Level.ERROR
     assert value in finding.found
     assert remedy in finding.remedy
-
-
-def test_the_portable_backend_needs_no_peer_access():
-    machine = with_facts(H200_HOST, {"unreachable": {"peer access": ["0 and 1"], "native atomics": ["0 and 1"]}})
-    assert errors_of(machine, {}) == ["peer access", "native atomics"]
-    assert errors_of(machine, {"backend": "allgather_reducescatter"}) == []
-
-
-def test_several_nodes():
-    assert errors_of(CPU_HOST, {"ranks_per_node": (2, 2)}) == []
-    assert errors_of(CPU_HOST, {"ranks_per_node": (2, 1)}) == ["nodes"]
-    assert errors_of(CPU_HOST, {"backend": "allgather_reducescatter", "ranks_per_node": (2, 1)}) == []
-    (warned,) = [each for each in findings_of(H200_HOST, {"ranks_per_node": (2, 2)}) if each.level in LOUD]
-    assert "virtual nodes only" in warned.found
-
-
-def test_memory_of_ranks_that_share_a_gpu_adds_up():
-    alone = with_facts(H200_HOST, {"num_gpus": 1})
-    request = {"ranks_per_node": (8,), "max_tokens": 4096}
-    assert "memory" in errors_of(alone, request, needed_bytes=20 * GIB)
-    assert errors_of(alone, request | {"ranks_per_node": (1,)}, needed_bytes=20 * GIB) == []
-    assert errors_of(H200_HOST, request, needed_bytes=20 * GIB) == []
-
-
-def test_memory_of_cpu_ranks_is_shared_memory():
-    machine = with_facts(CPU_HOST, {"shared_memory_free_bytes": 3 * GIB})
-    request = {"ranks_per_node": (4,), "max_tokens": 64}
-    assert errors_of(machine, request, needed_bytes=GIB) == ["memory"]
-    assert errors_of(machine, request | {"ranks_per_node": (2,)}, needed_bytes=GIB) == []
-
-
-@pytest.mark.parametrize(
-    ("machine", "needed_bytes", "found"),
-    [
-        (H200_HOST, None, "`ep-a2a plan`"),
-        (with_facts(H200_HOST, {"gpus.free_bytes": None}), GIB, "needed on each GPU"),
-    ],
-)
-def test_memory_that_is_not_known_is_not_guessed(machine, needed_bytes, found):
-    everything = findings_of(machine, {"max_tokens": 4096}, needed_bytes=needed_bytes)
-    (finding,) = [each for each in everything if each.subject == "memory"]
-    assert finding.level is Level.NOTE
-    assert found in finding.found
-
-
-def test_ranks_share_gpus_on_our_own_kernels_only():
-    assert errors_of(H200_HOST, {"ranks_per_node": (8,)}) == []
-    assert errors_of(H200_HOST, {"backend": "allgather_reducescatter", "ranks_per_node": (8,)}) == ["ranks"]
-
-
-def test_fp8_needs_newer_gpus():
-    machine = with_facts(H200_HOST, {"gpus.capability": (8, 0)})
-    assert errors_of(machine, {}) == []
-    assert errors_of(machine, {"quant": "fp8_per_token"}) == ["fp8"]
-
-
-def test_sizes_that_the_backend_refuses_are_an_error_with_its_remedy():
-    (finding,) = [
-        each
-        for each in findings_of(
-            H200_HOST, section=GROUP, refusal="expected hidden_dim out of 7168", remedy="Change it."
-        )
-        if each.level is Level.ERROR
-    ]
-    assert (finding.subject, finding.found, finding.remedy) == (
-        "sizes",
-        "expected hidden_dim out of 7168",
-        "Change it.",
-    )
-
-
-# --- backends on other projects' libraries ---
-
-ROCM = {"cuda_build": None, "hip_build": "7.2", "compiler": "", "driver": None, "gpus": [], "num_gpus_of_host": 0}
-ROCM_HOST = with_facts(H200_HOST, ROCM)
-"""A host of AMD GPUs, which NVIDIA's driver and tools know nothing of."""
-
-
-def test_what_a_backend_lacks_is_an_error():
-    problems = ("no GPU found: needs AMD GPUs", "amd-mori is not installed")
-    request = {"backend": "mori", "ranks_per_node": (2, 2)}
-    errors = [each for each in findings_of(H200_HOST, request, problems=problems) if each.level is Level.ERROR]
-    assert [each.found for each in errors] == [f"mori: {problem}" for problem in problems]
-    assert all("`ep-a2a backends`" in each.remedy for each in errors)
-    for name in ("torch", "triton"):
-        absent = with_facts(H200_HOST, {name: None})
-        assert errors_of(absent, request, problems=(f"No module named {name!r}",)) == []
-
-
-def test_rocm_is_no_error_for_backends_that_are_for_it():
-    everything = findings_of(ROCM_HOST, {"backend": "mori", "ranks_per_node": (2, 2)})
-    assert [each for each in everything if each.level in LOUD] == []
-    assert [each for each in everything if each.subject == "GPUs" and "2 visible to torch" in each.found]
-    hidden = with_facts(ROCM_HOST, {"num_gpus": 0, "gpu_problem": "No HIP GPUs are available"})
-    assert any("No HIP GPUs" in each.found and "/dev/kfd" in each.remedy for each in findings_of(hidden))
