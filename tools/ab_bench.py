@@ -57,7 +57,7 @@ def run_bench(folder: Path, arguments: list[str]) -> list[dict[str, Any]]:
     """The rows that `ep-a2a bench` of a checkout writes."""
     with tempfile.TemporaryDirectory() as temporary:
         output = Path(temporary) / "rows.jsonl"
-        command = [sys.executable, "-m", "ep_a2a.cli", "bench", *arguments, "--output", str(output)]
+        command = [sys.executable, "-m", "ep_a2a", "bench", *arguments, "--output", str(output)]
         environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode or not output.exists():

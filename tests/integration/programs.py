@@ -34,7 +34,7 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 def run_cli(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`ep-a2a *arguments`."""
-    return run_python("-m", "ep_a2a.cli", *arguments, **variables)
+    return run_python("-m", "ep_a2a", *arguments, **variables)
 
 
 def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, environment, 
 from tests.waiting import happens
 
 START_SECS = 120.0
-MODULE = ("-m", "ep_a2a.cli")
+MODULE = ("-m", "ep_a2a")
 # as the script ep-a2a, with Ctrl-C where a module is imported
 INTERRUPTED = """
 import os, signal, sys
@@ -110,7 +110,7 @@ def test_a_full_disk_is_said_in_words(arguments: tuple[str, ...]) -> None:
 
 
 def test_without_standard_output() -> None:
-    command = f"exec {sys.executable} -m ep_a2a.cli plan >&-"
+    command = f"exec {sys.executable} -m ep_a2a plan >&-"
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, check=False
     )

@@ -64,7 +64,7 @@ def test_without_torch_and_triton(light: Path) -> None:
 
 @pytest.mark.parametrize("command", ["doctor", "demo"])
 def test_without_typer(command: str) -> None:
-    done = run_without_site("-m", "ep_a2a.cli", command)
+    done = run_without_site("-m", "ep_a2a", command)
     assert done.returncode == 2
     assert "No module named 'typer'" in done.stderr
     assert "pip install typer rich" in done.stderr

@@ -296,7 +296,7 @@ def test_nothing_measured_is_an_error_with_a_remedy() -> None:
 
 def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     path = tmp_path / "result.jsonl"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_a2a.cli")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_a2a")
     first = SMALL.index("--ranks")
     arguments = SMALL[:first] + SMALL[first + 2 :]
     options = ("--contenders", "reference_push,nccl_agrs", "--iterations", "2", "--output", str(path))

@@ -1,6 +1,0 @@
-"""`python -m ep_a2a.cli`, the same as `ep-a2a`."""
-
-from ep_a2a.cli import main
-
-if __name__ == "__main__":
-    main()
