@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
+from ep_a2a.config.requirements import checked_integer, require
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -32,13 +33,19 @@ _edition: int | None = None
 
 
 @dataclass(frozen=True)
-class ChunkConfig:
-    """A row of DeepEP's tables, of dispatch or of combine. Names, order and defaults are those of DeepEP's `Config`.
+class Config:
+    """DeepEP's `Config`, which its tables have for dispatch and for combine; names, order and defaults are DeepEP's.
+
+    Our kernels have no chunks and no rings. Of a config that is passed to dispatch or combine, only num_sms counts: the
+    most multiprocessors that the launch occupies (0 = all). The other fields serve the hints.
 
     Attributes:
         num_sms: multiprocessors; a pair of them, one that sends and one that receives, is a channel.
         num_max_nvl_chunked_send_tokens, num_max_rdma_chunked_send_tokens: tokens that are sent at once.
         num_max_nvl_chunked_recv_tokens, num_max_rdma_chunked_recv_tokens: tokens that a ring holds.
+
+    Raises:
+        ConfigError: values that DeepEP refuses.
     """
 
     num_sms: int = 20
@@ -47,11 +54,43 @@ class ChunkConfig:
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            checked_integer(name, value, 0 if name == "num_sms" else 1)
+        require(
+            self.num_max_nvl_chunked_send_tokens < self.num_max_nvl_chunked_recv_tokens,
+            None,
+            "num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens",
+            str(self),
+        )
+        two_chunks = 2 * self.num_max_rdma_chunked_send_tokens
+        expected = "at least two chunks in num_max_rdma_chunked_recv_tokens"
+        require(self.num_rdma_ring_tokens >= two_chunks, None, expected, str(self))
+
     @property
     def num_rdma_ring_tokens(self) -> int:
         """Tokens of a ring between nodes, num_max_rdma_chunked_recv_tokens rounded up to whole chunks."""
         chunk = self.num_max_rdma_chunked_send_tokens
         return -(-self.num_max_rdma_chunked_recv_tokens // chunk) * chunk
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Returns the bytes of DeepEP's rings inside a node. Our ops allocate other sizes, when they are made."""
+        self._check_hint(hidden_bytes, num_ranks)
+        return nvl_ring_bytes(hidden_bytes, num_ranks, self)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Returns the bytes of DeepEP's rings between nodes; 0 up to 8 ranks."""
+        self._check_hint(hidden_bytes, num_ranks)
+        return rdma_hint_bytes(hidden_bytes, num_ranks, self)
+
+    def _check_hint(self, hidden_bytes: int, num_ranks: int) -> None:
+        peers = num_nvl_peers()
+        checked_integer("hidden_bytes", hidden_bytes, 1)
+        checked_integer("num_ranks", num_ranks, 1)
+        is_whole = num_ranks < peers or num_ranks % peers == 0
+        require(is_whole, None, f"fewer than {peers} ranks or a multiple of it", str(num_ranks))
+        is_even = num_ranks <= peers or self.num_sms % 2 == 0
+        require(is_even, None, f"an even num_sms for more than {peers} ranks", str(self.num_sms))
 
 
 @dataclass(frozen=True)
@@ -111,7 +150,7 @@ def known_ranks() -> tuple[int, ...]:
     return tuple(row["num_ranks"] for row in _rows())
 
 
-def chunk_configs(num_ranks: int) -> tuple[ChunkConfig, ChunkConfig]:
+def chunk_configs(num_ranks: int) -> tuple[Config, Config]:
     """Returns the rows of dispatch and of combine (DeepEP, get_dispatch_config and get_combine_config).
 
     Args:
@@ -122,7 +161,7 @@ def chunk_configs(num_ranks: int) -> tuple[ChunkConfig, ChunkConfig]:
     """
     for row in _rows():
         if row["num_ranks"] == num_ranks:
-            return ChunkConfig(row["num_sms"], *row["dispatch"]), ChunkConfig(row["num_sms"], *row["combine"])
+            return Config(row["num_sms"], *row["dispatch"]), Config(row["num_sms"], *row["combine"])
     known = ", ".join(map(str, known_ranks()))
     raise UnsupportedError(f"one of DeepEP's numbers of ranks: {known}", str(num_ranks), "Ask for one of these.")
 
@@ -132,7 +171,7 @@ def hidden_bytes_of(hidden_dim: int, element_bytes: int) -> int:
     return hidden_dim * max(element_bytes, BFLOAT16_BYTES)
 
 
-def nvl_ring_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> int:
+def nvl_ring_bytes(hidden_bytes: int, num_ranks: int, config: Config) -> int:
     """Returns DeepEP's get_nvl_buffer_size_hint (csrc/config.hpp): a ring per channel and rank of the node.
 
     Args:
@@ -146,7 +185,7 @@ def nvl_ring_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> in
     return _aligned(config.num_sms // 2 * min(num_ranks, peers) * ring_bytes)
 
 
-def rdma_ring_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> int:
+def rdma_ring_bytes(hidden_bytes: int, num_ranks: int, config: Config) -> int:
     """Returns the bytes of rings between nodes (csrc/config.hpp): one to send, one to receive per channel and node.
 
     DeepEP reserves none up to eight ranks, whatever this formula gives: see rdma_hint_bytes. Arguments are those of
@@ -159,7 +198,7 @@ def rdma_ring_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> i
     return _aligned(config.num_sms // 2 * (num_ranks // peers) * 2 * ring_bytes)
 
 
-def rdma_hint_bytes(hidden_bytes: int, num_ranks: int, config: ChunkConfig) -> int:
+def rdma_hint_bytes(hidden_bytes: int, num_ranks: int, config: Config) -> int:
     """Returns DeepEP's get_rdma_buffer_size_hint: rdma_ring_bytes of rings of whole chunks, or 0 inside one node."""
     if num_ranks <= num_nvl_peers():
         return 0

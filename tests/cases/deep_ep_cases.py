@@ -14,7 +14,7 @@ import torch
 
 from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.compat.deep_ep import Buffer, Config
-from ep_a2a.compat.deep_ep.streams import tensors_of
+from ep_a2a.compat.deep_ep.utils import tensors_of
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import (
     ClosedError,
@@ -455,7 +455,7 @@ def what_a_communication_stream_reads(context: RankContext, case: Case) -> None:
     with mock.patch.object(buffer._stream, "run", wraps=buffer._stream.run) as run:
         exchange.combine(buffer)
         exchange.combine(buffer)
-    ids = exchange.handle.routing.ids
+    ids = exchange.handle.ids
     assert all(any(each is ids for each in tensors_of(call.args[1])) for call in run.call_args_list)
     buffer.destroy()
 

@@ -13,7 +13,7 @@ from ep_a2a.cli import app
 from ep_a2a.commands.plan.sizes import RINGS_ASSUMED
 from ep_a2a.compat import deep_ep, install, uninstall
 from ep_a2a.compat import deep_ep_sizes as sizes
-from ep_a2a.compat.deep_ep_sizes import ChunkConfig
+from ep_a2a.compat.deep_ep_sizes import Config
 from ep_a2a.errors import UnknownNameError, UnsupportedError
 from ep_a2a.kernels.layout import Region
 from tests.cases.tables import read_table
@@ -39,8 +39,10 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("num_ranks", TABLE)
 def test_every_row(num_ranks):
     num_sms, dispatch, combine, nvl_bytes, rdma_bytes = TABLE[num_ranks]
-    assert sizes.chunk_configs(num_ranks) == (ChunkConfig(num_sms, *dispatch), ChunkConfig(num_sms, *combine))
-    hints = sizes.deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_tokens=128, num_experts=256)
+    assert sizes.chunk_configs(num_ranks) == (Config(num_sms, *dispatch), Config(num_sms, *combine))
+    hints = sizes.deep_ep_hints(
+        hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_tokens=128, num_experts=256
+    )
     assert hints == sizes.DeepEpHints(nvl_bytes, rdma_bytes, 1_881_147_520)
 
 

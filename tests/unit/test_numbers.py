@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from ep_a2a import routing
-from ep_a2a.compat.deep_ep.buffer import Buffer
-from ep_a2a.compat.deep_ep.config import Config
+from ep_a2a.compat.deep_ep import Buffer, Config
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs

@@ -3,9 +3,8 @@
 import torch
 
 from ep_a2a.compat.deep_ep.buffer import Buffer
-from ep_a2a.compat.deep_ep.config import Config
 from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
-from ep_a2a.compat.deep_ep_sizes import LowLatencyLayout
+from ep_a2a.compat.deep_ep_sizes import Config, LowLatencyLayout
 
 topk_idx_t = torch.int64
 """DeepEP's dtype of expert ids; int32 works as well."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.compat.deep_ep.config import Config, recommended_configs
-from ep_a2a.compat.deep_ep.ops import Ops
-from ep_a2a.compat.deep_ep.steps import Steps
-from ep_a2a.compat.deep_ep.streams import CommStream
-from ep_a2a.compat.deep_ep.utils import EventHandle, EventOverlap
-from ep_a2a.compat.deep_ep_sizes import low_latency_bytes
-from ep_a2a.compat.parameters import remedy_of, warn_once
+from ep_a2a.compat.deep_ep.ops import Ops, Steps
+from ep_a2a.compat.deep_ep.utils import CommStream, EventHandle, EventOverlap
+from ep_a2a.compat.deep_ep_sizes import Config, chunk_configs, low_latency_bytes
+from ep_a2a.compat.parameters import refused, warn_once, with_refusals
 from ep_a2a.config.requirements import checked_integer, require
-from ep_a2a.errors import ClosedError, UnsupportedError
+from ep_a2a.errors import ClosedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,6 +25,7 @@ SM90 = (9, 0)
 DEFAULT_QPS = 24
 
 
+@with_refusals("deep_ep", "Buffer")
 class BufferBase:
     """Base of `Buffer`, which documents the arguments."""
 
@@ -53,11 +52,9 @@ class BufferBase:
         gpus_per_node: int | None = None,
     ) -> None:
         if enable_shrink:
-            _refuse_masks("Buffer", "enable_shrink")
+            raise refused("deep_ep", "Buffer", "enable_shrink")
         if group is None:
-            raise UnsupportedError(
-                "a torch process group", f"group None, comm {comm!r}", remedy_of("deep_ep", "Buffer", "comm")
-            )
+            raise refused("deep_ep", "Buffer", "comm")
         ignored = {
             "num_nvl_bytes": num_nvl_bytes > 0,
             "num_rdma_bytes": num_rdma_bytes > 0,
@@ -110,12 +107,12 @@ class BufferBase:
     @classmethod
     def get_dispatch_config(cls, num_ranks: int) -> Config:
         """Returns DeepEP's config of dispatch, with `num_sms`. Raises UnsupportedError if DeepEP has none."""
-        return recommended_configs(num_ranks, cls.num_sms)[0]
+        return replace(chunk_configs(num_ranks)[0], num_sms=cls.num_sms)
 
     @classmethod
     def get_combine_config(cls, num_ranks: int) -> Config:
         """Returns DeepEP's config of combine, with `num_sms`. Raises UnsupportedError if DeepEP has none."""
-        return recommended_configs(num_ranks, cls.num_sms)[1]
+        return replace(chunk_configs(num_ranks)[1], num_sms=cls.num_sms)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -140,31 +137,9 @@ class BufferBase:
         """Returns the CUDA stream of layouts and of calls with async_finish; on CPU a placeholder."""
         return self._stream.stream
 
-    def get_local_buffer_tensor(
-        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
-    ) -> NoReturn:
-        """Not supported: there is no raw buffer."""
-        raise UnsupportedError(
-            "a raw buffer",
-            "none: each op lays out memory of its own",
-            remedy_of("deep_ep", "Buffer.get_local_buffer_tensor"),
-        )
-
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: calls of both modes need no cleaned memory."""
         self._require_open()
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
-        """Not supported: ranks cannot be masked."""
-        _refuse_masks("Buffer.low_latency_update_mask_buffer")
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
-        """Not supported: ranks cannot be masked."""
-        _refuse_masks("Buffer.low_latency_query_mask_buffer")
-
-    def low_latency_clean_mask_buffer(self) -> NoReturn:
-        """Not supported: ranks cannot be masked."""
-        _refuse_masks("Buffer.low_latency_clean_mask_buffer")
 
     def _num_sms(self, config: Config | None) -> int:
         """Returns the most multiprocessors of a normal call; 0 = all."""
@@ -177,9 +152,3 @@ class BufferBase:
 
 def _nothing() -> None:
     """Finaliser of a buffer with explicitly_destroy."""
-
-
-def _refuse_masks(function: str, parameter: str = "") -> NoReturn:
-    raise UnsupportedError(
-        "all ranks to take part", "masks of ranks (enable_shrink)", remedy_of("deep_ep", function, parameter)
-    )

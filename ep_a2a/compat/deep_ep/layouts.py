@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,26 +57,9 @@ def check_num_experts(num_experts: int, num_ranks: int) -> None:
         raise InputError(f"num_experts to be a multiple of the {num_ranks} ranks", str(num_experts))
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The sizes of a dispatch over all ranks.
-
-    Attributes:
-        step_tokens: the most tokens of a rank, at least 1.
-        num_recv_tokens: tokens that this rank receives.
-        num_recv_per_expert: tokens that each of this rank's experts receives.
-        rank_prefix_matrix: int32 [W, W] on the device: tokens that ranks 0 ... i send to rank j, DeepEP's `handle[0]`.
-    """
-
-    step_tokens: int
-    num_recv_tokens: int
-    num_recv_per_expert: list[int]
-    rank_prefix_matrix: torch.Tensor
-
-
 def exchange_counts(
     groups: DeviceGroups, rank: int, is_sent: torch.Tensor, num_tokens_per_expert: torch.Tensor
-) -> Counts:
+) -> tuple[int, int, list[int], torch.Tensor]:
     """Returns the sums of all ranks' counts, by one all-reduce that the host waits for. Collective.
 
     Args:
@@ -85,30 +67,22 @@ def exchange_counts(
         is_sent: bool [T, W], where this rank's tokens go.
         num_tokens_per_expert: int32 [num_experts], of this rank's tokens.
 
+    Returns:
+        The most tokens of a rank, at least 1; tokens that this rank receives; tokens that each of its experts receives;
+        int32 [W, W] on the device, DeepEP's `handle[0]`: tokens that ranks 0 ... i send to rank j.
+
     Raises:
         RankTimeoutError: on CPU, a rank did not come within EP_A2A_TIMEOUT_SECS.
     """
     num_tokens, num_ranks = is_sent.shape
-    num_experts = num_tokens_per_expert.shape[0]
-    device = is_sent.device
-    words = torch.zeros(num_ranks * (1 + num_ranks) + num_experts, dtype=torch.int32, device=device)
-    tokens, sent, by_expert = _parts(words, num_ranks)
-    tokens[rank] = num_tokens
-    torch.sum(is_sent, 0, dtype=torch.int32, out=sent[rank])
-    by_expert.copy_(num_tokens_per_expert)
-    work = dist.all_reduce(words, group=groups.of(device), async_op=True)
-    groups.wait(work, device, env.TIMEOUT_SECS.get())
-    host_tokens, host_sent, host_by_expert = _parts(words.cpu(), num_ranks)
-    per_rank = num_experts // num_ranks
-    return Counts(
-        max(1, int(host_tokens.max())),
-        int(host_sent[:, rank].sum()),
-        host_by_expert[rank * per_rank : (rank + 1) * per_rank].tolist(),
-        sent.cumsum(0, dtype=torch.int32),
-    )
-
-
-def _parts(words: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns views of the exchanged words: tokens by rank [W], from rank to rank [W, W], by expert [num_experts]."""
-    end = num_ranks * (1 + num_ranks)
-    return words[:num_ranks], words[num_ranks:end].view(num_ranks, num_ranks), words[end:]
+    # by source rank: its tokens, and those that it sends to each rank
+    by_source = torch.zeros(num_ranks, 1 + num_ranks, dtype=torch.int32, device=is_sent.device)
+    by_source[rank, 0] = num_tokens
+    by_source[rank, 1:] = is_sent.sum(0)
+    words = torch.cat([by_source.flatten(), num_tokens_per_expert.to(torch.int32)])
+    work = dist.all_reduce(words, group=groups.of(words.device), async_op=True)
+    groups.wait(work, words.device, env.TIMEOUT_SECS.get())
+    by_source = words[: by_source.numel()].view(by_source.shape)
+    on_host, per_expert = by_source.cpu(), words[by_source.numel() :].view(num_ranks, -1)[rank]
+    sent_before = by_source[:, 1:].cumsum(0, dtype=torch.int32)
+    return max(1, int(on_host[:, 0].max())), int(on_host[:, 1 + rank].sum()), per_expert.tolist(), sent_before

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ep_a2a.compat.deep_ep.buffer_base import BufferBase
-from ep_a2a.compat.deep_ep.handles import LowLatencyHandle
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
-from ep_a2a.compat.deep_ep.ops import OpShape
-from ep_a2a.compat.deep_ep.steps import Hook, Step
-from ep_a2a.compat.parameters import remedy_of
+from ep_a2a.compat.deep_ep.ops import Hook, OpShape, Step
+from ep_a2a.compat.expert_row_sources import expert_row_sources
+from ep_a2a.compat.parameters import refused
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
-from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError, UnsupportedError
+from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError
 from ep_a2a.graph_breaks import outside_graphs
 
 if TYPE_CHECKING:
@@ -22,6 +22,41 @@ if TYPE_CHECKING:
 
 PACKED_SCALES = 4
 """UE8M0 bytes in an int32 of DeepEP's packed scales."""
+
+
+class LowLatencyHandle:
+    """Handle of `low_latency_dispatch`, with DeepEP's five places: src_info, layout_range,
+    num_max_dispatch_tokens_per_rank, hidden, num_experts.
+
+    src_info is int32 [E, W * M]: for each row of a local expert its token at the source rank. layout_range is int64
+    [E, W]: for each source rank the position of its first row, shifted by 32 bits, plus the number of its rows. Both
+    are computed on the device by the first access, which must come between the dispatch and its combine.
+
+    Args:
+        shape: of the op. ids: int32 [T, K], this rank's. topk_idx: as they were given. has_weights: whether router
+            weights have travelled with the tokens.
+    """
+
+    def __init__(self, shape: OpShape, ids: torch.Tensor, topk_idx: torch.Tensor, has_weights: bool) -> None:
+        self.shape, self.ids, self.topk_idx, self.has_weights = shape, ids, topk_idx, has_weights
+        self.step: Step
+
+    def __getitem__(self, place: int | slice) -> Any:
+        # an IndexError past the end is what ends a loop, or an unpacking, of the handle
+        places = range(len(self))[place]
+        return tuple(map(self._at, places)) if isinstance(places, range) else self._at(places)
+
+    def _at(self, place: int) -> Any:
+        if place < 2:
+            return self._sources[place]
+        return (self.shape.max_tokens, self.shape.hidden_dim, self.shape.num_experts)[place - 2]
+
+    def __len__(self) -> int:
+        return 5
+
+    @functools.cached_property
+    def _sources(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return expert_row_sources(self.step.op, self.step.is_open)
 
 
 class LowLatencyMode(BufferBase):
@@ -77,7 +112,8 @@ class LowLatencyMode(BufferBase):
         """
         self._require_open()
         _one_of(async_finish, return_recv_hook)
-        _refuse_wait_stats(dispatch_wait_recv_cost_stats)
+        if dispatch_wait_recv_cost_stats is not None:
+            raise refused("deep_ep", "Buffer.low_latency_dispatch", "dispatch_wait_recv_cost_stats")
         shape = OpShape(
             x.dtype,
             x.shape[-1],
@@ -139,10 +175,10 @@ class LowLatencyMode(BufferBase):
         """
         self._require_open()
         _one_of(async_finish, return_recv_hook)
-        _refuse_wait_stats(combine_wait_recv_cost_stats)
+        if combine_wait_recv_cost_stats is not None:
+            raise refused("deep_ep", "Buffer.low_latency_combine", "combine_wait_recv_cost_stats")
         if use_logfmt:
-            remedy = remedy_of("deep_ep", "Buffer.low_latency_combine", "use_logfmt")
-            raise UnsupportedError("rows of bf16 in combine", "use_logfmt", remedy)
+            raise refused("deep_ep", "Buffer.low_latency_combine", "use_logfmt")
         combined, event = self._stream.run(
             lambda: self._send_rows(x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook),
             (x, topk_idx, topk_weights, out, handle.ids),
@@ -312,12 +348,3 @@ def _scale_format(round_scale: bool, use_ue8m0: bool) -> ScaleFormat:
 def _one_of(async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         raise InputError("async_finish or return_recv_hook", "both")
-
-
-def _refuse_wait_stats(stats: torch.Tensor | None) -> None:
-    if stats is not None:
-        raise UnsupportedError(
-            "no statistics of waits by source rank",
-            "a tensor for them",
-            remedy_of("deep_ep", "Buffer.low_latency_combine", "combine_wait_recv_cost_stats"),
-        )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ep_a2a.compat.deep_ep.buffer_base import BufferBase
-from ep_a2a.compat.deep_ep.handles import NormalHandle, Routing
 from ep_a2a.compat.deep_ep.layouts import check_num_experts, dispatch_layout, exchange_counts, rank_ids, routed_ids
-from ep_a2a.compat.deep_ep.ops import OpShape
-from ep_a2a.compat.deep_ep.steps import Step
+from ep_a2a.compat.deep_ep.ops import OpShape, Step
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import DtypeError, InputError, ShapeError, TooManyTokensError, UnsupportedError
@@ -19,23 +17,33 @@ from ep_a2a.routing import destination_mask
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.buffer_base import Tokens
-    from ep_a2a.compat.deep_ep.config import Config
     from ep_a2a.compat.deep_ep.utils import EventOverlap
+    from ep_a2a.compat.deep_ep_sizes import Config
     from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.arguments import Biases
 
 Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | list[torch.Tensor | None] | None
 
 
-class TokenLayout(NamedTuple):
-    """The layout of a dispatch without a handle; fields are arguments of Buffer.dispatch."""
+class NormalHandle(tuple[Any, ...]):
+    """Handle of `dispatch`, with DeepEP's six places; on several nodes with the ten of its internode_dispatch.
 
-    is_token_in_rank: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    expert_alignment: int
-    num_worst_tokens: int
+    On one node rank_prefix_matrix and is_token_in_rank are there, on several is_token_in_rank and
+    recv_gbl_rank_prefix_sum. With num_worst_tokens only is_token_in_rank is. Other places, which only DeepEP's kernels
+    need, are None.
+
+    Attributes:
+        ids: int32 [T, K], the ids that the op routes by. num_experts: the range of the ids.
+        step_tokens: the most tokens of any rank, equal on all. num_recv_tokens: rows that the caller sees.
+        shape: that of the op that holds, or last held, the dispatch. step: that dispatch. Set by each dispatch.
+    """
+
+    ids: torch.Tensor
+    num_experts: int
+    step_tokens: int
+    num_recv_tokens: int
+    shape: OpShape
+    step: Step
 
 
 class NormalMode(BufferBase):
@@ -127,25 +135,30 @@ class NormalMode(BufferBase):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InputError("neither topk_idx nor topk_weights with a handle", "at least one of them")
-            routing = handle.routing
             rows, event = self._stream.run(
-                lambda: self._dispatch_again(tokens, scales, routing, num_sms),
-                (tokens, scales, routing.ids),
+                lambda: self._dispatch_again(handle, tokens, scales, num_sms),
+                (tokens, scales, handle.ids),
                 previous_event,
                 async_finish,
             )
             return rows, None, None, None, None, event
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise InputError("num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, or a handle", "less")
-        layout = TokenLayout(
-            is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
-        )
-        (rows, recv_ids, weights, per_expert, made, _), event = self._stream.run(
-            lambda: self._dispatch_by(layout, tokens, scales, num_sms),
-            (tokens, scales, layout),
-            previous_event,
-            async_finish,
-        )
+        self._check_layout(len(tokens), is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+        checked_integer("expert_alignment", expert_alignment, 1, kind=InputError)
+        checked_integer("num_worst_tokens", num_worst_tokens, 0, kind=InputError)
+
+        def send() -> Any:
+            made, counts = self._route(is_token_in_rank, num_tokens_per_expert, topk_idx, num_worst_tokens)
+            got = self._send(made, tokens, scales, topk_weights, num_sms)
+            per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts]
+            rows = _kept_rows(got, made.num_recv_tokens)
+            # the ids are the handle's, for the stream to keep
+            return rows, *self._local_topk(made, got, topk_idx), per_expert, made, made.ids
+
+        given = (tokens, scales, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+        (*results, _), event = self._stream.run(send, given, previous_event, async_finish)
+        rows, recv_ids, weights, per_expert, made = results
         return rows, recv_ids, weights, per_expert, made, event
 
     @outside_graphs
@@ -183,7 +196,7 @@ class NormalMode(BufferBase):
         num_sms = self._num_sms(config)
         (combined, weights), event = self._stream.run(
             lambda: self._combine(x, handle, topk_weights, bias, num_sms),
-            (x, topk_weights, bias, handle.routing.ids),
+            (x, topk_weights, bias, handle.ids),
             previous_event,
             async_finish,
         )
@@ -193,156 +206,164 @@ class NormalMode(BufferBase):
     internode_combine = combine
     """DeepEP's names for the calls between nodes, which dispatch and combine make by themselves."""
 
-    def _dispatch_by(
-        self, layout: TokenLayout, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int
-    ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, torch.Tensor]:
-        """Dispatches by a new layout. The host waits for the ranks' counts, unless num_worst_tokens bounds them.
+    def _route(
+        self,
+        is_token_in_rank: torch.Tensor,
+        num_tokens_per_expert: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        num_worst_tokens: int,
+    ) -> tuple[NormalHandle, list[int]]:
+        """Returns the handle of a new dispatch, and the tokens that each of this rank's experts receives.
 
-        Returns:
-            The first five results of `dispatch`, and the ids that the handle keeps.
+        The host waits for the ranks' counts, unless num_worst_tokens bounds them.
         """
-        topk_idx = layout.topk_idx
-        self._check_layout(x, layout)
-        num_experts = layout.num_tokens_per_expert.shape[0]
+        num_ranks, num_experts = self._ops.num_ranks, num_tokens_per_expert.shape[0]
         if topk_idx is None:
-            ids, is_sent = rank_ids(layout.is_token_in_rank), layout.is_token_in_rank
+            ids, is_sent = rank_ids(is_token_in_rank), is_token_in_rank
         else:
-            ids = routed_ids(topk_idx, layout.is_token_in_rank, num_experts)
-            is_sent = layout.is_token_in_rank & destination_mask(topk_idx, num_experts, self._ops.num_ranks)
+            ids = routed_ids(topk_idx, is_token_in_rank, num_experts)
+            is_sent = is_token_in_rank & destination_mask(topk_idx, num_experts, num_ranks)
+        sent = None
         per_expert: list[int] = []
-        prefix_matrix = None
-        if layout.num_worst_tokens:
-            step_tokens, num_recv_tokens = self._worst_case(x.shape[0], layout)
+        if num_worst_tokens:
+            step_tokens, num_recv_tokens = num_worst_tokens // num_ranks, num_worst_tokens
+            if len(ids) > step_tokens or not step_tokens:
+                raise TooManyTokensError(
+                    f"at most {step_tokens} tokens on each rank, num_worst_tokens / {num_ranks}",
+                    str(len(ids)),
+                    "Pass num_worst_tokens = ranks * the most tokens of any rank, the same on all ranks.",
+                )
+            if topk_idx is None:
+                raise InputError("topk_idx and topk_weights with num_worst_tokens, as DeepEP wants them", "none")
         else:
-            counts = exchange_counts(self._ops.groups, self._ops.rank, is_sent, layout.num_tokens_per_expert)
-            step_tokens, num_recv_tokens = counts.step_tokens, counts.num_recv_tokens
-            align = layout.expert_alignment
-            per_expert = [-(-count // align) * align for count in counts.num_recv_per_expert]
-            prefix_matrix = counts.rank_prefix_matrix
+            step_tokens, num_recv_tokens, per_expert, sent = exchange_counts(
+                self._ops.groups, self._ops.rank, is_sent, num_tokens_per_expert
+            )
+        if self._ops.topology.internode:
+            received = None if sent is None else sent[:, self._ops.rank]
+            handle = NormalHandle((is_token_in_rank, *[None] * 5, received, None, None, None))
+        else:
+            handle = NormalHandle((sent, None, None, None, is_token_in_rank, None))
         # without topk_idx one expert stands for each rank
-        num_routed_experts = self._ops.num_ranks if topk_idx is None else num_experts
-        routing = Routing(ids, num_routed_experts, step_tokens, num_recv_tokens)
-        got = self._launch(routing, self._shape(routing, x, scales), x, scales, layout.topk_weights, num_sms)
-        rank_between_nodes = self._ops.rank if self._ops.topology.internode else None
-        handle = NormalHandle.of(routing, prefix_matrix, layout.is_token_in_rank, rank_between_nodes)
-        rows = _kept_rows(got, num_recv_tokens)
-        if topk_idx is None or got.weights is None:
-            return rows, None, None, per_expert, handle, ids
-        config = routing.step.op.config
-        local = _kept(got.indices, num_recv_tokens, -1) - config.first_expert
-        is_local = (local >= 0) & (local < config.num_local_experts)
-        weights = _kept(got.weights, num_recv_tokens, 0).masked_fill_(~is_local, 0.0)
-        return rows, torch.where(is_local, local, -1).to(topk_idx.dtype), weights, per_expert, handle, ids
+        handle.ids, handle.num_experts = ids, num_ranks if topk_idx is None else num_experts
+        handle.step_tokens, handle.num_recv_tokens = step_tokens, num_recv_tokens
+        return handle, per_expert
 
-    def _dispatch_again(self, x: torch.Tensor, scales: torch.Tensor | None, routing: Routing, num_sms: int) -> Tokens:
-        """Dispatches other tokens by a routing. The host does not wait. Returns the received rows."""
-        if x.shape[0] != routing.num_tokens:
-            raise ShapeError(f"the {routing.num_tokens} tokens of the handle's dispatch", str(x.shape[0]))
-        routing.step.displace()
-        got = self._launch(routing, self._shape(routing, x, scales), x, scales, None, num_sms)
-        return _kept_rows(got, routing.num_recv_tokens)
+    def _local_topk(
+        self, handle: NormalHandle, got: DispatchResult, topk_idx: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns the received ids of this rank's experts, counted from 0, else -1; and their weights, else 0."""
+        if topk_idx is None or got.weights is None:
+            return None, None
+        config = handle.step.op.config
+        local = _kept(got.indices, handle.num_recv_tokens, -1) - config.first_expert
+        is_local = (local >= 0) & (local < config.num_local_experts)
+        weights = _kept(got.weights, handle.num_recv_tokens, 0).masked_fill_(~is_local, 0.0)
+        return torch.where(is_local, local, -1).to(topk_idx.dtype), weights
+
+    def _dispatch_again(
+        self, handle: NormalHandle, tokens: torch.Tensor, scales: torch.Tensor | None, num_sms: int
+    ) -> Tokens:
+        """Dispatches other tokens by a handle. The host does not wait. Returns the received rows."""
+        if len(tokens) != len(handle.ids):
+            raise ShapeError(f"the {len(handle.ids)} tokens of the handle's dispatch", str(len(tokens)))
+        handle.step.displace()
+        return _kept_rows(self._send(handle, tokens, scales, None, num_sms), handle.num_recv_tokens)
 
     def _combine(
-        self, x: torch.Tensor, handle: NormalHandle, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
+        self, rows: torch.Tensor, handle: NormalHandle, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the sums of this rank's tokens [T, H], plus bias, and of their weights [T, K]."""
-        routing = handle.routing
-        bias_0, bias_1 = _biases(bias, x, routing.num_tokens)
-        if topk_weights is not None and topk_weights.shape[-1] != routing.ids.shape[1]:
+        num_tokens, topk = handle.ids.shape
+        bias_0, bias_1 = _biases(bias, rows, num_tokens)
+        if topk_weights is not None and topk_weights.shape[-1] != topk:
             raise UnsupportedError(
-                f"topk_weights with the {routing.ids.shape[1]} columns that the handle's dispatch routed by",
+                f"topk_weights with the {topk} columns that the handle's dispatch routed by",
                 str(tuple(topk_weights.shape)),
                 "Pass topk_idx and topk_weights to that dispatch; without them no weights can come back.",
             )
-        if not routing.step.is_open:
+        if not handle.step.is_open:
             # a dispatch of zeros makes this the open step of an op again
-            zeros = torch.zeros(
-                routing.num_tokens, routing.shape.hidden_dim, dtype=routing.shape.dtype, device=routing.ids.device
-            )
-            self._launch(routing, routing.shape, zeros, None, None, num_sms)
-        step, op = routing.step, routing.step.op
+            shape = handle.shape
+            zeros = torch.zeros(num_tokens, shape.hidden_dim, dtype=shape.dtype, device=rows.device)
+            self._launch(handle, zeros, None, None, num_sms)
+        step, op = handle.step, handle.step.op
         self._ops.limit_sms(op, num_sms)
-        rows = self._whole("x", x, routing)
-        weights = None if topk_weights is None else self._whole("topk_weights", topk_weights, routing)
-        out = torch.empty(routing.num_tokens, op.config.hidden_dim, dtype=op.config.combined_dtype, device=x.device)
-        _, sums = op.combine(rows, weights, None, out=out, bias_0=bias_0, bias_1=bias_1)
+        out = torch.empty(num_tokens, op.config.hidden_dim, dtype=op.config.combined_dtype, device=rows.device)
+        weights = None if topk_weights is None else _whole("topk_weights", topk_weights, handle)
+        _, sums = op.combine(_whole("x", rows, handle), weights, None, out=out, bias_0=bias_0, bias_1=bias_1)
         step.close()
-        return out, None if sums is None else sums[: routing.num_tokens].clone()
+        return out, None if sums is None else sums[:num_tokens].clone()
 
-    def _launch(
+    def _send(
         self,
-        routing: Routing,
-        shape: OpShape,
-        x: torch.Tensor,
+        handle: NormalHandle,
+        tokens: torch.Tensor,
         scales: torch.Tensor | None,
         weights: torch.Tensor | None,
         num_sms: int,
     ) -> DispatchResult:
-        """Dispatches by a routing on an op of this shape, and makes that the routing's step."""
-        index = self._steps.free_index()
-        op = self._ops.get(shape, index)
-        self._ops.limit_sms(op, num_sms)
-        scales = None if scales is None else scales.contiguous()
-        got = op.dispatch(x, weights, scales, routing.ids, step_tokens=routing.step_tokens)
-        step = Step(op, index, (op.num_rows(routing.step_tokens), shape.hidden_dim))
-        self._steps.add(step, keeps_rows=False)
-        routing.shape, routing.step = shape, step
-        return got
-
-    def _shape(self, routing: Routing, x: torch.Tensor, scales: torch.Tensor | None) -> OpShape:
+        """Dispatches tokens by a handle's routing, on an op for their dtype and scales."""
         if scales is not None and scales.dim() != 2:
             raise ShapeError("scales of shape [T, S], S per token", str(tuple(scales.shape)))
-        num_scales, scale_bytes = (0, 0) if scales is None else (scales.shape[1], scales.dtype.itemsize)
-        return OpShape(
-            x.dtype,
-            x.shape[1],
-            routing.ids.shape[1],
-            routing.num_experts,
-            self._ops.max_tokens_for(routing.step_tokens),
+        handle.shape = OpShape(
+            tokens.dtype,
+            tokens.shape[1],
+            handle.ids.shape[1],
+            handle.num_experts,
+            self._ops.max_tokens_for(handle.step_tokens),
             Layout.COMPACT,
-            num_scales,
-            scale_bytes,
+            *((0, 0) if scales is None else (scales.shape[1], scales.dtype.itemsize)),
         )
+        return self._launch(handle, tokens, None if scales is None else scales.contiguous(), weights, num_sms)
 
-    def _whole(self, name: str, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Returns as many rows as the op's combine takes; those past the received ones may hold anything."""
-        if rows.dim() != 2 or rows.shape[0] != routing.num_recv_tokens:
-            raise ShapeError(f"{name} with the {routing.num_recv_tokens} rows received", str(tuple(rows.shape)))
-        num_rows = routing.step.op.num_rows(routing.step_tokens)
-        if rows.shape[0] >= num_rows:
-            return rows[:num_rows]
-        whole = torch.empty(num_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
-        whole[: rows.shape[0]] = rows
-        return whole
+    def _launch(
+        self,
+        handle: NormalHandle,
+        tokens: torch.Tensor,
+        scales: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        num_sms: int,
+    ) -> DispatchResult:
+        """Dispatches on an op of the handle's shape, and makes that the handle's step."""
+        index = self._steps.free_index()
+        op = self._ops.get(handle.shape, index)
+        self._ops.limit_sms(op, num_sms)
+        got = op.dispatch(tokens, weights, scales, handle.ids, step_tokens=handle.step_tokens)
+        handle.step = Step(op, index, (op.num_rows(handle.step_tokens), handle.shape.hidden_dim))
+        self._steps.add(handle.step, keeps_rows=False)
+        return got
 
-    def _worst_case(self, num_tokens: int, layout: TokenLayout) -> tuple[int, int]:
-        """Returns (step_tokens, received rows) of a dispatch with num_worst_tokens."""
-        most = layout.num_worst_tokens // self._ops.num_ranks
-        if num_tokens > most or not most:
-            raise TooManyTokensError(
-                f"at most {most} tokens on each rank, num_worst_tokens / {self._ops.num_ranks}",
-                str(num_tokens),
-                "Pass num_worst_tokens = ranks * the most tokens of any rank, the same on all ranks.",
-            )
-        if layout.topk_idx is None:
-            raise InputError("topk_idx and topk_weights with num_worst_tokens, as DeepEP wants them", "none")
-        return most, layout.num_worst_tokens
-
-    def _check_layout(self, x: torch.Tensor, layout: TokenLayout) -> None:
-        is_sent, num_tokens = layout.is_token_in_rank, x.shape[0]
-        if is_sent.dtype != torch.bool:
-            raise DtypeError("is_token_in_rank of dtype torch.bool", str(is_sent.dtype))
-        if tuple(is_sent.shape) != (num_tokens, self._ops.num_ranks):
-            raise ShapeError(
-                f"is_token_in_rank of shape {(num_tokens, self._ops.num_ranks)}", str(tuple(is_sent.shape))
-            )
-        check_num_experts(layout.num_tokens_per_expert.shape[0], self._ops.num_ranks)
-        if (layout.topk_idx is None) != (layout.topk_weights is None):
+    def _check_layout(
+        self,
+        num_tokens: int,
+        is_token_in_rank: torch.Tensor,
+        num_tokens_per_expert: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+    ) -> None:
+        if is_token_in_rank.dtype != torch.bool:
+            raise DtypeError("is_token_in_rank of dtype torch.bool", str(is_token_in_rank.dtype))
+        expected = (num_tokens, self._ops.num_ranks)
+        if tuple(is_token_in_rank.shape) != expected:
+            raise ShapeError(f"is_token_in_rank of shape {expected}", str(tuple(is_token_in_rank.shape)))
+        check_num_experts(num_tokens_per_expert.shape[0], self._ops.num_ranks)
+        if (topk_idx is None) != (topk_weights is None):
             raise InputError("topk_idx and topk_weights, or neither", "one of them")
-        if layout.topk_idx is not None and layout.topk_idx.shape[0] != num_tokens:
-            raise ShapeError(f"topk_idx of {num_tokens} tokens", str(tuple(layout.topk_idx.shape)))
-        checked_integer("expert_alignment", layout.expert_alignment, 1, kind=InputError)
-        checked_integer("num_worst_tokens", layout.num_worst_tokens, 0, kind=InputError)
+        if topk_idx is not None and topk_idx.shape[0] != num_tokens:
+            raise ShapeError(f"topk_idx of {num_tokens} tokens", str(tuple(topk_idx.shape)))
+
+
+def _whole(name: str, rows: torch.Tensor, handle: NormalHandle) -> torch.Tensor:
+    """Returns as many rows as the op's combine takes; those past the received ones may hold anything."""
+    if rows.dim() != 2 or rows.shape[0] != handle.num_recv_tokens:
+        raise ShapeError(f"{name} with the {handle.num_recv_tokens} rows received", str(tuple(rows.shape)))
+    num_rows = handle.step.rows_shape[0]
+    if rows.shape[0] >= num_rows:
+        return rows[:num_rows]
+    whole = torch.empty(num_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    whole[: rows.shape[0]] = rows
+    return whole
 
 
 def _kept_rows(got: DispatchResult, num_rows: int) -> Tokens:

@@ -1,7 +1,13 @@
-"""The ops of a buffer, each made by the first call of its shape, and kept."""
+"""The ops of a buffer, each made by the first call of its shape, and their open steps.
+
+DeepEP's calls come in any order, while dispatch and combine of an op alternate. An op's step is open from its dispatch
+to its combine. A buffer keeps up to `max_open_steps` open, each on memory of its own index. All ranks make the same
+calls in the same order, so they decide alike without communication.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +17,8 @@ import torch.distributed as dist
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
 from ep_a2a.config.requirements import checked_integer
-from ep_a2a.errors import ConfigError, EpA2AError, TooManyTokensError, max_tokens_named
+from ep_a2a.errors import ConfigError, EpA2AError, StateError, TooManyTokensError, max_tokens_named
+from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.guards import outside_modes
@@ -20,9 +27,13 @@ from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.factory import OpFactory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class OpShape:
 
     Attributes:
         dtype: of the tokens that are given to dispatch.
-        hidden_dim, topk, num_experts, max_tokens: sizes; max_tokens of any rank.
+        hidden_dim, topk, num_experts: sizes. max_tokens: M.
         layout: of the received rows.
         num_scales, scale_bytes: of tokens that are quantised already; 0 = none.
         scale_format: of the scales that a cast inside dispatch writes, one per 128 elements; None = no cast.
@@ -46,32 +57,6 @@ class OpShape:
     num_scales: int = 0
     scale_bytes: int = 0
     scale_format: ScaleFormat | None = None
-
-    def handle_kwargs(self, rank: int, num_ranks: int, gpus_per_node: int) -> dict[str, Any]:
-        """Returns the handle kwargs for the manager."""
-        quantised = self.dtype == FP8_DTYPE
-        casts = self.scale_format is not None
-        kwargs: dict[str, Any] = {
-            "rank": rank,
-            "num_ep_ranks": num_ranks,
-            "gpu_per_node": gpus_per_node,
-            # the dtype of combine's rows; DeepEP combines bf16 rows if tokens travel as fp8
-            "input_dtype": torch.bfloat16 if quantised else self.dtype,
-            "quant_dtype": FP8_DTYPE if quantised or casts else self.dtype,
-            "token_hidden_size": self.hidden_dim,
-            "scale_dim": self.num_scales,
-            "scale_type_size": self.scale_bytes,
-            "max_num_tokens_per_dp_rank": self.max_tokens,
-            "num_local_experts": self.num_experts // num_ranks,
-            "num_experts_per_token": self.topk,
-            "layout": self.layout.value,
-            "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
-            # low-latency calls need few of the compiled kernels
-            "compiled_calls": (CompiledCalls.ALL if self.layout is Layout.COMPACT else CompiledCalls.SERVING).value,
-        }
-        if self.scale_format is not None:
-            kwargs["scale_format"] = self.scale_format.value
-        return kwargs
 
 
 class BufferManager(NativeAll2AllManager):
@@ -89,7 +74,7 @@ class Ops:
     Args:
         group: the ranks; any backend.
         device: where tokens are; None = the current CUDA device, or CPU without one.
-        max_tokens: a bound on every rank's tokens, equal on all ranks; 0 = not known.
+        max_tokens: the most tokens of any rank, equal on all ranks; 0 = not known.
         gpus_per_node: None goes by the ranks' hosts; a number cuts virtual nodes of that many ranks.
 
     Attributes:
@@ -109,7 +94,7 @@ class Ops:
         gpus_per_node: int | None = None,
     ) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.max_tokens = checked_integer("max_num_tokens_per_rank", max_tokens, 0)
+        self._max_tokens = checked_integer("max_num_tokens_per_rank", max_tokens, 0)
         backends = dist.get_backend_config(group)
         self._own_group: dist.ProcessGroup | None = None
         if "cpu:gloo" not in backends:
@@ -141,37 +126,57 @@ class Ops:
         """The device of the tokens."""
         return self.manager.device
 
-    def max_tokens_for(self, num_tokens: int) -> int:
+    def max_tokens_for(self, step_tokens: int) -> int:
         """Returns M of the op for a step.
 
         Args:
-            num_tokens: the most tokens of any rank, equal on all ranks.
+            step_tokens: the most tokens of any rank, equal on all ranks.
 
         Raises:
             TooManyTokensError: more than the bound that the buffer was given.
         """
-        if not self.max_tokens:
-            return 1 << (num_tokens - 1).bit_length()  # powers of two: few ops are made while batches grow
-        if num_tokens > self.max_tokens:
+        if not self._max_tokens:
+            return 1 << (step_tokens - 1).bit_length()  # powers of two: few ops are made while batches grow
+        if step_tokens > self._max_tokens:
             raise TooManyTokensError(
-                f"at most {self.max_tokens} tokens on any rank (max_num_tokens_per_rank)",
-                str(num_tokens),
+                f"at most {self._max_tokens} tokens on any rank (max_num_tokens_per_rank)",
+                str(step_tokens),
                 "Raise max_num_tokens_per_rank of the buffer on every rank, or leave it out.",
             )
-        return self.max_tokens
+        return self._max_tokens
 
     @outside_modes()
     def get(self, shape: OpShape, index: int) -> EpDispatchCombineOp:
         """Returns the op of this shape on the memory of this index. Collective when it is new."""
         key = shape, index
         if key not in self._ops:
-            low_latency = shape.layout is Layout.EXPERT_MAJOR
-            with max_tokens_named("num_max_dispatch_tokens_per_rank" if low_latency else "max_num_tokens_per_rank"):
+            by_expert = shape.layout is Layout.EXPERT_MAJOR
+            with max_tokens_named("num_max_dispatch_tokens_per_rank" if by_expert else "max_num_tokens_per_rank"):
                 self._ops[key] = self.manager.get_handle(self._handle_kwargs(shape), index)
         return self._ops[key]
 
     def _handle_kwargs(self, shape: OpShape) -> dict[str, Any]:
-        return shape.handle_kwargs(self.rank, self.num_ranks, self.topology.gpu_per_node)
+        is_cast = shape.dtype == FP8_DTYPE
+        casts = shape.scale_format is not None
+        return {
+            "rank": self.rank,
+            "num_ep_ranks": self.num_ranks,
+            "gpu_per_node": self.topology.gpu_per_node,
+            # the dtype of combine's rows; DeepEP combines bf16 rows if tokens travel as fp8
+            "input_dtype": torch.bfloat16 if is_cast else shape.dtype,
+            "quant_dtype": FP8_DTYPE if is_cast or casts else shape.dtype,
+            "token_hidden_size": shape.hidden_dim,
+            "scale_dim": shape.num_scales,
+            "scale_type_size": shape.scale_bytes,
+            "max_num_tokens_per_dp_rank": shape.max_tokens,
+            "num_local_experts": shape.num_experts // self.num_ranks,
+            "num_experts_per_token": shape.topk,
+            "layout": shape.layout.value,
+            "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
+            "scale_format": (shape.scale_format or ScaleFormat.FLOAT32).value,
+            # low-latency calls need few of the compiled kernels
+            "compiled_calls": (CompiledCalls.ALL if shape.layout is Layout.COMPACT else CompiledCalls.SERVING).value,
+        }
 
     def limit_sms(self, op: EpDispatchCombineOp, num_sms: int) -> None:
         """Bounds the multiprocessors of an op's launches from now on; 0 = all."""
@@ -189,3 +194,138 @@ class Ops:
         if self._own_group is not None:
             destroy_subgroup(self._own_group)
             self._own_group = None
+
+
+class Hook:
+    """DeepEP's hook of `return_recv_hook`: the first call receives, later calls do nothing.
+
+    The half is launched on the stream that was current when the hook was made, that of the sending half, as DeepEP's.
+
+    Args:
+        receive: launches the receiving half.
+        device: of the op's memory.
+
+    Attributes:
+        is_done: whether `receive` has been called.
+    """
+
+    def __init__(self, receive: Callable[[], None], device: torch.device) -> None:
+        self._receive = receive
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.is_done = False
+        self._is_displaced = False
+
+    @outside_graphs
+    def __call__(self) -> None:
+        """Receives. Raises StateError if another dispatch has taken the memory."""
+        if self._is_displaced:
+            raise StateError(
+                "the hook to be called before its memory is needed again",
+                "a call after that",
+                "Call the hook before as many further dispatches as the buffer keeps open (max_open_steps).",
+            )
+        self.finish()
+
+    def finish(self) -> None:
+        """Receives, unless it has been done."""
+        if not self.is_done:
+            self.is_done = True
+            with torch.cuda.stream(self._stream):  # None changes nothing
+                self._receive()
+
+    def displace(self) -> None:
+        """Receives because the op's memory is needed. The rows will be overwritten, so a later call raises."""
+        if not self.is_done:
+            self.finish()
+            self._is_displaced = True
+
+
+class Step:
+    """One dispatch on an op.
+
+    Attributes:
+        op: the op. index: that of its memory.
+        rows_shape: shape of the rows that its combine takes.
+        is_open: whether the op still holds this dispatch.
+        is_displaced: whether it was ended unasked, before its combine.
+        dispatch_hook, combine_hook: the receiving halves of split calls.
+    """
+
+    def __init__(self, op: EpDispatchCombineOp, index: int, rows_shape: tuple[int, ...]) -> None:
+        self.op, self.index, self.rows_shape = op, index, rows_shape
+        self.is_open, self.is_displaced = True, False
+        self.dispatch_hook: Hook | None = None
+        self.combine_hook: Hook | None = None
+
+    def close(self) -> None:
+        """Marks the step as combined; must be called when both halves of combine have been launched."""
+        self.is_open = False
+
+    def displace(self) -> None:
+        """Ends the op's step to free its memory: finishes a combine that has begun, else combines zeros."""
+        if not self.is_open:
+            return
+        if self.combine_hook is not None:
+            self.combine_hook.finish()
+            return
+        logger.info("a dispatch is combined unasked, because its memory is needed for another one")
+        if self.dispatch_hook is not None:
+            self.dispatch_hook.displace()
+        config = self.op.config
+        rows = torch.zeros(self.rows_shape, dtype=config.combined_dtype, device=self.op.device)
+        self.op.combine(rows, None, None)
+        self.close()
+        self.is_displaced = True
+
+
+class Steps:
+    """The open steps of a buffer.
+
+    Args:
+        max_open_steps: how many; 1 at least.
+    """
+
+    def __init__(self, max_open_steps: int) -> None:
+        self.max_open_steps = checked_integer("max_open_steps", max_open_steps, 1)
+        self._steps: list[Step] = []
+        self._newest_rows: dict[int, Step] = {}
+
+    def free_index(self) -> int:
+        """Returns the lowest memory index without an open step. If there is none, displaces the oldest step."""
+        self._steps = [step for step in self._steps if step.is_open]
+        if len(self._steps) == self.max_open_steps:
+            self._steps.pop(0).displace()
+        used = {step.index for step in self._steps}
+        return next(index for index in range(self.max_open_steps) if index not in used)
+
+    def add(self, step: Step, *, keeps_rows: bool) -> None:
+        """Adds a dispatch that has been launched.
+
+        Args:
+            step: of the dispatch.
+            keeps_rows: whether the caller reads the received rows in the memory of the step's index, as in low-latency
+                mode. All ops of an index keep them in the same memory.
+        """
+        self._steps.append(step)
+        if keeps_rows:
+            self._newest_rows[step.index] = step
+
+    def expect_rows(self, step: Step) -> None:
+        """Checks that no later dispatch has overwritten a step's rows before the step's combine.
+
+        Raises:
+            StateError: one has. Nobody knows whether the experts had read the rows by then.
+        """
+        if step.is_displaced and self._newest_rows[step.index] is not step:
+            raise StateError(
+                f"at most {self.max_open_steps} dispatches to wait for their combine (max_open_steps)",
+                "the combine of one whose rows a later dispatch has overwritten",
+                "Combine it earlier, or create the Buffer with a larger max_open_steps on every rank.",
+            )
+
+    def clear(self) -> None:
+        """Removes all steps; their ops must be closed."""
+        for step in self._steps:
+            step.close()
+        self._steps.clear()
+        self._newest_rows.clear()
