@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a.errors import StateError
 from ep_a2a.kernels.layout import Region
 
 if TYPE_CHECKING:
@@ -15,14 +16,27 @@ NO_SOURCE = -1
 HIGH_WORD_SHIFT = 32
 
 
-def expert_row_sources(op: EpDispatchCombineOp) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_row_sources(op: EpDispatchCombineOp, is_open: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Sources of the rows of an op's last dispatch, in layout expert_major with step_tokens = M. No host waits.
+
+    Args:
+        op: that received the rows.
+        is_open: whether the dispatch that is asked about is the op's open step.
 
     Returns:
         (source_indices, counts_and_starts): int32 [E, W * M], the token that each row was on its source rank, and
         NO_SOURCE past an expert's rows; int64 [E, W], rows of the expert that came from each source in the lower 32
         bits and the first of them in the upper ones.
+
+    Raises:
+        StateError: the dispatch is over.
     """
+    if not is_open:
+        raise StateError(
+            "the sources of rows to be read before combine",
+            "a dispatch that is over",
+            "Read them once between dispatch and combine; they stay then.",
+        )
     config, view = op.config, op.memory.view
     world_size, num_experts = config.world_size, config.num_local_experts
     rows_per_source = config.max_num_inp_token_per_rank

@@ -38,12 +38,9 @@ MODULES = {
 KEPT_ON_PURPOSE = {
     # keeping them alive is all that is asked for
     "deep_ep EventOverlap extra_tensors",
-    # made by create_ep_ll_a2a_ctx only; the library's contexts have these attributes
-    *(
-        f"triton_distributed Lowlatency{kind}Context {name}"
-        for kind in ("Dispatch", "Combine")
-        for name in ("online_quant_fp8", "fp8_gsize")
-    ),
+    # made by dispatch; the layer's combine reads them
+    "triton_distributed DispatchMetaInfo num_tokens",
+    "triton_distributed DispatchMetaInfo has_weights",
 }
 
 

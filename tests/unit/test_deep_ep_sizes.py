@@ -40,9 +40,7 @@ def test_the_table_is_complete():
 def test_every_row(num_ranks):
     num_sms, dispatch, combine, nvl_bytes, rdma_bytes = TABLE[num_ranks]
     assert sizes.chunk_configs(num_ranks) == (Config(num_sms, *dispatch), Config(num_sms, *combine))
-    hints = sizes.deep_ep_hints(
-        hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_tokens=128, num_experts=256
-    )
+    hints = sizes.deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_tokens=128, num_experts=256)
     assert hints == sizes.DeepEpHints(nvl_bytes, rdma_bytes, 1_881_147_520)
 
 

@@ -11,7 +11,7 @@ import torch
 from ep_a2a.compat import ep_low_latency, triton_distributed
 from ep_a2a.compat.combine_time_weights import exchange_kernel
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
-from ep_a2a.compat.triton_distributed.phases import make_config
+from ep_a2a.compat.triton_distributed.contexts import make_config
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import NotInitializedError
 from tests.offline_compile import compile_kernel

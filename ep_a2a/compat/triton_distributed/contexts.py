@@ -1,25 +1,126 @@
-"""The contexts of the layer: each knows which of two sets of buffers its next call uses."""
+"""The layer's two sets of buffers, each an op; the contexts, which know which set comes next; a dispatch's record."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, cast
 
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
-from ep_a2a.compat.triton_distributed.phases import PhaseBuffers, make_config, nodes_of
+from ep_a2a.compat.expert_row_sources import expert_row_sources
+from ep_a2a.compat.parameters import remedy_of
 from ep_a2a.compat.triton_distributed.utils import world_arena
-from ep_a2a.errors import InputError, max_tokens_named
+from ep_a2a.config import FP8_DTYPE, FP8_GROUP_SIZE, EpDispatchCombineConfig, Layout, QuantType, num_owned_experts
+from ep_a2a.config import EpDispatchCombineKernelType as KernelType
+from ep_a2a.config.enums import inter_node_kernel
+from ep_a2a.config.requirements import checked_integer
+from ep_a2a.errors import ConfigError, InputError, UnsupportedError, max_tokens_named
 from ep_a2a.ops.factory import OpFactory
-from ep_a2a.topology import gather_report
+from ep_a2a.ops.inputs import check_rows, check_tensor, in_int32
+from ep_a2a.ops.memory import block_sizes
+from ep_a2a.quantization import quantize_groups
+from ep_a2a.topology import classify, gather_report
 
 if TYPE_CHECKING:
     import torch
 
-    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.topology import Topology
 
-
 NUM_PHASES = 2
+SCALE_BYTES = 4
+WIDEST_ELEMENT_BYTES = 4
+
+
+class PhaseBuffers:
+    """One op with its own memory, so that steps of both phases may be open at once.
+
+    Args:
+        op: the op.
+        cast_group: elements that share a scale in a cast that torch makes before dispatch; 0 = none.
+
+    Attributes:
+        op: as given. latest: its latest dispatch, or None.
+    """
+
+    def __init__(self, op: CombineTimeWeightsOp, cast_group: int) -> None:
+        self.op = op
+        self.latest: DispatchMetaInfo | None = None
+        self._cast_group = cast_group
+        self._num_users = 2
+
+    def dispatch(
+        self, tokens: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, DispatchMetaInfo]:
+        """Returns the op's rows [E, W * M, H], scales [E, W * M, S] or None, and the record of this dispatch."""
+        if self._cast_group and scales is None:
+            tokens, scales = self._cast(tokens)
+        rows, _, row_scales, _, _ = self.op.dispatch(tokens, weights, scales, in_int32(ids))
+        self.latest = DispatchMetaInfo(self, tokens.shape[0], weights is not None)
+        return rows, row_scales, self.latest
+
+    def _cast(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        check_tensor("send_tokens", tokens, (self.op.config.combined_dtype,), self.op.device)
+        check_rows("send_tokens", tokens, self.op.config.hidden_dim)
+        groups = tokens.view(tokens.shape[0], self.op.config.num_scales, self._cast_group)
+        rows, scales = quantize_groups(groups)
+        return rows.flatten(1), scales
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this phase's buffers on this rank."""
+        return block_sizes(self.op.config).num_bytes + self.op.num_inbox_bytes
+
+    def release(self) -> None:
+        """Ends the use by one of the layer's two contexts; the second call closes the op."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            self.op.close()
+
+
+class DispatchMetaInfo:
+    """Identifies a dispatch for its combine, and computes the sources of its rows.
+
+    Combine does not need the tensors, so the first access of either computes both. It must come before the combine of
+    this dispatch, which gives the op's memory to the next one. Later accesses return the same tensors.
+
+    Attributes:
+        buffers: those of the dispatch's phase. num_tokens: T.
+        has_weights: whether the dispatch was given the router's weights.
+    """
+
+    def __init__(self, buffers: PhaseBuffers, num_tokens: int, has_weights: bool) -> None:
+        self.buffers, self.num_tokens, self.has_weights = buffers, num_tokens, has_weights
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the dispatch waits for its combine."""
+        return self.buffers.latest is self and self.buffers.op.has_open_step
+
+    @property
+    def recv_token_source_indices(self) -> torch.Tensor:
+        """The token at its source rank of each received row: int32 [num_experts_per_rank, world_size * max_m].
+
+        Entries past an expert's rows are -1.
+
+        Raises:
+            StateError: the dispatch has been combined.
+        """
+        return self._sources[0]
+
+    @property
+    def recv_token_source_count_and_start(self) -> torch.Tensor:
+        """Position and number of an expert's rows from each source: int64 [num_experts_per_rank, world_size].
+
+        The lower 32 bits are the number of rows, the upper 32 bits the position of the first one.
+
+        Raises:
+            StateError: the dispatch has been combined.
+        """
+        return self._sources[1]
+
+    @functools.cached_property
+    def _sources(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return expert_row_sources(self.buffers.op, self.is_open)
 
 
 class _PhasedContext:
@@ -27,7 +128,6 @@ class _PhasedContext:
 
     Args:
         phases: the sets of buffers, which both contexts of a layer share.
-        online_quant_fp8, fp8_gsize: as given to the layer.
 
     Attributes:
         phase: number of the set that the next call uses, 0 or 1.
@@ -36,9 +136,8 @@ class _PhasedContext:
 
     num_phases = NUM_PHASES
 
-    def __init__(self, phases: list[PhaseBuffers], online_quant_fp8: bool, fp8_gsize: int) -> None:
+    def __init__(self, phases: list[PhaseBuffers]) -> None:
         self.phases = phases
-        self.online_quant_fp8, self.fp8_gsize = online_quant_fp8, fp8_gsize
         self.phase = self.call_count = 0
         self._finalized = False
         config = phases[0].op.config
@@ -90,8 +189,8 @@ class LowlatencyDispatchContext(_PhasedContext):
 class LowlatencyCombineContext(_PhasedContext):
     """The context of combine: two sets of buffers, used in turn."""
 
-    def __init__(self, phases: list[PhaseBuffers], online_quant_fp8: bool, fp8_gsize: int) -> None:
-        super().__init__(phases, online_quant_fp8, fp8_gsize)
+    def __init__(self, phases: list[PhaseBuffers]) -> None:
+        super().__init__(phases)
         self._asked_phases: set[int] = set()
 
     def restart(self) -> None:
@@ -169,17 +268,87 @@ def create_ep_ll_a2a_ctx(
         arena = world_arena()
     with arena.rendezvous.telling(), max_tokens_named("max_m"):
         indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
-        report = gather_report(arena.group, arena.rendezvous)
-        topology = nodes_of(report, world_size, local_world_size)
+        topology = _nodes(arena, world_size, local_world_size)
         per_node = topology.gpu_per_node if topology.internode else world_size
         config = make_config(
             max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, per_node
         )
         cast_group = fp8_gsize if online_quant_fp8 and not config.casts_in_dispatch else 0
         phases = [PhaseBuffers(op, cast_group) for op in _make_ops(config, topology, arena, indices)]
-    return (
-        LowlatencyDispatchContext(phases, online_quant_fp8, fp8_gsize),
-        LowlatencyCombineContext(phases, online_quant_fp8, fp8_gsize),
+    return LowlatencyDispatchContext(phases), LowlatencyCombineContext(phases)
+
+
+def _nodes(arena: Arena, world_size: int, local_world_size: int | None) -> Topology:
+    """Returns the nodes of a layer. Collective."""
+    report = gather_report(arena.group, arena.rendezvous)
+    if local_world_size is not None and (local_world_size < 1 or world_size % local_world_size):
+        raise UnsupportedError(
+            f"a local_world_size that divides world_size {world_size}",
+            str(local_world_size),
+            remedy_of("triton_distributed", "EPLowLatencyAllToAllLayer", "local_world_size"),
+        )
+    try:
+        return classify(report, local_world_size)
+    except ConfigError as error:
+        error.field = "local_world_size"
+        raise
+
+
+def make_config(
+    max_m: int,
+    hidden: int,
+    topk: int,
+    num_experts: int,
+    online_quant_fp8: bool,
+    fp8_gsize: int,
+    dtype: torch.dtype,
+    world_size: int,
+    rank: int,
+    local_world_size: int | None = None,
+) -> EpDispatchCombineConfig:
+    """Returns the op configuration of a layer; arguments are those of EPLowLatencyAllToAllLayer.
+
+    local_world_size: None = world_size.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+    gpus_per_node = local_world_size or world_size
+    has_scales = online_quant_fp8 or dtype == FP8_DTYPE
+    checked_integer("fp8_gsize", fp8_gsize, 1)
+    checked_integer("num_experts", num_experts, 1)
+    checked_integer("world_size", world_size, 1)
+    if has_scales and checked_integer("hidden", hidden, 1) % fp8_gsize:
+        raise ConfigError(f"a multiple of fp8_gsize {fp8_gsize} with fp8 tokens", str(hidden), field="hidden")
+    quant_type, num_scales = QuantType.NONE, 0
+    if online_quant_fp8:
+        if dtype == FP8_DTYPE:
+            raise ConfigError(
+                "dtype before the cast (bfloat16, float16 or float32) with online_quant_fp8",
+                "float8_e4m3fn",
+                "Pass online_quant_fp8=False for tokens that are all cast already.",
+            )
+        casts = {hidden: QuantType.FP8_PER_TOKEN, FP8_GROUP_SIZE: QuantType.FP8_PER_1X128}
+        quant_type = casts.get(fp8_gsize, QuantType.NONE)
+    if has_scales and quant_type is QuantType.NONE:
+        num_scales = hidden // fp8_gsize
+    return EpDispatchCombineConfig(
+        data_type=FP8_DTYPE if num_scales else dtype,
+        combine_dtype=dtype if num_scales and online_quant_fp8 else None,
+        rank=rank,
+        world_size=world_size,
+        hidden_dim=hidden,
+        scale_dim=num_scales,
+        scale_type_size=SCALE_BYTES if num_scales else 0,
+        max_token_type_size=WIDEST_ELEMENT_BYTES,
+        max_num_inp_token_per_rank=max_m,
+        num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
+        num_experts_per_token=topk,
+        num_experts=num_experts,
+        kernel_type=KernelType.IntraNode if gpus_per_node == world_size else inter_node_kernel(max_m),
+        gpu_per_node=gpus_per_node,
+        quant_type=quant_type.value,
+        layout=Layout.EXPERT_MAJOR.value,
     )
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
-from ep_a2a.compat.triton_distributed.meta import DispatchMetaInfo
-from ep_a2a.errors import DtypeError, InputError, StateError
+from ep_a2a.errors import AlternationError, DtypeError, InputError, StateError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.ops.inputs import in_int32
 
 if TYPE_CHECKING:
-    from ep_a2a.compat.triton_distributed.phases import PhaseBuffers
+    from ep_a2a.compat.triton_distributed.contexts import DispatchMetaInfo, PhaseBuffers
     from ep_a2a.memory.arena import Arena
     from ep_a2a.telemetry.profiler import StepProfiler
 
@@ -143,9 +142,9 @@ class EPLowLatencyAllToAllLayer:
         """
         buffers = self.dispatch_ctx.buffers
         with self._recorded(buffers, "dispatch"):
-            rows, scales, step = buffers.dispatch(send_tokens, topk_weights, send_scales, topk_indices)
+            rows, scales, meta = buffers.dispatch(send_tokens, send_scales, topk_indices, topk_weights)
         self.dispatch_ctx.update_phase()
-        return rows, scales, buffers.op.expert_recv_count, DispatchMetaInfo(buffers, step, topk_weights is not None)
+        return rows, scales, buffers.op.expert_recv_count, meta
 
     @outside_graphs
     def combine(
@@ -184,14 +183,19 @@ class EPLowLatencyAllToAllLayer:
             raise StateError("dispatch_meta from a dispatch of this layer", "one of another layer", "Pass that one.")
         op = buffers.op
         op.check()
-        buffers.expect_open(dispatch_meta.step)
+        if not dispatch_meta.is_open:
+            raise AlternationError(
+                "a dispatch that waits for its combine",
+                "the dispatch_meta of one that has been combined, or reset",
+                "Call combine once for each dispatch, with the dispatch_meta that it returned.",
+            )
         if topk_weights is None and not dispatch_meta.has_weights:
             raise InputError(
                 "topk_weights, which dispatch was not given", "None", "Pass this rank's topk_weights [T, K]."
             )
         rows = self.combine_ctx.filled_comm_buf() if zero_copy else send_tokens
         weights = None if topk_weights is None else _in_float32(topk_weights)
-        out = torch.empty(buffers.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
+        out = torch.empty(dispatch_meta.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
         with self._recorded(buffers, "combine"):
             op.combine(rows, weights, None if topk_indices is None else in_int32(topk_indices), out=out)
         self.combine_ctx.update_phase()
