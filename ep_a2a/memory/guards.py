@@ -224,23 +224,22 @@ class SharedBlocks:
         self, role: str, num_bytes: int, fill_byte: int | None, make: Callable[[int], SymmetricMemory]
     ) -> SymmetricMemory:
         """A symmetric block of at least num_bytes; a new one is filled with fill_byte, if that is given."""
-        for block in self.symmetric.setdefault(role, []):
+        blocks = self.symmetric.setdefault(role, [])
+        for block in blocks:
             if block.num_bytes >= num_bytes:
                 return block
-        made = make(num_bytes)
-        self.symmetric[role].append(made)
+        blocks.append(make(num_bytes))
         if fill_byte is not None:
             self._fill_bytes[role] = fill_byte
-            made.local.fill_(fill_byte)
-        return made
+            blocks[-1].local.fill_(fill_byte)
+        return blocks[-1]
 
     def local_block(self, role: str, num_bytes: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Memory of this rank of at least num_bytes, uint8."""
-        for block in self.local.setdefault(role, []):
-            if block.numel() >= num_bytes:
-                return block
-        self.local[role].append(make(num_bytes))
-        return self.local[role][-1]
+        blocks = self.local.setdefault(role, [])
+        if not any(block.numel() >= num_bytes for block in blocks):
+            blocks.append(make(num_bytes))
+        return next(block for block in blocks if block.numel() >= num_bytes)
 
     @property
     def num_local_bytes(self) -> int:

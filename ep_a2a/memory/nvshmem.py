@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,14 +110,8 @@ def _host_library() -> ctypes.CDLL:
 
 
 @dataclass
-class Block:
-    """A block at the same place of NVSHMEM's heap on every rank of a group.
-
-    Attributes:
-        address: on this rank.
-        num_bytes: its size.
-        is_lent: whether memory of this process is using it.
-    """
+class _Block:
+    """A block at the same place of NVSHMEM's heap on every rank; lent while memory of this process is using it."""
 
     address: int
     num_bytes: int
@@ -128,52 +122,49 @@ class Block:
         self.is_lent = False
 
 
-@dataclass
-class Nvshmem:
-    """A started NVSHMEM whose processing elements are exactly the ranks of a group.
+_blocks: list[_Block] = []
+"""All memory that was ever taken, in the order in which all ranks took it."""
 
-    Attributes:
+
+def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
+    """Allocates a zeroed block of NVSHMEM's heap on every rank, starting NVSHMEM first. Collective.
+
+    A rank that no store of this one reaches has address 0.
+
+    Args:
+        rendezvous: the ranks; NVSHMEM must have exactly these.
         device: this rank's GPU.
-        elements: by rank of the group, its number in NVSHMEM.
-        blocks: all memory that was ever taken, in the order in which all ranks took it.
+        num_bytes: equal on all ranks.
+
+    Raises:
+        MissingPackageError: no NVSHMEM on a rank.
+        UnsupportedError: it runs already, for other ranks than these.
+        DeviceMemoryError: a rank had not enough.
     """
+    elements = _started(rendezvous, device)
+    own = [i for i, block in enumerate(_blocks) if not block.is_lent and block.num_bytes == num_bytes]
+    # a block is free when all ranks have given it back, at different times
+    free = rendezvous.exchange("NVSHMEM memory that is free", own)
+    again = sorted(set(free[0]).intersection(*free[1:]))
+    if not again:
+        address = rendezvous.attempt("allocating NVSHMEM memory", lambda: _malloc(device, num_bytes))
+        _blocks.append(_Block(address, num_bytes))
+    block = _blocks[again[0] if again else -1]
+    block.is_lent = True
+    local = bytes_at(block.address, num_bytes, device)
+    local.zero_()
+    torch.cuda.synchronize(device)
+    rendezvous.barrier("NVSHMEM memory is zeroed")
+    addresses = tuple(_host_library().nvshmem_ptr(block.address, element) or 0 for element in elements)
+    return SymmetricMemory(local, addresses, NVSHMEM_KIND, block.give_back, elements=elements)
 
-    device: torch.device
-    elements: tuple[int, ...]
-    blocks: list[Block] = field(default_factory=list)
 
-    def allocate(self, rendezvous: Rendezvous, num_bytes: int) -> SymmetricMemory:
-        """Allocates a zeroed block on every rank; a rank that no store reaches has address 0. Collective.
-
-        Args:
-            rendezvous: the ranks that NVSHMEM was started for.
-            num_bytes: equal on all ranks.
-
-        Raises:
-            DeviceMemoryError: a rank had not enough.
-        """
-        own = [i for i, block in enumerate(self.blocks) if not block.is_lent and block.num_bytes == num_bytes]
-        # a block is free when all ranks have given it back, at different times
-        free = rendezvous.exchange("NVSHMEM memory that is free", own)
-        again = sorted(set(free[0]).intersection(*free[1:]))
-        if not again:
-            address = rendezvous.attempt("allocating NVSHMEM memory", lambda: self._malloc(num_bytes))
-            self.blocks.append(Block(address, num_bytes))
-        block = self.blocks[again[0] if again else -1]
-        block.is_lent = True
-        local = bytes_at(block.address, num_bytes, self.device)
-        local.zero_()
-        torch.cuda.synchronize(self.device)
-        rendezvous.barrier("NVSHMEM memory is zeroed")
-        addresses = tuple(_host_library().nvshmem_ptr(block.address, element) or 0 for element in self.elements)
-        return SymmetricMemory(local, addresses, NVSHMEM_KIND, block.give_back, elements=self.elements)
-
-    def _malloc(self, num_bytes: int) -> int:
-        with torch.cuda.device(self.device):
-            address = _host_library().nvshmem_malloc(num_bytes)
-        if not address:
-            raise DeviceMemoryError(f"{num_bytes} bytes of NVSHMEM's heap", "none")
-        return int(address)
+def _malloc(device: torch.device, num_bytes: int) -> int:
+    with torch.cuda.device(device):
+        address = _host_library().nvshmem_malloc(num_bytes)
+    if not address:
+        raise DeviceMemoryError(f"{num_bytes} bytes of NVSHMEM's heap", "none")
+    return int(address)
 
 
 def load_into(module: int) -> None:
@@ -183,24 +174,11 @@ def load_into(module: int) -> None:
         raise DeviceMemoryError("NVSHMEM to take a kernel's module", f"status {status}", "See NVSHMEM's own log.")
 
 
-_started: dict[tuple[int, ...], Nvshmem] = {}
-"""By processing elements of a group; one entry, since all elements must be in the group."""
-
-
-def allocate_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
-    """Allocate memory of NVSHMEM's heap on every rank, starting NVSHMEM first. Collective."""
-    return start(rendezvous, device).allocate(rendezvous, num_bytes)
-
-
-def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
-    """The NVSHMEM of a group; the first call in a process starts it. Collective.
+def _started(rendezvous: Rendezvous, device: torch.device) -> tuple[int, ...]:
+    """Starts NVSHMEM unless it runs, and returns by rank its number in NVSHMEM. Collective.
 
     One that another library of this process has started (torch's symmetric memory, DeepEP) is used if the group is all
     of it.
-
-    Raises:
-        MissingPackageError: no NVSHMEM on a rank.
-        UnsupportedError: it runs already, for other ranks than these.
     """
     library = rendezvous.attempt("loading NVSHMEM", _host_library)
     found = rendezvous.exchange("NVSHMEM's state", _state(library))
@@ -213,8 +191,7 @@ def start(rendezvous: Rendezvous, device: torch.device) -> Nvshmem:
             f"(element, of how many) by rank: {found}",
             "Use internode_transport 'torch.distributed', or make this group's manager before NVSHMEM's other user.",
         )
-    elements = tuple(each[0] for each in found)
-    return _started.setdefault(elements, Nvshmem(device, elements))
+    return tuple(each[0] for each in found)
 
 
 def _state(library: ctypes.CDLL) -> list[int] | None:

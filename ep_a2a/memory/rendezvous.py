@@ -22,7 +22,7 @@ from ep_a2a.memory.peers import peers_of, within
 from ep_a2a.memory.verdict import GivenUp, Verdict, judge_meeting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ep_a2a.memory.peers import Peers
 
@@ -145,7 +145,7 @@ class Rendezvous:
                 # all ranks of this host that came have opened the file
                 if self._has_all:
                     self.peers.host_record.unlink()
-        require_one_version(answers, self.ranks)
+        self._require_one_version(answers)
         self._raise_what_is_told(answers, label)
         return [self._message_of(*each, label, message) for each in zip(self.ranks, answers, strict=True)]
 
@@ -214,6 +214,18 @@ class Rendezvous:
             self._store.set(self._key(self._sequence, self._place), told)
         return told
 
+    def _require_one_version(self, answers: Sequence[Any]) -> None:
+        """Refuses ranks of different wire formats, before anything else of an answer is read."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            version = str(answer.get(VERSION_KEY, UNKNOWN)) if isinstance(answer, dict) else UNKNOWN
+            ranks_of.setdefault(version, []).append(rank)
+        if len(ranks_of) > 1:
+            found = "; ".join(f"{version} on ranks {of}" for version, of in ranks_of.items())
+            raise ConfigMismatchError(
+                "one wire format version on all ranks", found, "Install the same version of ep-a2a on all hosts."
+            )
+
     def _raise_what_is_told(self, answers: Sequence[Any], label: str) -> None:
         """Raises ConfigMismatchError where a rank has told an error in place of coming."""
         for rank, answer in zip(self.ranks, answers, strict=True):
@@ -262,11 +274,7 @@ class Rendezvous:
         keys = [self._key(sequence, place) for place in range(self.world_size)]
         decision = self._decision_key(sequence)
         store.set(keys[self._place], own)
-        start = clock.now()
-        absent = self._absent(keys, decision, label)
-        judged = Verdict()
-        if absent:
-            judged = judge_meeting(self.rank, self._wait_for(absent, label), self.peers.see(), start)
+        judged = self._judged(keys, decision, label)
         try:
             verdict = Verdict.from_json(parsed(store.compare_set(decision, "", json.dumps(judged))))
         except (ValueError, TypeError):
@@ -284,7 +292,7 @@ class Rendezvous:
             store.delete_key(self._decision_key(sequence - 2))
         return texts
 
-    def _ended_call(self, absent: Sequence[int]) -> Rendezvous | None:
+    def _ended_call(self, absent: Iterable[int]) -> Rendezvous | None:
         """Where all ranks meet of whom some meet here, if an absent one has told an error there; else None."""
         for call in _telling.get():
             if call is not self and call.peers is self.peers and any(call._has_told(rank, ahead=1) for rank in absent):  # noqa: SLF001
@@ -302,27 +310,27 @@ class Rendezvous:
         found = parsed(self._store.get(key)) if self._store.check([key]) else None
         return isinstance(found, dict) and FAILED_KEY in found
 
-    def _wait_for(self, absent: tuple[int, ...], label: str) -> GivenUp:
-        """This rank's wait in the present meeting, as others are told of it."""
-        return GivenUp("meeting", f"the meeting {label!r}", absent, waited=True, at=clock.now(), is_meeting=True)
-
-    def _absent(self, keys: list[str], decision: str, label: str) -> tuple[int, ...]:
-        """Waits for the keys of all ranks, and returns the ranks that have not come or are gone."""
+    def _judged(self, keys: list[str], decision: str, label: str) -> Verdict:
+        """Waits for the keys of all ranks, and returns the verdict on those that have not come or are gone."""
         poll_secs = min(POLL_SECS_PER_RANK * len(keys), LONGEST_POLL_SECS)
-        deadline = clock.now() + self.timeout_secs
-        say_at = clock.now() + SAY_SECS
+        start = clock.now()
+        say_at = start + SAY_SECS
         while True:
             # before the keys: a rank that is gone may have come before, and would not come to the next exchange
-            gone = tuple(rank for rank in self.peers.look() if rank in self.ranks and not self._has_told(rank))
-            is_over = clock.now() > deadline or self._store.check([decision])
-            if self._store.check(keys):
-                return gone
-            absent = tuple(rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key]))
-            is_over = is_over or self._ended_call(absent) is not None
-            if gone or is_over or any(map(self.peers.has_gone, absent)):
-                return tuple(sorted({*absent, *gone}))
-            if absent and clock.now() >= say_at:
-                self.peers.give_up(self._wait_for(absent, label))
+            gone = {rank for rank in self.peers.look() if rank in self.ranks and not self._has_told(rank)}
+            is_over = clock.now() > start + self.timeout_secs or self._store.check([decision])
+            absent = set()
+            if not self._store.check(keys):
+                absent = {rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])}
+                is_over = is_over or self._ended_call(absent) is not None or any(map(self.peers.has_gone, absent))
+            if not absent and not gone:
+                return Verdict()
+            awaited, name = tuple(sorted(absent | gone)), f"the meeting {label!r}"
+            wait = GivenUp("meeting", name, awaited, waited=True, at=clock.now(), is_meeting=True)
+            if gone or is_over:
+                return judge_meeting(self.rank, wait, self.peers.see(), start)
+            if clock.now() >= say_at:
+                self.peers.give_up(wait)
                 say_at = clock.now() + SAY_SECS
             clock.sleep(poll_secs)
 
@@ -397,24 +405,3 @@ def store_must_answer(label: str, peers: Peers | None) -> Iterator[None]:
 def with_version(values: dict[str, Any]) -> dict[str, Any]:
     """Returns a rank's message with the version of its wire format, for the first meeting of ranks."""
     return {VERSION_KEY: WIRE_FORMAT_VERSION, **values}
-
-
-def require_one_version(messages: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
-    """Refuses ranks of different wire formats; to be called before anything else of a message is read.
-
-    Args:
-        messages: by rank, made by `with_version`. A message without a version is of an older package.
-        ranks: the ranks that the messages are from; None counts from 0.
-
-    Raises:
-        ConfigMismatchError: versions differ; the error names them and their ranks.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, message in zip(range(len(messages)) if ranks is None else ranks, messages):
-        version = str(message.get(VERSION_KEY, UNKNOWN)) if isinstance(message, dict) else UNKNOWN
-        ranks_of.setdefault(version, []).append(rank)
-    if len(ranks_of) > 1:
-        found = "; ".join(f"{version} on ranks {of}" for version, of in ranks_of.items())
-        raise ConfigMismatchError(
-            "one wire format version on all ranks", found, "Install the same version of ep-a2a on all hosts."
-        )

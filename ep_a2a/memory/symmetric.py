@@ -44,12 +44,6 @@ class SymmetricMemory:
             self.closed = True
             self.release()
 
-    def __enter__(self) -> SymmetricMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class _DeviceBytes:
     """GPU memory at an address, as an object that torch.as_tensor accepts."""

@@ -1,5 +1,7 @@
 """Transports over NCCL, in CUDA graphs, and symmetric memory of a subgroup."""
 
+import contextlib
+
 import torch
 
 from ep_a2a.memory.arena import allocate_symmetric
@@ -57,7 +59,7 @@ def map_each_other(context: RankContext, members: tuple[int, ...]) -> str | None
     rendezvous = Rendezvous(group)
     kinds = set()
     for _ in range(2):
-        with allocate_symmetric(rendezvous, context.device, 4096) as memory:
+        with contextlib.closing(allocate_symmetric(rendezvous, context.device, 4096)) as memory:
             assert len(set(memory.peer_addresses)) == len(members)
             kinds.add(memory.kind)
             rendezvous.barrier("mapped")

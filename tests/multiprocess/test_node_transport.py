@@ -46,26 +46,6 @@ def test_every_block_arrives(ranks, num_nodes, gpus_per_node):
     ranks(exchange_blocks, num_nodes * gpus_per_node, num_nodes, gpus_per_node)
 
 
-def exchange_shapes(context: RankContext) -> None:
-    transport = transport_of(context, 2, 1)
-    for dtype in (torch.uint8, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64):
-        sent = (torch.arange(2 * 3 * 4).view(2, 3, 4) + 50 * context.rank).to(dtype)
-        received = torch.zeros_like(sent)
-        transport.exchange(received, sent)
-        for node in range(2):
-            wanted = (torch.arange(12).view(3, 4) + 12 * context.rank + 50 * node).to(dtype)
-            assert torch.equal(received[node].view(torch.uint8), wanted.view(torch.uint8))
-    # of one shape and another dtype, as long as the bytes are as many
-    as_bytes = torch.zeros(2, 24, dtype=torch.uint8)
-    transport.exchange(as_bytes, torch.full((2, 6), 7, dtype=torch.int32))
-    assert as_bytes.view(torch.int32).eq(7).all()
-    transport.close()
-
-
-def test_any_dtype_and_shape(ranks):
-    ranks(exchange_shapes, 2)
-
-
 def exchange_beside_another_generation(context: RankContext) -> None:
     """Two transports at once, then a third after one is closed: no block of one may come to another."""
     first, second = transport_of(context, 2, 2), transport_of(context, 2, 2)
@@ -101,8 +81,10 @@ def refuse_blocks(context: RankContext) -> None:
         transport.exchange(good, good[:, :4].contiguous())
     with pytest.raises(ContiguityError, match="sent to be contiguous"):
         transport.exchange(good, torch.zeros(8, 2, dtype=torch.uint8).t())
-    # nothing was sent
-    exchange_and_check(transport, context.rank, 0, 8, CPU)
+    # nothing was sent; any dtype and shape will do, as long as the bytes are as many
+    as_bytes = torch.zeros(2, 24, dtype=torch.uint8)
+    transport.exchange(as_bytes, torch.full((2, 3, 4), 7, dtype=torch.bfloat16))
+    assert as_bytes.view(torch.bfloat16).eq(7).all()
     transport.close()
 
 

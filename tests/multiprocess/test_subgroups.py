@@ -1,5 +1,6 @@
 """Process groups of some ranks, made by these ranks alone."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def use(group: dist.ProcessGroup, ranks: Sequence[int], own: int) -> None:
     rendezvous = Rendezvous(group)
     assert rendezvous.exchange("ranks", own) == list(ranks)
     assert DeviceGroups(group).of(torch.device("cpu")) is group
-    with allocate_symmetric(rendezvous, torch.device("cpu"), 4096) as memory:
+    with contextlib.closing(allocate_symmetric(rendezvous, torch.device("cpu"), 4096)) as memory:
         assert len(memory.peer_addresses) == size
     # what symmetric memory asks torch for
     assert distributed_c10d._resolve_process_group(group.group_name) is group
