@@ -1,11 +1,13 @@
 """Captures and replays an op's steps: a CUDA graph on GPUs; on CPU the same launches, without the op's Python."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ep_a2a.memory.guards import recording_on_cpu
+from ep_a2a.ops.arguments import Step
 from ep_a2a.ops.op import EpDispatchCombineOp
 
 LAUNCHES = ("dispatch", "combine", "count_local_experts")
@@ -23,7 +25,9 @@ class _Recorder:
             return method
 
         def run(*args: Any, **options: Any) -> None:
-            self._calls.append(lambda: method(*args, **options))
+            # an op forgets the tensors of a step whose dispatch has been launched
+            kept = [copy.copy(each) if isinstance(each, Step) else each for each in args]
+            self._calls.append(lambda: method(*kept, **options))
             method(*args, **options)
 
         return run

@@ -24,10 +24,7 @@ from ep_a2a.ops.staged import StagedEngine
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import CombineArguments, CombineInputs, StepInputs
-    from ep_a2a.ops.base_op import OpenStep
-    from ep_a2a.ops.checked_dispatch import CheckedDispatch
-    from ep_a2a.ops.op import PreparedDispatch
+    from ep_a2a.ops.arguments import CombineArguments, Step
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
 WEIGHT_BYTES = 4
@@ -59,28 +56,27 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
     ) -> None:
         super().__init__(config, arena=arena, index=index, _is_agreed=_is_agreed)
         self._exchange: WeightExchange | None = None
-        self._weights_are_late = False
         if config.layout == Layout.EXPERT_MAJOR:
             # made before the exchange, which synchronises the device: valid on all streams, and in no captured graph
             shape = (config.max_num_inp_token_per_rank, config.topk)
             self._ones = torch.ones(shape, dtype=torch.float32, device=self.device)
             self._exchange = WeightExchange(self)
 
-    def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
-        self._weights_are_late = self._exchange is not None and step.weights is None
-        if self._weights_are_late:
+    def _prepare_dispatch(self, step: Step) -> None:
+        if self._exchange is not None and step.weights is None:
             tokens: object = step.tokens
             num_tokens = tokens.shape[0] if isinstance(tokens, torch.Tensor) and tokens.dim() else 0
-            step = step._replace(weights=self._ones[:num_tokens], tag=LATE_WEIGHTS)
-        return super()._prepare_dispatch(step)
+            step.weights, step.tag = self._ones[:num_tokens], LATE_WEIGHTS
+        super()._prepare_dispatch(step)
 
-    def _prepare_combine(self, step: OpenStep[CheckedDispatch], given: CombineInputs) -> CombineArguments:
+    def _prepare_combine(self, step: Step, args: CombineArguments) -> None:
         """Checks a combine, and launches the exchange of weights that its other launches need."""
-        if self._exchange is None or given.weights is None or not self._weights_are_late:
-            return super()._prepare_combine(step, given)
-        call = super()._prepare_combine(step, given._replace(weights=None))
-        self._exchange.run(given.weights, call.num_tokens, call.step_tokens)
-        return call
+        if self._exchange is None or args.weights is None or step.tag != LATE_WEIGHTS:
+            super()._prepare_combine(step, args)
+            return
+        weights, args.weights = args.weights, None
+        super()._prepare_combine(step, args)
+        self._exchange.run(weights, step.num_tokens, step.step_tokens)
 
     @property
     def num_inbox_bytes(self) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.guards import StreamOrder, is_capturing, outside_modes
-from ep_a2a.ops.arguments import NO_BIASES, NO_WISH, LaunchWish, StepInputs
-from ep_a2a.ops.base_op import BaseOp, OpenStep
+from ep_a2a.ops.arguments import NO_WISH, LaunchWish
+from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.ops.ignored_options import warn_of_fields, warn_once
 from ep_a2a.ops.inputs import check_apart, check_combine, check_dispatch, check_token_rows, travelling_scales
 from ep_a2a.ops.op_sizes import leading_dims
@@ -22,42 +22,10 @@ from ep_a2a.quantization import quantize
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.ops.arguments import Biases, CombineInputs, Stages
+    from ep_a2a.ops.arguments import CombineArguments, Stages, Step
 
 
-class RowsBack(NamedTuple):
-    """The checked arguments of a combine.
-
-    Attributes:
-        rows: the experts' rows, in the shape of dispatch's tokens.
-        weights: float32 [..., K] to sum, or None.
-        step: the arguments of the dispatch, as they travelled.
-        out: [T, H] to write to, or None.
-        biases: bias_0 and bias_1, [T, H] or None.
-    """
-
-    rows: torch.Tensor
-    weights: torch.Tensor | None
-    step: StepInputs
-    out: torch.Tensor | None
-    biases: Biases = NO_BIASES
-
-
-class AdapterStep(NamedTuple):
-    """The facts about a dispatch that its combine needs.
-
-    Attributes:
-        inputs: the arguments as they travelled, with a copy of the ids.
-        ids: the caller's tensor.
-        num_writes: torch's count of writes to `ids` at the dispatch; None if torch does not count them.
-    """
-
-    inputs: StepInputs
-    ids: torch.Tensor
-    num_writes: int | None
-
-
-class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
+class AdapterOp(BaseOp):
     """An op whose rows are moved by collectives or by another project's library.
 
     A subclass moves rows in `_send` and `_bring_back`, after all checks on the host. The first half of a split call
@@ -79,81 +47,70 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
         warn_of_fields(type(self).__name__, config, self.takes)
 
     @abc.abstractmethod
-    def _send(self, step: StepInputs) -> DispatchResult:
-        """Move the rows to the experts' ranks and return dispatch's result."""
+    def _send(self, step: Step) -> DispatchResult:
+        """Move the rows to the experts' ranks and return dispatch's result. The step has its own copy of the ids."""
 
     @abc.abstractmethod
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        """Move the experts' rows back, add them, and return combine's result."""
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
+        """Move the experts' rows, in the shape of dispatch's tokens, back, add them, and return combine's result."""
 
     def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
         warn_once(type(self).__name__, ("block_num, rdma_block_num and warp_per_block of calls",))
         return NO_WISH
 
-    def _prepare_dispatch(self, step: StepInputs) -> StepInputs:
+    def _prepare_dispatch(self, step: Step) -> None:
         check_dispatch(self.config, self.device, step)
-        return step
+        step.num_tokens = step.tokens.shape[0]
 
-    def _run_dispatch(self, call: StepInputs, stages: Stages, wish: LaunchWish) -> OpenStep[AdapterStep]:
-        ids, tokens, scales = call.ids, call.tokens, call.scales
+    def _run_dispatch(self, step: Step, stages: Stages, wish: LaunchWish) -> None:
         if not self.casts_inside:
-            tokens, scales = self._cast(tokens, scales)
-        inputs = call._replace(tokens=tokens, scales=scales, ids=ids.clone())
-        dispatched = self._send(inputs)
-        next_call = "combine" if stages.receive else "dispatch_recv"
-        return OpenStep(AdapterStep(inputs, ids, _num_writes(ids)), dispatched, next_call)
+            self._cast(step)
+        step.given_ids, step.ids = (step.ids, _num_writes(step.ids)), step.ids.clone()
+        step.dispatched = self._send(step)
 
-    @property
-    def _open_inputs(self) -> StepInputs | None:
-        """The arguments of the open step's dispatch, as they travelled; None between two steps."""
-        return None if self._step is None else self._step.facts.inputs
-
-    def _cast(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tokens and scales to send; torch casts them where the config asks for a cast."""
+    def _cast(self, step: Step) -> None:
+        """Put the tokens and scales to send into the step; torch casts them where the config asks for a cast."""
         config = self.config
-        if config.casts_in_dispatch and tokens.dtype != FP8_DTYPE:
-            q, made = quantize(tokens, config.dispatch_quant, config.scale_format, scales)
-            return q, None if config.takes_scale else made
-        return tokens, travelling_scales(config, tokens, scales)
+        if config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE:
+            step.tokens, made = quantize(step.tokens, config.dispatch_quant, config.scale_format, step.scales)
+            step.scales = None if config.takes_scale else made
+        else:
+            step.scales = travelling_scales(config, step.tokens, step.scales)
 
-    def _prepare_combine(self, step: OpenStep[AdapterStep], given: CombineInputs) -> RowsBack:
-        inputs, lead = step.facts.inputs, tuple(step.dispatched.tokens.shape[:-1])
-        rows, weights, indices, out, biases = given
+    def _prepare_combine(self, step: Step, args: CombineArguments) -> None:
+        lead, rows = step.lead, args.rows
         # beside no rows they are those of all rows, which other ranks pass, too
-        if isinstance(weights, torch.Tensor) and weights.numel() == 0 and 0 not in lead:
-            weights = None
+        if isinstance(args.weights, torch.Tensor) and args.weights.numel() == 0 and 0 not in lead:
+            args.weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and self._is_registered(rows):
-            rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
-        check_combine(self.config, self.device, given._replace(rows=rows, weights=weights), lead, inputs.num_tokens)
-        self._check_own(indices, step.facts)
-        self._check_weights(weights)
-        bias_0, bias_1 = biases
-        check_token_rows(self.config, self.device, inputs.num_tokens, out=out, bias_0=bias_0, bias_1=bias_1)
-        if out is not None:
-            check_apart("out", out, rows, "the rows to be combined")
-        rows = rows.view(*lead, rows.shape[-1])
-        weights = None if weights is None else weights.view(*lead, weights.shape[-1])
-        return RowsBack(rows, weights, inputs, out, biases)
+            args.rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
+        check_combine(self.config, self.device, args, lead, step.num_tokens)
+        if args.ids is not None:
+            self._check_own(args.ids, step)
+        self._check_weights(args.weights)
+        bias_0, bias_1 = args.biases
+        check_token_rows(self.config, self.device, step.num_tokens, out=args.out, bias_0=bias_0, bias_1=bias_1)
+        if args.out is not None:
+            check_apart("out", args.out, args.rows, "the rows to be combined")
+        args.rows = args.rows.view(*lead, args.rows.shape[-1])
+        if args.weights is not None:
+            args.weights = args.weights.view(*lead, args.weights.shape[-1])
 
-    def _run_combine(
-        self, step: OpenStep[AdapterStep], call: RowsBack, stages: Stages, wish: LaunchWish
-    ) -> CombineResult:
+    def _run_combine(self, step: Step, args: CombineArguments, stages: Stages, wish: LaunchWish) -> CombineResult:
         # whatever comes of it, the step is over
         self._end_step()
         # a bias may be `out`, or the result of an earlier combine, whose memory a library may use again
-        biases = [] if self.adds_biases else [bias.clone() for bias in call.biases if bias is not None]
-        combined = self._bring_back(call)
+        biases = [] if self.adds_biases else [bias.clone() for bias in args.biases if bias is not None]
+        combined = self._bring_back(step, args)
         for bias in biases:
-            total = combined.tokens[: call.step.num_tokens]
+            total = combined.tokens[: step.num_tokens]
             total.copy_(total.float() + bias)
         return combined
 
-    def _check_own(self, indices: torch.Tensor | None, given: AdapterStep) -> None:
-        """Raise ForeignIndicesError unless `indices` is None, or the dispatched tensor, or equal to it."""
-        if indices is None:
-            return
-        is_same = indices.data_ptr() == given.ids.data_ptr()
-        if is_same and _num_writes(given.ids) == _num_writes(indices) == given.num_writes:
+    def _check_own(self, indices: torch.Tensor, step: Step) -> None:
+        """Raise ForeignIndicesError unless `indices` is the dispatched tensor, or equal to it."""
+        given, num_writes = step.given_ids
+        if indices.data_ptr() == given.data_ptr() and _num_writes(given) == _num_writes(indices) == num_writes:
             return
         if is_capturing(self.device):
             raise UnsupportedError(
@@ -161,7 +118,7 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
                 "another tensor",
                 "Pass that tensor or None.",
             )
-        if not torch.equal(indices, given.inputs.ids):
+        if not torch.equal(indices, step.ids):
             raise ForeignIndicesError("combine's indices to be those given to this rank's dispatch", "others")
 
     def _check_weights(self, weights: torch.Tensor | None) -> None:
@@ -198,12 +155,12 @@ class AdapterOp(BaseOp[StepInputs, AdapterStep, RowsBack]):
     def reset(self) -> None:
         """Make the op usable again after an unfinished step. Must be called on every rank."""
         self.check()
-        step = self._step
+        step = self.open_step
         self._end_step()
         if step is not None and step.next_call != "combine_recv":
             self._abandon(step)
 
-    def _abandon(self, step: OpenStep[AdapterStep]) -> None:
+    def _abandon(self, step: Step) -> None:
         """Undo the effects of an unfinished step; a subclass without state has none."""
 
 

@@ -1,13 +1,16 @@
-"""Arguments of a dispatch and a combine: StepInputs and CombineInputs as given, the others as engines take them."""
+"""The record of a step, the arguments of its combine, and the choices of a launch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     import torch
+
+    from ep_a2a.interface import CombineResult, DispatchResult
 
 MAX_CACHED = 4096
 """Entries that a cache holds at most; it is emptied when it is full."""
@@ -46,13 +49,41 @@ NO_WISH = LaunchWish()
 
 Copies = tuple[tuple["torch.Tensor", "torch.Tensor"], ...]
 """Pairs (target, source) to copy before a launch."""
-Biases = tuple["torch.Tensor | None", "torch.Tensor | None"]
-"""bias_0 and bias_1 of combine, [num_tokens, H] each."""
-NO_BIASES: Biases = (None, None)
 
 
-class StepInputs(NamedTuple):
-    """The arguments of a dispatch. Adapter ops replace tokens and scales by their cast.
+@dataclass(slots=True)
+class CombineArguments:
+    """The operands of a combine: the arguments as given, then what the check makes of them for the engine.
+
+    Attributes:
+        rows: the experts' results, combined_dtype, in the shape of dispatch's tokens or flat; in layout expert_major
+            for the engine REDUCED_ROWS.
+        weights: [R, K] float32 in the order of the rows, or None.
+        ids: [T, K] int32 to compare with the dispatched ids, or None.
+        out: [T, H], receives the sums. None for the op's own, [M, H], which the check puts there for an engine.
+        biases: [bias_0, bias_1], each [T, H] to add to the sums, or None.
+        num_tokens: T.
+        step_tokens: the step's bound.
+        expert_rows: in layout expert_major, [E, W * step_tokens, H]: the rows whose weighted sums are `rows`.
+        copies: (target, source) pairs to copy first; the targets are among the operands.
+    """
+
+    rows: torch.Tensor
+    weights: torch.Tensor | None
+    ids: torch.Tensor | None
+    out: torch.Tensor | None = None
+    biases: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
+    num_tokens: int = 0
+    step_tokens: int = 1
+    expert_rows: torch.Tensor | None = None
+    copies: Copies = ()
+
+
+@dataclass(slots=True)
+class Step:
+    """One dispatch and its combine: the arguments of the dispatch, and all that is known of the step until it ends.
+
+    The checks and the op fill it. Engines launch a dispatch from it.
 
     Attributes:
         tokens: [T, H] of data_type, or of wire_dtype after a cast.
@@ -63,90 +94,55 @@ class StepInputs(NamedTuple):
         pad_id: the id of rows without a token.
         counts_experts: whether dispatch fills local_expert_count.
         tag: of the call, equal on all ranks.
-    """
-
-    tokens: torch.Tensor
-    weights: torch.Tensor | None
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    step_tokens: int
-    pad_id: int
-    counts_experts: bool
-    tag: int
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.tokens.shape[0]
-
-
-class CombineInputs(NamedTuple):
-    """The arguments of a combine; `DispatchCombineOp.combine` in ep_a2a/interface.py has their shapes."""
-
-    rows: torch.Tensor
-    weights: torch.Tensor | None
-    ids: torch.Tensor | None
-    out: torch.Tensor | None
-    biases: Biases
-
-
-class DispatchArguments(NamedTuple):
-    """The operands of a dispatch, checked.
-
-    Attributes:
-        tokens, scales, weights, ids: as in StepInputs.
         num_tokens: T.
-        step_tokens: the step's bound.
-        wire_word: the choices that ranks compare.
-        pad_id: the id of rows without a token.
         row_limit: R.
+        wire_word: the choices that ranks compare.
+        next_call: the call that must come next: "combine", "dispatch_recv" or "combine_recv".
+        dispatched: the dispatch's result.
+        combines: signatures of the combine arguments that fit this dispatch.
+        combining: the operands that combine_recv launches.
+        combined: the result of combine_send.
+        given_ids: of ops that compare ids on the host: the caller's tensor, and torch's count of writes to it.
+        route: what such an op needs to bring the rows back.
     """
 
     tokens: torch.Tensor
-    scales: torch.Tensor | None
     weights: torch.Tensor | None
+    scales: torch.Tensor | None
     ids: torch.Tensor
-    num_tokens: int
     step_tokens: int
-    wire_word: int
-    pad_id: int
-    row_limit: int
+    pad_id: int = -1
+    counts_experts: bool = False
+    tag: int = 0
+    num_tokens: int = 0
+    row_limit: int = 1
+    wire_word: int = 1
+    next_call: str = "combine"
+    dispatched: DispatchResult = field(init=False)
+    combines: set[Hashable] = field(init=False)
+    combining: CombineArguments = field(init=False)
+    combined: CombineResult = field(init=False)
+    given_ids: tuple[torch.Tensor, int | None] = field(init=False)
+    route: Any = field(init=False)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that are not None."""
+    def lead(self) -> tuple[int, ...]:
+        """Leading dimensions of the rows that the experts work on: (R,), (W, step_tokens) or (E, R)."""
+        return tuple(self.dispatched.tokens.shape[:-1])
+
+    def copy_inputs(self) -> None:
+        """Take copies of the caller's tensors, which the second half of the dispatch reads."""
+        self.tokens, self.ids = self.tokens.clone(), self.ids.clone()
+        self.weights, self.scales = (None if each is None else each.clone() for each in (self.weights, self.scales))
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the dispatch that are not None."""
         return tuple(each for each in (self.tokens, self.scales, self.weights, self.ids) if each is not None)
 
-    def copied(self) -> DispatchArguments:
-        """The same arguments with copies of the tensors."""
-        scales, weights = (None if each is None else each.clone() for each in (self.scales, self.weights))
-        return self._replace(tokens=self.tokens.clone(), scales=scales, weights=weights, ids=self.ids.clone())
-
-
-class CombineArguments(NamedTuple):
-    """The operands of a combine, checked.
-
-    Attributes:
-        rows: [R, H] of combined_dtype: the result of each received row.
-        weights: [R, K] float32 in the order of the rows, or None.
-        ids: [T, K] int32 to compare with the dispatched ids, or None.
-        result: [num_tokens, H]: receives the sums.
-        num_tokens: T.
-        step_tokens: the step's bound.
-        expert_rows: in layout expert_major, [E, W * step_tokens, H]: the rows whose weighted sums are `rows`.
-        biases: added to the sums.
-        copies: (target, source) pairs to copy first; the targets are among the operands.
-    """
-
-    rows: torch.Tensor
-    weights: torch.Tensor | None
-    ids: torch.Tensor | None
-    result: torch.Tensor
-    num_tokens: int
-    step_tokens: int
-    expert_rows: torch.Tensor | None = None
-    biases: Biases = NO_BIASES
-    copies: Copies = ()
+    def forget_inputs(self) -> None:
+        """Drop the caller's tensors, so that torch can use their memory before the step ends."""
+        del self.tokens, self.weights, self.scales, self.ids
 
 
 def add_to_cache(cache: dict[Hashable, T], key: Hashable, value: T) -> T:

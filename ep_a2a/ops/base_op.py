@@ -3,14 +3,13 @@
 A subclass checks the arguments of a call (`_prepare_dispatch`, `_prepare_combine`) and moves the rows (`_run_dispatch`,
 `_run_combine`). `ep_a2a.interface.DispatchCombineOp` is the contract for callers.
 """
+# ruff: noqa: B027  methods that do nothing suit an op whose launches another library makes
 
 from __future__ import annotations
 
 import abc
-import sys
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ep_a2a.errors import (
     AlternationError,
@@ -22,8 +21,8 @@ from ep_a2a.errors import (
 )
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import OwnProcess, become_closed
-from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineInputs, LaunchWish, StepInputs
-from ep_a2a.ops.op_sizes import OpSizes, num_rows
+from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Step
+from ep_a2a.ops.op_sizes import num_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,56 +34,33 @@ if TYPE_CHECKING:
     from ep_a2a.memory.guards import StreamOrder
     from ep_a2a.ops.arguments import Stages
 
-DispatchCall = TypeVar("DispatchCall")
-"""A checked dispatch, ready to be launched."""
-CombineCall = TypeVar("CombineCall")
-"""A checked combine, ready to be launched."""
-Facts = TypeVar("Facts")
-"""The facts about a dispatch that its combine needs."""
+T = TypeVar("T")
 
 OWN_LAUNCH = (-1, -1, -1)
 """Launch numbers of a call that lets the op choose them."""
 
 
-def _nothing_to_finish() -> None:
-    """Do nothing: the first half of the call has done all of it."""
-
-
-@dataclass(slots=True)
-class OpenStep(Generic[Facts]):
-    """The state of a step between two calls; an op without one expects a dispatch.
-
-    Attributes:
-        facts: the facts about the dispatch that combine needs.
-        dispatched: the dispatch's result.
-        next_call: the call that must come next: "combine", "dispatch_recv" or "combine_recv".
-        finish: launches the second half of a split call.
-        combined: the result of combine_send; unset before.
-    """
-
-    facts: Facts
-    dispatched: DispatchResult
-    next_call: str = "combine"
-    finish: Callable[[], None] = _nothing_to_finish
-    combined: CombineResult = field(init=False)
-
-
-class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
+class BaseOp(abc.ABC):
     """Base of all ops. As a context manager it closes the op at the end.
 
     Args:
         config: shapes and choices.
         device: where the op's tensors live.
         streams: makes each call wait for the one before, on whichever stream that was.
+
+    Attributes:
+        open_step: the step between its calls; None where a dispatch comes next.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device, streams: StreamOrder) -> None:
         self.config = config
         self.device = device
         self.streams = streams
-        self._step: OpenStep[Facts] | None = None
+        self.open_step: Step | None = None
         self._process = OwnProcess()
-        self._interrupted: str | None = None
+        # the call that launches, and its thread; the name stays behind if an exception of another kind ends the call
+        self._launching: str | None = None
+        self._thread: threading.Thread | None = None
         self._closed = False
         self._max_tokens_name = max_tokens_name()
 
@@ -106,20 +82,26 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         """The launch numbers of a call. Raise if they cannot be used; warn if they have no effect."""
 
     @abc.abstractmethod
-    def _prepare_dispatch(self, step: StepInputs) -> DispatchCall:
-        """Check the arguments of a dispatch; launch nothing."""
+    def _prepare_dispatch(self, step: Step) -> None:
+        """Check the arguments of a dispatch, and complete the step; launch nothing."""
 
     @abc.abstractmethod
-    def _run_dispatch(self, call: DispatchCall, stages: Stages, wish: LaunchWish) -> OpenStep[Facts]:
-        """Launch a dispatch, or its first half, and return the open step."""
+    def _run_dispatch(self, step: Step, stages: Stages, wish: LaunchWish) -> None:
+        """Launch a dispatch, or its first half."""
+
+    def _finish_dispatch(self, step: Step) -> None:
+        """Launch the second half of a dispatch, where the first has not done all of it."""
 
     @abc.abstractmethod
-    def _prepare_combine(self, step: OpenStep[Facts], given: CombineInputs) -> CombineCall:
-        """Check the arguments of a combine of the open step; launch nothing of the combine."""
+    def _prepare_combine(self, step: Step, args: CombineArguments) -> None:
+        """Check the arguments of a combine of the open step, and complete them; launch nothing of the combine."""
 
     @abc.abstractmethod
-    def _run_combine(self, step: OpenStep[Facts], call: CombineCall, stages: Stages, wish: LaunchWish) -> CombineResult:
-        """Launch a combine; or its first half, and set the step's `finish`."""
+    def _run_combine(self, step: Step, args: CombineArguments, stages: Stages, wish: LaunchWish) -> CombineResult:
+        """Launch a combine, or its first half."""
+
+    def _finish_combine(self, step: Step) -> None:
+        """Launch the second half of a combine, where the first has not done all of it."""
 
     @outside_graphs
     def dispatch(
@@ -146,7 +128,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             # before the step begins: a call that is refused must not hold the memory against other ops
             wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
         limit = self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
-        step = StepInputs(input, weights, scales, indices, limit, pad_id, call_local_expert_count, tag)
+        step = Step(input, weights, scales, indices, limit, pad_id, call_local_expert_count, tag)
         return self._dispatch("dispatch", step, WHOLE, wish)
 
     @outside_graphs
@@ -168,7 +150,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments and errors.
         """
         limit = self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
-        step = StepInputs(input, weights, scales, indices, limit, pad_id, False, tag)
+        step = Step(input, weights, scales, indices, limit, pad_id, False, tag)
         return self._dispatch("dispatch_send", step, SEND)
 
     @outside_graphs
@@ -179,9 +161,8 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             AlternationError: there is no `dispatch_send` to end.
         """
         step = self._expect("dispatch_recv", "dispatch_recv")
-        self._finish("dispatch_recv", step)
-        step.next_call, step.finish = "combine", _nothing_to_finish
-        self._interrupted = None
+        self._launch("dispatch_recv", self._finish_dispatch, step)
+        step.next_call, self._launching = "combine", None
         return step.dispatched
 
     @outside_graphs
@@ -207,8 +188,8 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
         wish = NO_WISH
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
-        given = CombineInputs(input, weights, indices, out, (bias_0, bias_1))
-        return self._combine("combine", given, WHOLE, wish)
+        args = CombineArguments(input, weights, indices, out, [bias_0, bias_1])
+        return self._combine("combine", args, WHOLE, wish)
 
     @outside_graphs
     def combine_send(
@@ -225,7 +206,7 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
 
         `DispatchCombineOp.combine_send` in ep_a2a/interface.py says which arguments may be overwritten when.
         """
-        return self._combine("combine_send", CombineInputs(input, weights, indices, out, (bias_0, bias_1)), SEND)
+        return self._combine("combine_send", CombineArguments(input, weights, indices, out, [bias_0, bias_1]), SEND)
 
     @outside_graphs
     def combine_recv(self) -> CombineResult:
@@ -235,69 +216,58 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             AlternationError: there is no `combine_send` to end.
         """
         step = self._expect("combine_recv", "combine_recv")
-        self._finish("combine_recv", step)
+        self._launch("combine_recv", self._finish_combine, step)
         self._end_step()
         return step.combined
 
-    def _dispatch(self, name: str, given: StepInputs, stages: Stages, wish: LaunchWish = NO_WISH) -> DispatchResult:
-        """Check and launch a dispatch, or its first half; open a step."""
+    def _dispatch(self, name: str, step: Step, stages: Stages, wish: LaunchWish = NO_WISH) -> DispatchResult:
+        """Check and launch a dispatch, or its first half; open the step."""
         self._require_ready()
-        if self._step is not None:
-            raise AlternationError(f"{self._step.next_call} next", name)
-        call = self._prepare_dispatch(given)
-        self.streams.follow(self.device)
-        self._interrupted = name
-        try:
-            self._step = self._run_dispatch(call, stages, wish)
-        except EpA2AError:
-            self._interrupted = None
-            raise
-        self._interrupted = None
-        return self._step.dispatched
+        if self.open_step is not None:
+            raise AlternationError(f"{self.open_step.next_call} next", name)
+        self._prepare_dispatch(step)
+        self._launch(name, self._run_dispatch, step, stages, wish)
+        if not stages.receive:
+            step.next_call = "dispatch_recv"
+        self.open_step, self._launching = step, None
+        return step.dispatched
 
-    def _combine(self, name: str, given: CombineInputs, stages: Stages, wish: LaunchWish = NO_WISH) -> CombineResult:
+    def _combine(self, name: str, args: CombineArguments, stages: Stages, wish: LaunchWish = NO_WISH) -> CombineResult:
         """Check and launch a combine, which ends the step, or its first half."""
         step = self._expect("combine", name)
-        call = self._prepare_combine(step, given)
-        self.streams.follow(self.device)
-        self._interrupted = name
-        try:
-            combined = self._run_combine(step, call, stages, wish)
-        except EpA2AError:
-            self._interrupted = None
-            raise
+        self._prepare_combine(step, args)
+        combined = self._launch(name, self._run_combine, step, args, stages, wish)
         if stages.receive:
             self._end_step()
         else:
             step.next_call, step.combined = "combine_recv", combined
-            self._step, self._interrupted = step, None
+            self.open_step, self._launching = step, None
         return combined
 
-    def _finish(self, name: str, step: OpenStep[Facts]) -> None:
-        """Launch the second half of a split call. The caller clears `_interrupted` when it has updated the step."""
+    def _launch(self, name: str, run: Callable[..., T], *args: Any) -> T:
+        """Do the launches of a call behind those of the one before. The caller clears `_launching` with the step."""
         self.streams.follow(self.device)
-        self._interrupted = name
         try:
-            step.finish()
+            self._launching, self._thread = name, threading.current_thread()
+            return run(*args)
         except EpA2AError:
-            self._interrupted = None
+            self._launching = None
             raise
+        finally:
+            self._thread = None
 
     def _require_ready(self) -> None:
-        """Raise if no call may be made: in a forked child, after an interrupted call, after a recorded error.
-
-        `_interrupted` names a call that an exception from outside this package, or Ctrl-C, has interrupted.
-        """
+        """Raise if no call may be made: in a forked child, in or after a call that has not ended, after an error."""
         self._process.require("the op")
-        if self._interrupted:
-            raise self._error_of_unfinished_call(self._interrupted)
+        if self._launching:
+            raise self._error_of_unfinished_call(self._launching, self._thread)
         self.check()
 
-    def _error_of_unfinished_call(self, name: str) -> StateError:
-        if thread := _thread_inside(self):
+    def _error_of_unfinished_call(self, name: str, thread: threading.Thread | None) -> StateError:
+        if thread is not None:
             return StateError(
                 "one thread at a time to call an op",
-                f"a {name} that thread {thread!r} is in",
+                f"a {name} that thread {thread.name!r} is in",
                 "Give each thread an op of its own: get_handle(kwargs, index).",
             )
         return StateError(
@@ -306,23 +276,23 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             "op.reset() on every rank makes the op usable again.",
         )
 
-    def _expect(self, next_call: str, name: str) -> OpenStep[Facts]:
+    def _expect(self, next_call: str, name: str) -> Step:
         """Return the open step; raise AlternationError unless it waits for `next_call`."""
         self._require_ready()
-        step = self._step
+        step = self.open_step
         if step is None or step.next_call != next_call:
             raise AlternationError(f"{'dispatch' if step is None else step.next_call} next", name)
         return step
 
     def _end_step(self) -> None:
         """Close the step, so that the next call is dispatch."""
-        self._step = None
-        self._interrupted = None
+        self.open_step = None
+        self._launching = None
 
     @property
     def has_open_step(self) -> bool:
         """Whether a step has begun and not ended; also one whose call was interrupted."""
-        return self._interrupted is not None or self._step is not None
+        return self._launching is not None or self.open_step is not None
 
     def num_rows(self, step_tokens: int) -> int:
         """R: the rows that dispatch returns for this step_tokens."""
@@ -387,18 +357,3 @@ class BaseOp(OpSizes, abc.ABC, Generic[DispatchCall, Facts, CombineCall]):
             raise ConfigError(
                 f"{self.config.combined_dtype} and hidden size {self.config.hidden_dim}", f"{dtype} and {hidden_dim}"
             )
-
-
-_CALLS = (BaseOp._dispatch, BaseOp._combine, BaseOp._finish)  # noqa: SLF001 - of this module
-
-
-def _thread_inside(op: object) -> str | None:
-    """The name of another thread that is in a call of `op`; None where there is none."""
-    codes = {call.__code__ for call in _CALLS}
-    for thread in threading.enumerate():
-        frame = None if thread is threading.current_thread() else sys._current_frames().get(thread.ident or 0)
-        while frame is not None:
-            if frame.f_code in codes and frame.f_locals["self"] is op:
-                return thread.name
-            frame = frame.f_back
-    return None

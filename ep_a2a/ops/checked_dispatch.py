@@ -16,7 +16,7 @@ from ep_a2a.ops.wire_word import wire_word
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.ops.arguments import Step
     from ep_a2a.ops.memory import BoundMemory
 
 
@@ -25,28 +25,24 @@ class CheckedDispatch(NamedTuple):
 
     Attributes:
         num_tokens: T.
-        step_tokens: the step's bound.
         wire_word: the choices that ranks compare, without a tag.
         row_limit: R.
         scales_travel: whether the kernels get the given scales.
         stand_in: an empty tensor to send in place of scales that this rank does not have; None to send none.
-        lead: leading dimensions of the rows that the experts work on.
         received: dispatch's result, views of the op's memory.
         combines: signatures of the combine arguments that fit this dispatch.
     """
 
     num_tokens: int
-    step_tokens: int
     wire_word: int
     row_limit: int
     scales_travel: bool
     stand_in: torch.Tensor | None
-    lead: tuple[int, ...]
     received: DispatchResult
     combines: set[Hashable]
 
 
-def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs) -> CheckedDispatch:
+def prepare_dispatch(memory: BoundMemory, device: torch.device, step: Step) -> CheckedDispatch:
     """Validate the arguments of a dispatch and make its result views.
 
     Args:
@@ -66,10 +62,9 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: StepInputs
     if has_scales:
         scale_dtype = inputs.SCALE_DTYPES[config.scale_bytes][0] if scales is None else scales.dtype
     received = _result_views(memory, limit, has_weights, scale_dtype)
-    lead, row_limit = leading_dims(config, limit).rows, num_rows(config, limit)
     travel = scales is not None and scales is step.scales
     stand_in = None if travel else scales
-    return CheckedDispatch(step.num_tokens, limit, word, row_limit, travel, stand_in, lead, received, set())
+    return CheckedDispatch(step.tokens.shape[0], word, num_rows(config, limit), travel, stand_in, received, set())
 
 
 def _result_views(

@@ -22,8 +22,7 @@ from ep_a2a.routing import count_ids, destination_mask
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.adapter import RowsBack
-    from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.ops.row_exchange import RowExchange
 
 
@@ -71,7 +70,6 @@ class CollectiveDispatchCombineOp(AdapterOp):
             _check_config(config)
             agree_on_config(config, exchange.groups.rendezvous)
         self._exchange = exchange
-        self._route: _Route | None = None
         # the tensors that calls return, at fixed addresses: R rows for dispatch, M rows for combine
         rows, max_tokens = config.max_num_recv_tokens, config.max_num_inp_token_per_rank
         empty = functools.partial(torch.empty, device=self.device)
@@ -85,7 +83,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
         self._result = empty(max_tokens, config.hidden_dim, dtype=config.combined_dtype)
         self._result_weights = empty(max_tokens, config.topk, dtype=torch.float32)
 
-    def _send(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: Step) -> DispatchResult:
         limit, weights, scales = step.step_tokens, step.weights, step.scales
         word = wire_word(limit, weights is not None, scales is not None)
         counts = self._agree(step.num_tokens, tagged(word, step.tag, self.config.max_num_inp_token_per_rank))
@@ -105,7 +103,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
         if step.counts_experts:
             first, num_experts = self.config.first_expert, self.config.num_local_experts
             self._local_expert_count.copy_(count_ids(all_ids[received], first, num_experts))
-        self._route = _Route(counts, received, slots)
+        step.route = _Route(counts, received, slots)
         lead = leading_dims(self.config, limit).rows
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,24 +143,25 @@ class CollectiveDispatchCombineOp(AdapterOp):
         per_source = torch.bincount(source, minlength=self.config.world_size)
         self._recv_counts.copy_(per_source)
         self._total_recv.fill_(received.numel())
-        self._positions = (source * self.max_num_tokens_to_send() + token).to(torch.int32)
+        self._positions = (source * self.config.world_size * self.config.max_num_inp_token_per_rank + token).to(
+            torch.int32
+        )
         row = torch.arange(received.numel(), device=self.device)
         if self.config.layout == Layout.COMPACT:
             return row
         return source * limit + row - (per_source.cumsum(0) - per_source)[source]
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        assert self._route is not None
-        num_tokens, weights = given.step.num_tokens, given.weights
-        result = self._result if given.out is None else given.out
-        total = self._sum(given.rows.flatten(0, -2), self._route)
-        for bias in given.biases:
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
+        num_tokens, weights = step.num_tokens, args.weights
+        result = self._result if args.out is None else args.out
+        total = self._sum(args.rows.flatten(0, -2), step.route)
+        for bias in args.biases:
             if bias is not None:
                 total += bias
         result[:num_tokens] = total
         if weights is None:
             return CombineResult(result, None)
-        self._result_weights[:num_tokens] = self._sum(weights.flatten(0, -2), self._route)
+        self._result_weights[:num_tokens] = self._sum(weights.flatten(0, -2), step.route)
         return CombineResult(result, self._result_weights)
 
     def _sum(self, rows: torch.Tensor, route: _Route) -> torch.Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
+    from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages, Step
     from ep_a2a.ops.op_kernels import OpKernels
 
 
@@ -39,7 +39,7 @@ class Engine(ABC):
     kernels: OpKernels
     recv_reads_inputs: bool
 
-    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+    def dispatch(self, args: Step, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
         for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
             kernel.run(num_programs, values, self.kernels.device)
@@ -54,14 +54,14 @@ class Engine(ABC):
             kernel.run(num_programs, values, self.kernels.device)
 
     @abstractmethod
-    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _dispatch_launches(self, args: Step, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         """The launches of a dispatch, or of one of its halves, but those of layout expert_major."""
 
     @abstractmethod
     def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         """The launches of a combine, or of one of its halves, but those of layout expert_major."""
 
-    def _expand(self, args: DispatchArguments) -> None:
+    def _expand(self, args: Step) -> None:
         """In layout expert_major, launch the copy of the received rows to a block for each expert."""
         if self.kernels.by_expert is not None:
             self.kernels.by_expert.expand(args.step_tokens, scales_travel(self.kernels.config, args.scales))

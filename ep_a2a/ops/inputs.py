@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import CombineInputs, StepInputs
+    from ep_a2a.ops.arguments import CombineArguments, Step
 
 INT32 = torch.iinfo(torch.int32)
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
@@ -226,16 +226,16 @@ def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return rows.flatten().view(dtype) if rows.shape[0] else rows.new_empty(0, dtype=dtype)
 
 
-def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: StepInputs) -> None:
+def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: Step) -> None:
     """Check the arguments of a dispatch, as far as the host can."""
-    tokens, weights, scales, indices, step_tokens, pad_id, _, tag = step
+    tokens, weights, scales, indices, step_tokens = step.tokens, step.weights, step.scales, step.ids, step.step_tokens
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)
     check_rows("input", tokens, config.hidden_dim)
     num_tokens = tokens.shape[0]
     check_integer("step_tokens", step_tokens)
-    check_integer("pad_id", pad_id)
-    check_tag(tag)
+    check_integer("pad_id", step.pad_id)
+    check_tag(step.tag)
     if step_tokens < 1:
         raise InputError("step_tokens of at least 1", str(step_tokens))
     if step_tokens > config.max_num_inp_token_per_rank:
@@ -309,16 +309,20 @@ def _check_topk(name: str, tensor: torch.Tensor, num_tokens: int, topk: int) -> 
 
 
 def check_combine(
-    config: EpDispatchCombineConfig, device: torch.device, given: CombineInputs, lead: tuple[int, ...], num_tokens: int
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    args: CombineArguments,
+    lead: tuple[int, ...],
+    num_tokens: int,
 ) -> None:
     """Check combine's rows, weights and ids, as far as the host can.
 
     Args:
-        given: the arguments of combine.
+        args: the arguments of combine.
         lead: leading dimensions of dispatch's tokens: (R,), (W, step_tokens) or (E, R).
         num_tokens: T of the dispatch.
     """
-    rows, weights, indices, *_ = given
+    rows, weights, indices = args.rows, args.weights, args.ids
     check_tensor("input", rows, (config.combined_dtype,), device)
     if rows.dim() == 3 and tuple(rows.shape[:2]) != lead:
         raise ShapeError(f"input of shape {(*lead, config.hidden_dim)}", str(tuple(rows.shape)))

@@ -6,6 +6,7 @@ Engines between nodes end a dispatch by the same receiving stage (`receiving_lau
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDis
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.target import REGISTERS_PER_SM
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, Step, add_to_cache
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.inputs import elements_of
 from ep_a2a.ops.op_kernels import OpKernels
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
+    from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages
     from ep_a2a.ops.engine import Launched
 
 
@@ -82,7 +83,7 @@ class IntraNodeEngine(Engine):
     def __init__(self, config: EpDispatchCombineConfig, table: torch.Tensor, device: torch.device) -> None:
         self.kernels = OpKernels(config, table, device)
 
-    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _dispatch_launches(self, args: Step, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         kernels = self.kernels
         key = args.num_tokens, args.step_tokens, dispatch_form(args), stages, wish
         found = kernels.plans.get(key)
@@ -131,11 +132,11 @@ class IntraNodeEngine(Engine):
         dispatches = list(warmup_dispatches(config, kernels.device))
         combines = list(warmup_combines(config, kernels.device))
         for phase, tokens, launch in (each for each in shapes if each[0] is not Phase.COMBINE):
-            for dispatch in (each._replace(step_tokens=tokens) for each in dispatches):
+            for dispatch in (replace(each, step_tokens=tokens) for each in dispatches):
                 kernel = dispatch_kernel(kernels, dispatch, phase, launch, stages)
                 yield kernel, dispatch_values(kernels, dispatch, phase, launch)
         for _, tokens, launch in (each for each in shapes if each[0] is Phase.COMBINE):
-            for combine in (each._replace(step_tokens=tokens) for each in combines):
+            for combine in (replace(each, step_tokens=tokens) for each in combines):
                 kernel = self._combine_kernel(combine, launch, stages, in_place=stages == WHOLE)
                 yield kernel, self._combine_values(combine, launch)
 
@@ -176,7 +177,7 @@ class IntraNodeEngine(Engine):
         return (
             kernels.result_rows(args.rows),
             absent if args.weights is None else args.weights.view(torch.int32),
-            args.result,
+            args.out,
             absent if args.ids is None else args.ids,
             *args.biases,
             kernels.table,
@@ -211,7 +212,7 @@ def _combine_registers(launch: Launch, element_bytes: int) -> int:
     return registers // REGISTER_GRANULARITY * REGISTER_GRANULARITY
 
 
-def dispatch_form(args: DispatchArguments) -> Hashable:
+def dispatch_form(args: Step) -> Hashable:
     """The part of the arguments on which kernels depend: the dtype, and which tensors there are."""
     return args.tokens.dtype, args.scales is None, args.weights is None
 
@@ -221,9 +222,7 @@ def combine_form(args: CombineArguments) -> Hashable:
     return args.weights is None, args.ids is None, args.biases[0] is None, args.biases[1] is None
 
 
-def dispatch_kernel(
-    kernels: OpKernels, args: DispatchArguments, phase: Phase, launch: Launch, stages: Stages
-) -> CompiledKernel:
+def dispatch_kernel(kernels: OpKernels, args: Step, phase: Phase, launch: Launch, stages: Stages) -> CompiledKernel:
     """The kernel of a dispatch, or of one of its halves.
 
     Args:
@@ -264,7 +263,7 @@ def dispatch_kernel(
     return kernels.get(key, make)
 
 
-def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
+def _low_latency_constants(kernels: OpKernels, args: Step, launch: Launch) -> dict[str, Any]:
     config, casts, threads = kernels.config, kernels.casts(args.tokens), 32 * launch.num_warps
     low_latency = {
         "SLOTS": config.low_latency_tokens,
@@ -283,7 +282,7 @@ def _low_latency_constants(kernels: OpKernels, args: DispatchArguments, launch: 
     }
 
 
-def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> dict[str, Any]:
+def _bulk_constants(kernels: OpKernels, args: Step, launch: Launch) -> dict[str, Any]:
     config, threads = kernels.config, 32 * launch.num_warps
     look_back = SHARED_LOOK_BACK_LANES if launch.shares_sm else LOOK_BACK_LANES
     bulk = {
@@ -306,7 +305,7 @@ def _bulk_constants(kernels: OpKernels, args: DispatchArguments, launch: Launch)
     }
 
 
-def _tile_tokens(kernels: OpKernels, args: DispatchArguments, launch: Launch) -> int:
+def _tile_tokens(kernels: OpKernels, args: Step, launch: Launch) -> int:
     """Tokens of a tile; 0, no tiles, also where a scale is a row's, which takes the registers of all warps."""
     by_rows = kernels.casts(args.tokens) and kernels.config.dispatch_quant == QuantType.FP8_PER_TOKEN
     return 0 if by_rows else launch.send_rows
@@ -325,7 +324,7 @@ def _tile(tokens: int, group: int, dtype: torch.dtype, threads: int, world_size:
     return Tile(*map(tl.constexpr, (tokens, groups, words, parts, copies, listed)))
 
 
-def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, launch: Launch) -> tuple[Any, ...]:
+def dispatch_values(kernels: OpKernels, args: Step, phase: Phase, launch: Launch) -> tuple[Any, ...]:
     """Run-time arguments of the kernel of a dispatch."""
     config = kernels.config
     width = config.scale_bytes if phase is Phase.LOW_LATENCY_DISPATCH else kernels.scale_bytes(args.scales)
@@ -343,7 +342,7 @@ def dispatch_values(kernels: OpKernels, args: DispatchArguments, phase: Phase, l
     return (*values, launch.num_senders, launch.num_receivers) if phase is Phase.LOW_LATENCY_DISPATCH else values
 
 
-def row_operands(kernels: OpKernels, args: DispatchArguments, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
+def row_operands(kernels: OpKernels, args: Step, scale_width_bytes: int) -> tuple[torch.Tensor, ...]:
     """(tokens, scales, weights, ids, address table) as kernels take them: in words, `absent` for None."""
     casts = kernels.config.casts_in_dispatch and args.tokens.dtype != FP8_DTYPE
     tokens = args.tokens if casts else elements_of(args.tokens, torch.int32)
@@ -355,13 +354,16 @@ def row_operands(kernels: OpKernels, args: DispatchArguments, scale_width_bytes:
     return tokens, scales, weights, args.ids, kernels.table
 
 
-def receiving_launch(kernels: OpKernels, args: DispatchArguments) -> Launched:
+def receiving_launch(kernels: OpKernels, args: Step) -> Launched:
     """(kernel, run-time arguments, programs) of the receiving stage of a bulk dispatch whose rows others have placed.
 
     It reads no row, so one kernel serves rows of every kind.
     """
-    plain = args._replace(tokens=args.ids, scales=None, weights=None)
-    kernel = dispatch_kernel(kernels, plain._replace(step_tokens=1), Phase.BULK_DISPATCH, RECEIVING, RECEIVE)
+    ids, pad_id = args.ids, args.pad_id
+    kernel = dispatch_kernel(kernels, Step(ids, None, None, ids, 1), Phase.BULK_DISPATCH, RECEIVING, RECEIVE)
+    plain = Step(
+        ids, None, None, ids, args.step_tokens, pad_id, False, 0, args.num_tokens, args.row_limit, args.wire_word
+    )
     return kernel, dispatch_values(kernels, plain, Phase.BULK_DISPATCH, RECEIVING), 1
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,16 +27,8 @@ from ep_a2a.memory.arena import Arena, default_device
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
 from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import (
-    RECEIVE,
-    CombineArguments,
-    CombineInputs,
-    DispatchArguments,
-    LaunchWish,
-    StepInputs,
-    add_to_cache,
-)
-from ep_a2a.ops.base_op import BaseOp, OpenStep
+from ep_a2a.ops.arguments import RECEIVE, LaunchWish, add_to_cache
+from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.ops.checked_dispatch import CheckedDispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.failures import Failure, error_of
@@ -55,25 +47,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import Copies, Stages
+    from ep_a2a.ops.arguments import CombineArguments, Stages, Step
     from ep_a2a.ops.engine import Engine
 
 
-class PreparedDispatch(NamedTuple):
-    """A checked dispatch.
-
-    Attributes:
-        args: the operands of its launches.
-        checked: the facts that its checks have found.
-        counts_experts: whether it fills local_expert_count.
-    """
-
-    args: DispatchArguments
-    checked: CheckedDispatch
-    counts_experts: bool
-
-
-class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArguments]):
+class EpDispatchCombineOp(BaseOp):
     """Moves the tokens of one MoE layer among the ranks of a group; `DispatchCombineOp` is the contract of its calls.
 
     Construction is collective: all ranks build the op together, with configs that agree.
@@ -155,17 +133,17 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
             warn_of_warps(f"warp_per_block={warp_per_block}")
         return LaunchWish(block_num, warp_per_block)
 
-    def _prepare_dispatch(self, step: StepInputs) -> PreparedDispatch:
+    def _prepare_dispatch(self, step: Step) -> None:
         """Check the arguments of a dispatch, and take the memory that ops of this index share."""
-        tokens, weights, scales, ids, step_tokens, pad_id, counts_experts, tag = step
+        tokens, weights, scales, ids, tag = step.tokens, step.weights, step.scales, step.ids, step.tag
         # a checked call may come with another tag; of an int from 0 to 2**31 - 1, which needs no check, nothing is left
         if type(tag) is not int or tag >> 31:
             inputs.check_tag(tag)
         # 4.0 equals 4, so that a checked call would be found for it
-        if type(step_tokens) is not int or type(pad_id) is not int:
-            inputs.check_integer("step_tokens", step_tokens)
-            inputs.check_integer("pad_id", pad_id)
-        key = (step_tokens, pad_id, inputs.signature(tokens, weights, scales, ids))
+        if type(step.step_tokens) is not int or type(step.pad_id) is not int:
+            inputs.check_integer("step_tokens", step.step_tokens)
+            inputs.check_integer("pad_id", step.pad_id)
+        key = (step.step_tokens, step.pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
         if checked is None:
             with max_tokens_named(self._max_tokens_name):
@@ -173,104 +151,85 @@ class EpDispatchCombineOp(BaseOp[PreparedDispatch, CheckedDispatch, CombineArgum
         inputs.check_dispatch_addresses(tokens, scales)
         inputs.check_outside(self.memory.received, input=tokens, weights=weights, scales=scales, indices=ids)
         self.memory.acquired.shared_blocks.enter(self)
-        args = DispatchArguments(
-            tokens,
-            scales if checked.scales_travel else checked.stand_in,
-            weights,
-            ids,
-            checked.num_tokens,
-            step_tokens,
-            checked.wire_word | (tag & self._tag_mask) << self._tag_shift,
-            pad_id,
-            checked.row_limit,
-        )
-        return PreparedDispatch(args, checked, counts_experts)
+        if not checked.scales_travel:
+            step.scales = checked.stand_in
+        step.num_tokens, step.row_limit = checked.num_tokens, checked.row_limit
+        step.wire_word = checked.wire_word | (tag & self._tag_mask) << self._tag_shift
+        step.dispatched, step.combines = checked.received, checked.combines
 
-    def _run_dispatch(self, call: PreparedDispatch, stages: Stages, wish: LaunchWish) -> OpenStep[CheckedDispatch]:
-        args, checked, counts_experts = call
+    def _run_dispatch(self, step: Step, stages: Stages, wish: LaunchWish) -> None:
         try:
-            self.engine.dispatch(args, stages, wish)
+            self.engine.dispatch(step, stages, wish)
         except StateError:
             # refused before its first launch
             self.memory.acquired.shared_blocks.leave(self)
             raise
-        if counts_experts:
-            self.engine.count_local_experts(self.local_expert_count, args.step_tokens)
+        if step.counts_experts:
+            self.engine.count_local_experts(self.local_expert_count, step.step_tokens)
         if stages.receive:
-            return OpenStep(checked, checked.received)
-        if self.engine.recv_reads_inputs:
-            args = args.copied()
-        return OpenStep(checked, checked.received, "dispatch_recv", functools.partial(self._receive, args))
+            step.forget_inputs()
+        elif self.engine.recv_reads_inputs:
+            step.copy_inputs()
 
-    def _receive(self, args: DispatchArguments) -> None:
-        """Launch the second half of a split dispatch."""
-        self.engine.dispatch(args, RECEIVE)
+    def _finish_dispatch(self, step: Step) -> None:
+        self.engine.dispatch(step, RECEIVE)
         if self.engine.recv_reads_inputs and self.device.type == "cuda":
             # the copies may belong to another stream, whose next work must not get their memory yet
-            for copy in args.tensors:
+            for copy in step.inputs:
                 copy.record_stream(torch.cuda.current_stream(self.device))
+        step.forget_inputs()
 
-    def _prepare_combine(self, step: OpenStep[CheckedDispatch], given: CombineInputs) -> CombineArguments:
-        rows, weights, ids, out, biases = given
-        checked = step.facts
-        num_tokens, lead = checked.num_tokens, checked.lead
-        if isinstance(weights, torch.Tensor) and weights.numel() == 0:
-            weights = None
+    def _prepare_combine(self, step: Step, args: CombineArguments) -> None:
+        if isinstance(args.weights, torch.Tensor) and args.weights.numel() == 0:
+            args.weights = None
+        rows, weights, ids, out = args.rows, args.weights, args.ids, args.out
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self.config.max_num_expert_rows:
-            rows = rows[: math.prod(lead)]  # the whole registered buffer may be passed
+            args.rows = rows = rows[: math.prod(step.lead)]  # the whole registered buffer may be passed
         key = inputs.signature(rows, weights, ids)
-        if key not in checked.combines:
-            fitting = given._replace(rows=rows, weights=weights)
-            inputs.check_combine(self.config, self.device, fitting, lead, num_tokens)
-            checked.combines.add(key)
+        if key not in step.combines:
+            inputs.check_combine(self.config, self.device, args, step.lead, step.num_tokens)
+            step.combines.add(key)
         inputs.check_alignment("input", rows)
         if ids is not None:
             inputs.address_of("indices", ids)
-        inputs.check_token_rows(self.config, self.device, num_tokens, out=out, bias_0=biases[0], bias_1=biases[1])
-        result = self._result
+        bias_0, bias_1 = args.biases
+        inputs.check_token_rows(self.config, self.device, step.num_tokens, out=out, bias_0=bias_0, bias_1=bias_1)
         if out is not None:
             inputs.check_outside(self.memory.received, out=out)
             if weights is not None:
                 inputs.check_apart("out", out, weights, "the weights to be summed")
-            result = out
+        args.out = result = self._result if out is None else out
         inputs.check_apart("out", result, rows, "the rows to be combined")
-        rows, copies = self._beyond_peers(rows, "combine_rows", self.config.max_num_expert_rows)
+        args.num_tokens, args.step_tokens = step.num_tokens, step.step_tokens
+        args.rows = self._beyond_peers(args, rows, "combine_rows", self.config.max_num_expert_rows)
         if weights is not None:
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
-            weights, more = self._beyond_peers(weights, "combine_weights", self.config.max_num_expert_rows)
-            copies += more
-        for place, bias in enumerate(biases):
+            args.weights = self._beyond_peers(args, weights, "combine_weights", self.config.max_num_expert_rows)
+        for place, bias in enumerate((bias_0, bias_1)):
             if bias is not None:
                 inputs.check_same_or_apart(f"bias_{place}", bias, result)
-                bias, more = self._beyond_peers(bias, f"combine_bias_{place}", self.config.max_num_inp_token_per_rank)
-                biases = (bias, biases[1]) if place == 0 else (biases[0], bias)
-                copies += more
-        return CombineArguments(
-            rows if self._reduced_rows is None else self._reduced_rows,
-            weights,
-            ids,
-            result,
-            num_tokens,
-            checked.step_tokens,
-            None if self._reduced_rows is None else rows,
-            biases,
-            copies,
-        )
+                most_rows = self.config.max_num_inp_token_per_rank
+                args.biases[place] = self._beyond_peers(args, bias, f"combine_bias_{place}", most_rows)
+        if self._reduced_rows is not None:
+            args.rows, args.expert_rows = self._reduced_rows, args.rows
 
-    def _beyond_peers(self, tensor: torch.Tensor, role: str, most_rows: int) -> tuple[torch.Tensor, Copies]:
-        """Copy the tensor first if peers may overwrite it during combine: (tensor to combine, copies to launch)."""
+    def _beyond_peers(self, args: CombineArguments, tensor: torch.Tensor, role: str, most_rows: int) -> torch.Tensor:
+        """The tensor, or where peers may overwrite it during combine a copy, which combine makes first."""
         if tensor.data_ptr() not in self.memory.dispatch_addresses:
-            return tensor, ()
+            return tensor
         target = self.memory.copy_target(role, tensor, most_rows)
-        return target, ((target, tensor),)
+        args.copies += ((target, tensor),)
+        return target
 
-    def _run_combine(
-        self, step: OpenStep[CheckedDispatch], call: CombineArguments, stages: Stages, wish: LaunchWish
-    ) -> CombineResult:
-        self.engine.combine(call, stages, wish)
+    def _run_combine(self, step: Step, args: CombineArguments, stages: Stages, wish: LaunchWish) -> CombineResult:
+        self.engine.combine(args, stages, wish)
         if not stages.receive:
-            step.finish = lambda: self.engine.combine(call, RECEIVE)
-        return CombineResult(call.result, None if call.weights is None else self._result_weights)
+            step.combining = args
+        assert args.out is not None
+        return CombineResult(args.out, None if args.weights is None else self._result_weights)
+
+    def _finish_combine(self, step: Step) -> None:
+        self.engine.combine(step.combining, RECEIVE)
 
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:

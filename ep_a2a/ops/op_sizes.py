@@ -15,32 +15,6 @@ def num_rows(config: EpDispatchCombineConfig, step_tokens: int) -> int:
     return min(config.world_size * step_tokens, config.max_num_recv_tokens)
 
 
-class OpSizes:
-    """MORI's names for the sizes of an op's steps."""
-
-    config: EpDispatchCombineConfig
-
-    def decode_send_flat_idx(self, flat_idx: int) -> tuple[int, int]:
-        """(source rank, source token) of an element of get_dispatch_src_token_pos."""
-        return divmod(int(flat_idx), self.max_num_tokens_to_send())
-
-    def max_num_tokens_to_send_per_rank(self) -> int:
-        """M: the most tokens that a rank dispatches."""
-        return self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_send(self) -> int:
-        """W * M: the most tokens that all ranks dispatch together."""
-        return self.config.world_size * self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_recv_per_rank(self) -> int:
-        """The most received rows divided by W."""
-        return self.config.max_num_recv_tokens_per_rank
-
-    def max_num_tokens_to_recv(self) -> int:
-        """R for M tokens: the most rows that a rank ever receives."""
-        return self.config.max_num_recv_tokens
-
-
 class LeadingDims(NamedTuple):
     """Leading dimensions of dispatch's results: of the received ids, and of the rows that experts work on.
 

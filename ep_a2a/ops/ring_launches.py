@@ -18,7 +18,7 @@ from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
 from ep_a2a.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments
+    from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.ops.engine import Launched
     from ep_a2a.ops.op_kernels import OpKernels
 
@@ -67,7 +67,7 @@ class RingLaunches:
         most = self.most_programs(per_sm) or INTERPRETED_PROGRAMS
         return max(1, min(num_rows, most, block_num if block_num > 0 else most))
 
-    def numbering(self, args: DispatchArguments, block_num: int, *, finishes: bool) -> Launched:
+    def numbering(self, args: Step, block_num: int, *, finishes: bool) -> Launched:
         """The launch that numbers a rank's rows at every rank. finishes: whether it is the call's last launch."""
         kernels = self.kernels
 
@@ -110,7 +110,7 @@ class RingLaunches:
         """Lanes of waits for counts and for the poison word, at least the threads of a program."""
         return {"COUNT_LANES": self.kernels.count_lanes(THREADS), "POISON_LANES": THREADS}
 
-    def line_constants(self, args: DispatchArguments) -> dict[str, Any]:
+    def line_constants(self, args: Step) -> dict[str, Any]:
         """Of kernels that write or read the lines of tokens."""
         config, rings, casts = self.config, self.rings, self.kernels.casts(args.tokens)
         num_bytes = config.num_scales * config.scale_bytes if casts else self.kernels.scale_bytes(args.scales)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
+    from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages, Step
     from ep_a2a.ops.engine import Launched
 
 CHANNEL_PROGRAMS_PER_SM = 2
@@ -60,7 +60,7 @@ class RingEngine(Engine):
         """
         return min(self._ring.rings.num_channels, self._ring.most_programs(CHANNEL_PROGRAMS_PER_SM) or 1)
 
-    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _dispatch_launches(self, args: Step, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         ring = self._ring
         if stages.send:
             yield ring.numbering(args, wish.block_num, finishes=stages == SEND and not ring.holds_a_step)
@@ -115,7 +115,7 @@ class RingEngine(Engine):
         kernel = self.kernels.get(key, lambda: CompiledKernel(put_mirrors_kernel, given, 1, **self._linked))
         yield kernel, (self.kernels.table, config.rank), num_remote
 
-    def _exchange(self, args: DispatchArguments, stages: Stages, *, sends: bool, forwards: bool) -> Launched:
+    def _exchange(self, args: Step, stages: Stages, *, sends: bool, forwards: bool) -> Launched:
         kernels, config, ring = self.kernels, self.kernels.config, self._ring
 
         def make() -> CompiledKernel:
@@ -148,6 +148,6 @@ class RingEngine(Engine):
             return CompiledKernel(return_kernel, given, RING_WARPS, CHANNEL_REGISTERS, **self._linked)
 
         ids = kernels.absent if args.ids is None else args.ids
-        values = (args.result, ids, *args.biases, kernels.table, args.num_tokens, kernels.config.rank)
+        values = (args.out, ids, *args.biases, kernels.table, args.num_tokens, kernels.config.rank)
         key = "return", combine_form(args)
         return kernels.get(key, make), values, self.num_channel_programs

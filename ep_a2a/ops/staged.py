@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import clock
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.memory.node_transport import Exchange, NodeTransport
-    from ep_a2a.ops.arguments import CombineArguments, DispatchArguments, LaunchWish, Stages
+    from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages, Step
     from ep_a2a.ops.engine import Launched
     from ep_a2a.ops.memory import BoundMemory
 
@@ -71,7 +72,7 @@ class StagedEngine(Engine):
         self._running: Exchange | None = None
         self._is_connected = self.kernels.interpreted
 
-    def dispatch(self, args: DispatchArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
+    def dispatch(self, args: Step, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream, and begin or end its exchange."""
         with self._naming_who_is_gone():
             if stages.send:
@@ -94,7 +95,7 @@ class StagedEngine(Engine):
                 self._end(back=True)
                 self._run(self._adding(args, wish.block_num))
 
-    def _dispatch_launches(self, args: DispatchArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _dispatch_launches(self, args: Step, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
         if stages.send:
             yield from self._packing(args, wish.block_num)
         if stages.receive:
@@ -183,7 +184,7 @@ class StagedEngine(Engine):
                 self._memory.view(Region.STAGED_CHUNKS, (rings.num_nodes, rings.head_words)),
             )
 
-    def _packing(self, args: DispatchArguments, block_num: int) -> Iterable[Launched]:
+    def _packing(self, args: Step, block_num: int) -> Iterable[Launched]:
         kernels, ring = self.kernels, self._ring
         key = "pack", dispatch_form(args)
         kernel = self._kernel(key, pack_kernel, lambda: ring.line_constants(args) | {"POISON_LANES": THREADS})
@@ -192,7 +193,7 @@ class StagedEngine(Engine):
         yield ring.numbering(args, block_num, finishes=False)
         yield kernel, values, self._programs(args.step_tokens, block_num)
 
-    def _forwarding(self, args: DispatchArguments, block_num: int) -> Iterable[Launched]:
+    def _forwarding(self, args: Step, block_num: int) -> Iterable[Launched]:
         config, ring = self.kernels.config, self._ring
         yield from self._passing_on(args.step_tokens, back=False, has_weights=False)
         values = (
@@ -214,7 +215,7 @@ class StagedEngine(Engine):
     def _packing_sums(self, args: CombineArguments, block_num: int) -> Iterable[Launched]:
         # ids are compared where nodes are added
         key = "pack sums", args.weights is None
-        kernel = self._kernel(key, pack_sums_kernel, lambda: self._ring.sum_constants(args._replace(ids=None)))
+        kernel = self._kernel(key, pack_sums_kernel, lambda: self._ring.sum_constants(replace(args, ids=None)))
         num_chunks = self._ring.rings.chunks_of_step(args.step_tokens)
         values = (self.kernels.table, num_chunks, self.kernels.config.rank)
         yield kernel, values, self._programs(args.step_tokens, block_num)
@@ -223,7 +224,7 @@ class StagedEngine(Engine):
         kernels = self.kernels
         yield from self._passing_on(args.step_tokens, back=True, has_weights=args.weights is not None)
         values = (
-            args.result,
+            args.out,
             kernels.absent if args.ids is None else args.ids,
             *args.biases,
             kernels.table,

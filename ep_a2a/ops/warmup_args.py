@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout
-from ep_a2a.ops.arguments import CombineArguments, DispatchArguments
+from ep_a2a.ops.arguments import CombineArguments, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NUM_ELEMENTS = 16
 
 
-def warmup_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[DispatchArguments]:
+def warmup_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[Step]:
     """Arguments of a dispatch of each form, with step_tokens 1."""
     word = torch.empty(NUM_ELEMENTS, dtype=torch.int32, device=device)
     floats = torch.empty(NUM_ELEMENTS, dtype=torch.float32, device=device)
@@ -34,7 +34,7 @@ def warmup_dispatches(config: EpDispatchCombineConfig, device: torch.device) -> 
         casts = config.casts_in_dispatch and x.dtype != FP8_DTYPE
         for scales in [word if config.takes_scale else None] if casts else scale_options:
             for weights in sent_weights:
-                yield DispatchArguments(x, scales, weights, word, 0, 1, 1, -1, 1)
+                yield Step(x, weights, scales, word, step_tokens=1)
 
 
 def warmup_combines(config: EpDispatchCombineConfig, device: torch.device) -> Iterator[CombineArguments]:
@@ -46,4 +46,4 @@ def warmup_combines(config: EpDispatchCombineConfig, device: torch.device) -> It
     # in layout expert_major weights never come back
     for weights in (None,) if only_serving or config.layout == Layout.EXPERT_MAJOR else (None, floats):
         for ids in (None,) if only_serving else (None, word):
-            yield CombineArguments(rows, weights, ids, rows, 0, 1)
+            yield CombineArguments(rows, weights, ids, rows)

@@ -329,7 +329,8 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
 
 def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
     """Rows of their own, as many as the combine of the op's open dispatch takes."""
-    return rows[: math.prod(op._step.facts.lead)].clone()
+    assert op.open_step is not None
+    return rows[: math.prod(op.open_step.lead)].clone()
 
 
 def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:

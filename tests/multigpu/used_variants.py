@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, CombineArguments, Stages, Step
 from ep_a2a.ops.engine import Engine
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case
@@ -46,15 +46,13 @@ def _of_step(engine: Any, case: Case, step: int, rank: int, *, gives_ids: bool) 
     num_tokens, stride = case.num_tokens(step, rank), case.stride(step) or case.max_tokens
     by_expert = case.layout == "expert_major"
     scales = word if case.scale_dim else None
-    dispatch = DispatchArguments(
-        x, scales, floats if case.with_weights else None, word, num_tokens, stride, 1, case.pad_id, 1
-    )
+    sent_weights = floats if case.with_weights else None
+    dispatch = Step(x, sent_weights, scales, word, stride, case.pad_id, num_tokens=num_tokens)
     weights = floats if case.combine_weights and case.with_weights and not by_expert else None
-    biases = [None, None]
+    biases: list[torch.Tensor | None] = [None, None]
     for place in (1, 0)[: case.num_biases] if rank % 2 else (0, 1)[: case.num_biases]:
-        biases[place] = rows  # type: ignore[call-overload]
-    combine = CombineArguments(rows, weights, word if gives_ids else None, rows, num_tokens, stride)
-    combine = combine._replace(biases=tuple(biases))
+        biases[place] = rows
+    combine = CombineArguments(rows, weights, word if gives_ids else None, rows, biases, num_tokens, stride)
     for stages in _stages(case, step, rank, "dispatch"):
         yield from (launch[:2] for launch in engine._dispatch_launches(dispatch, stages, NO_WISH))
     for stages in _stages(case, step, rank, "combine"):

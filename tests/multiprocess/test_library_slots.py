@@ -114,7 +114,7 @@ def flashinfer_parity(context: RankContext, *, layout: str, one_sided: type[NVLi
         rows, weights, received_scales, received_ids, _ = op.dispatch(x, None, scales, ids)
         assert weights is None
         valid = parity_cases.valid_rows(op, rows, received_ids)
-        source = op.get_dispatch_src_token_pos() // op.max_num_tokens_to_send()
+        source = op.get_dispatch_src_token_pos() // (op.config.world_size * op.config.max_num_inp_token_per_rank)
         expected = rows.flatten(0, -2)[valid.flatten(), :4].float()
         if layout == "compact":
             expected += source[:, None]

@@ -40,9 +40,8 @@ from ep_a2a.managers.registry import aliases_of, available_backends, create_mana
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.gpu_maker import refuse_other_gpus
 from ep_a2a.ops import EpDispatchCombineOp
-from ep_a2a.ops.adapter import AdapterOp, AdapterStep
-from ep_a2a.ops.arguments import CombineInputs, StepInputs
-from ep_a2a.ops.base_op import OpenStep
+from ep_a2a.ops.adapter import AdapterOp
+from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.ignored_options import KERNEL_FIELDS
 from ep_a2a.routing import count_ids
@@ -118,19 +117,17 @@ def test_empty_weights_are_those_of_no_rows_or_none(num_rows):
     config, none = deepseek_v3(), torch.empty(0)
     rows = torch.empty(num_rows, config.hidden_dim, dtype=config.combined_dtype)
     ids = torch.empty(0, config.topk, dtype=torch.int32)
-    step = OpenStep(
-        AdapterStep(StepInputs(none, None, None, ids, 1, -1, False, 0), ids, None),
-        DispatchResult(rows, None, None, ids, none),
-    )
+    step = Step(none, None, None, ids, 1)
+    step.dispatched = DispatchResult(rows, None, None, ids, none)
     op = SimpleNamespace(
         config=config,
         device=rows.device,
         _is_registered=lambda _: False,
-        _check_own=lambda *_: None,
         _check_weights=lambda _: None,
     )
-    given = CombineInputs(rows, torch.empty(0, config.topk), None, None, (None, None))
-    assert (AdapterOp._prepare_combine(op, step, given).weights is None) == (num_rows > 0)
+    args = CombineArguments(rows, torch.empty(0, config.topk), None)
+    AdapterOp._prepare_combine(op, step, args)
+    assert (args.weights is None) == (num_rows > 0)
 
 
 def test_what_a_backend_can_do_is_not_refused():

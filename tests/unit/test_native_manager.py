@@ -27,9 +27,9 @@ from ep_a2a.errors import (
 from ep_a2a.kernels.layout import Region
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
-from ep_a2a.ops.arguments import NO_WISH, SEND, DispatchArguments
+from ep_a2a.ops.arguments import NO_WISH, SEND, Step
 from ep_a2a.ops.inputs import travelling_scales
-from ep_a2a.ops.op import EpDispatchCombineOp, PreparedDispatch
+from ep_a2a.ops.op import EpDispatchCombineOp
 
 HIDDEN, TOPK = 128, 2
 TOKENS, WEIGHTS = torch.ones(3, HIDDEN, dtype=torch.bfloat16), torch.ones(3, TOPK)
@@ -113,7 +113,8 @@ def test_copies_of_a_split_dispatch_belong_to_the_stream_that_reads_them(monkeyp
     engine = SimpleNamespace(recv_reads_inputs=True, dispatch=lambda *_: None)
     op = SimpleNamespace(engine=engine, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    EpDispatchCombineOp._receive(op, SimpleNamespace(tensors=[copy, copy]))  # type: ignore[arg-type]
+    step = SimpleNamespace(inputs=[copy, copy], forget_inputs=lambda: None)
+    EpDispatchCombineOp._finish_dispatch(op, step)  # type: ignore[arg-type]
     assert recorded == ["stream of cuda"] * 2
 
 
@@ -309,13 +310,13 @@ def test_rows_behind_an_experts_rows_are_zeros_up_to_its_alignment(manager, alig
 
 def test_the_second_half_of_a_dispatch_reads_copies():
     """The caller may overwrite what it gave to dispatch_send."""
-    seen: list[DispatchArguments] = []
-    engine = SimpleNamespace(recv_reads_inputs=True, dispatch=lambda args, *_: seen.append(args))
-    op: Any = SimpleNamespace(engine=engine, _receive=seen.append)
-    tokens = TOKENS.clone()
-    args = DispatchArguments(tokens, None, WEIGHTS, IDS, 3, 3, 0, -1, 3)
-    checked: Any = SimpleNamespace(received=None)
-    step = EpDispatchCombineOp._run_dispatch(op, PreparedDispatch(args, checked, False), SEND, NO_WISH)
-    tokens.zero_()
-    step.finish()
-    assert torch.equal(seen[-1].tokens, TOKENS)
+    op: Any = SimpleNamespace(engine=SimpleNamespace(recv_reads_inputs=True, dispatch=lambda *_: None))
+    given = [TOKENS.clone(), WEIGHTS.clone(), None, IDS.clone()]
+    step = Step(*given, step_tokens=3)  # type: ignore[arg-type]
+    EpDispatchCombineOp._run_dispatch(op, step, SEND, NO_WISH)
+    for each in (given[0], given[1], given[3]):
+        each.zero_()  # type: ignore[union-attr]
+    assert torch.equal(step.tokens, TOKENS)
+    assert torch.equal(step.ids, IDS)
+    assert step.weights is not None
+    assert torch.equal(step.weights, WEIGHTS)

@@ -1,6 +1,7 @@
 """The kernels of rings compile for GPUs, without spilling, and move rows in vectors; and what a ring's shape is."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int,
     (combine,) = warmup_combines(config, engine.kernels.device)
     most = config.max_num_inp_token_per_rank
     launches = [
-        *engine._dispatch_launches(dispatch._replace(num_tokens=most), WHOLE, NO_WISH),
-        *engine._combine_launches(combine._replace(step_tokens=most), WHOLE, NO_WISH),
+        *engine._dispatch_launches(replace(dispatch, num_tokens=most), WHOLE, NO_WISH),
+        *engine._combine_launches(replace(combine, step_tokens=most), WHOLE, NO_WISH),
     ]
     found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
     assert found == {
@@ -114,7 +115,7 @@ def test_manual_launches_take_the_configs_number_of_programs() -> None:
     engine.kernels.num_sms = NUM_SMS
     (dispatch,) = warmup_dispatches(config, engine.kernels.device)
     for wish, number in ((NO_WISH, 7), (NO_WISH._replace(block_num=9), 9)):
-        launches = engine._dispatch_launches(dispatch._replace(num_tokens=4096), WHOLE, wish)
+        launches = engine._dispatch_launches(replace(dispatch, num_tokens=4096), WHOLE, wish)
         assert {variant.kernel.__name__: each for variant, _, each in launches}["number_rows_kernel"] == number
 
 

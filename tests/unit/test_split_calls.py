@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, DispatchArguments, Stages
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, CombineArguments, Stages, Step
 from ep_a2a.ops.intra_node import IntraNodeEngine, dispatch_kernel
 from ep_a2a.policy import Phase, dispatch_phase
 from tests.unit.test_config import config_of
@@ -32,9 +32,9 @@ def test_the_halves_that_a_step_needs_are_compiled_beforehand(layout):
 
     def needed(tokens: int, stages: Stages) -> list[Any]:
         phase = dispatch_phase(config, tokens)
-        dispatch = DispatchArguments(rows, None, floats, word, tokens, tokens, 1, -1, 1)
+        dispatch = Step(rows, floats, None, word, tokens, num_tokens=tokens)
         launches = [engine.launch_of(each, tokens, tokens) for each in (phase, Phase.COMBINE)]
-        combine = CombineArguments(rows, None, None, rows, tokens, tokens)
+        combine = CombineArguments(rows, None, None, rows, num_tokens=tokens, step_tokens=tokens)
         return [
             dispatch_kernel(kernels, dispatch, phase, launches[0], stages),
             engine._combine_kernel(combine, launches[1], stages, in_place=False),

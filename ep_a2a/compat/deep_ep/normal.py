@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.utils import EventOverlap
     from ep_a2a.compat.deep_ep_sizes import Config
     from ep_a2a.interface import DispatchResult
-    from ep_a2a.ops.arguments import Biases
 
 Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | list[torch.Tensor | None] | None
 
@@ -381,7 +380,7 @@ def _kept(rows: torch.Tensor, num_rows: int, filler: int) -> torch.Tensor:
     return kept
 
 
-def _biases(bias: Bias, x: torch.Tensor, num_tokens: int) -> Biases:
+def _biases(bias: Bias, x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the two biases, contiguous.
 
     Raises:

@@ -17,7 +17,6 @@ from ep_a2a.errors import ClosedError, EpA2AError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import become_closed, is_capturing
 from ep_a2a.ops.inputs import in_int32
-from ep_a2a.ops.op_sizes import OpSizes
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def warmup_jit_kernels(kernel_type: EpDispatchCombineKernelType) -> None:
 
 
 @with_refusals("mori", OP)
-class EpDispatchCombineOp(OpSizes):
+class EpDispatchCombineOp:
     """MORI's EpDispatchCombineOp. Construction is collective, in the world that `shmem` has made.
 
     `mori.shmem.shmem_finalize()` gives its memory back. So does `close()`, for the next op, in the same order on all
@@ -306,6 +305,26 @@ class EpDispatchCombineOp(OpSizes):
         For one `dtype` of combine's input it is the same memory after dispatches of any dtype.
         """
         return self._combine_input.registered(dtype, hidden_dim)
+
+    def decode_send_flat_idx(self, flat_idx: int) -> tuple[int, int]:
+        """(source rank, source token) of an element of get_dispatch_src_token_pos."""
+        return divmod(int(flat_idx), self.max_num_tokens_to_send())
+
+    def max_num_tokens_to_send_per_rank(self) -> int:
+        """M: the most tokens that a rank dispatches."""
+        return self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_send(self) -> int:
+        """W * M: the most tokens that all ranks dispatch together."""
+        return self.config.world_size * self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_recv_per_rank(self) -> int:
+        """The most received rows divided by W."""
+        return self.config.max_num_recv_tokens_per_rank
+
+    def max_num_tokens_to_recv(self) -> int:
+        """R for M tokens: the most rows that a rank ever receives."""
+        return self.config.max_num_recv_tokens
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Returns the source of each received row, int32 [total_recv]: rank * (W * M) + token. Synchronises."""

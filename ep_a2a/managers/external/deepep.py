@@ -22,8 +22,7 @@ from ep_a2a.routing import count_ids
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ep_a2a.ops.adapter import RowsBack
-    from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.topology import Topology
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP"
@@ -82,9 +81,9 @@ class DeepEPOp(LibraryDispatchCombineOp):
         """Returns ids [T, K] in DeepEP's dtype, with -1 in every slot without an expert."""
         return torch.where((ids >= 0) & (ids < self.config.total_experts), ids, -1).to(self._ids_dtype)
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        result, sums, _ = self._native.combine(x=given.rows, handle=self._handle, topk_weights=given.weights)
-        return self._combine_result(result, given, sums)
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
+        result, sums, _ = self._native.combine(x=args.rows, handle=self._handle, topk_weights=args.weights)
+        return self._combine_result(result, args, sums)
 
     def _destroy(self) -> None:
         self._native.destroy()
@@ -147,7 +146,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
             explicitly_destroy=True,
         )
 
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         config, native = self.config, self._native
         ids = self._ids_for_native(step.ids)
         per_rank, per_node, per_expert, in_rank, _ = native.get_dispatch_layout(
@@ -181,7 +180,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
             raise self._unsupported("source positions on several nodes")
         sources = conversions.sources_of_rows(self._recv_counts)
         tokens = self._handle[SOURCE_TOKENS][: sources.numel()]
-        return conversions.positions(sources, tokens, self.max_num_tokens_to_send())
+        return conversions.positions(sources, tokens, self._position_stride)
 
 
 class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
@@ -235,7 +234,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
             num_experts=config.total_experts,
         )
 
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         config = self.config
         self._sent_ids = self._ids_for_native(step.ids)
         # num_max_dispatch_tokens_per_rank places DeepEP's signals, which must be zero: the same number in every step.
@@ -250,13 +249,13 @@ class DeepEPLowLatencyOp(DeepEPOp):
         sources = conversions.rows_per_source(self._handle[RANGES])
         return ReceivedRows(*rows_and_scales(received), per_source=sources, per_expert=counts)
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         result, _, _ = self._native.low_latency_combine(
-            x=given.rows,
+            x=args.rows,
             topk_idx=self._sent_ids,
-            topk_weights=given.step.weights,
+            topk_weights=step.weights,
             handle=self._handle,
-            out=given.out,
+            out=args.out,
         )
         return CombineResult(result, None)
 
@@ -306,7 +305,7 @@ class DeepEPV2Op(DeepEPOp):
             explicitly_destroy=True,
         )
 
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         config = self.config
         self._step_tokens = step.step_tokens
         received, local_ids, weights, self._handle, _ = self._native.dispatch(
@@ -335,7 +334,7 @@ class DeepEPV2Op(DeepEPOp):
     def _positions(self) -> torch.Tensor:
         tokens = self._global_tokens()[: int(self._total_recv)]
         ranks, own_tokens = tokens // self._step_tokens, tokens % self._step_tokens
-        return conversions.positions(ranks, own_tokens, self.max_num_tokens_to_send())
+        return conversions.positions(ranks, own_tokens, self._position_stride)
 
 
 class DeepEPV2All2AllManager(LibraryAll2AllManager):

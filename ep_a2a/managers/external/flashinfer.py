@@ -21,8 +21,7 @@ from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, Receiv
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ep_a2a.ops.adapter import RowsBack
-    from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
@@ -192,7 +191,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         config, device = self.config, self.device
         num_most, topk = config.max_num_inp_token_per_rank, config.topk
         own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
-        self._own_positions = own + config.rank * self.max_num_tokens_to_send()
+        self._own_positions = own + config.rank * self._position_stride
         self._no_weights = torch.zeros(num_most, topk, dtype=torch.float32, device=device)
         self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
         self._received_positions = self._own_positions[:0]
@@ -217,7 +216,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         )
         return self._exchange
 
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         config, num_tokens = self.config, step.num_tokens
         routed = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
         # FlashInfer moves four payloads at most. These rows have an odd number of words, so any word may begin them.
@@ -242,9 +241,9 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
             per_source=counts,
         )
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        rows, step = given.rows, given.step
-        result = self._result[: step.num_tokens] if given.out is None else given.out
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
+        rows = args.rows
+        result = self._result[: step.num_tokens] if args.out is None else args.out
         if self._fp8_combine and self._is_registered(rows):
             # a cast in place would destroy the rows
             rows = rows.clone()
@@ -259,7 +258,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """Returns rows [W * step_tokens, H] of the workspace, for this step. Raises StateError between steps."""
         self._check_buffer_request(dtype, hidden_dim)
-        if self._open_inputs is None:
+        if self.open_step is None:
             raise StateError("a dispatch before the combine buffer is asked for", "none", "Ask for it after dispatch.")
         self._workspace_rows = self._exchange.combine_rows(dtype)
         return self._workspace_rows
@@ -310,7 +309,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
 
         config, most, group = self.config, self.config.max_num_inp_token_per_rank, manager.cpu_group
         own = torch.arange(most, dtype=torch.int32, device=self.device)[:, None]
-        self._own_positions = (own + config.rank * self.max_num_tokens_to_send()).repeat(1, POSITION_WORDS)
+        self._own_positions = (own + config.rank * self._position_stride).repeat(1, POSITION_WORDS)
         self._no_weights = torch.zeros(most, config.topk, dtype=torch.float32, device=self.device)
         self._ranks = torch.arange(config.world_size, dtype=torch.int32, device=self.device)[:, None]
         self._received_positions = self._own_positions[:0, 0]
@@ -326,7 +325,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         self._step_bound = step_bound(native)
         return native
 
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         experts, num_tokens = self.config.total_experts, step.num_tokens
         # an id that is the number of experts belongs to no rank
         ids = torch.where(conversions.valid_ids(step.ids, experts), step.ids, experts)
@@ -346,7 +345,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         received = got.hidden_states_scale.view(torch.int32)
         positions = torch.where(came, received[:, -1], -1)
         self._received_positions = positions
-        sources = positions.div(self.max_num_tokens_to_send(), rounding_mode="floor")
+        sources = positions.div(self._position_stride, rounding_mode="floor")
         scales = None
         if step.scales is not None:
             scales = received[:, :-POSITION_WORDS].contiguous().view(step.scales.dtype)
@@ -358,8 +357,8 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
             per_source=(sources == self._ranks).sum(1, dtype=torch.int32),
         )
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        return self._combine_result(self._native.combine(given.rows), given)
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
+        return self._combine_result(self._native.combine(args.rows), args)
 
     def _positions(self) -> torch.Tensor:
         return self._received_positions[self._received_positions >= 0]

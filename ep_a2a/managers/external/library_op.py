@@ -12,15 +12,14 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.memory.guards import outside_modes
-from ep_a2a.ops.adapter import AdapterOp, RowsBack
+from ep_a2a.ops.adapter import AdapterOp
+from ep_a2a.ops.arguments import CombineArguments
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
-    from ep_a2a.ops.adapter import AdapterStep
-    from ep_a2a.ops.arguments import StepInputs
-    from ep_a2a.ops.base_op import OpenStep
+    from ep_a2a.ops.arguments import Step
     from ep_a2a.topology import Topology
 
 
@@ -61,6 +60,8 @@ class LibraryDispatchCombineOp(AdapterOp):
     ) -> None:
         super().__init__(config, manager.device)
         self.backend, self.capabilities = manager.backend, manager.capabilities
+        # a source position is source rank * W * M + token
+        self._position_stride = config.world_size * config.max_num_inp_token_per_rank
         # of the step in progress: the library's handle, and the ids as the library was given them
         self._handle: Any = None
         self._sent_ids: torch.Tensor | None = None
@@ -74,10 +75,10 @@ class LibraryDispatchCombineOp(AdapterOp):
         """Allocates all that the op needs beside its counts, and returns the library's object. Collective."""
 
     @abc.abstractmethod
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         """Dispatches by the library."""
 
-    def _send(self, step: StepInputs) -> DispatchResult:
+    def _send(self, step: Step) -> DispatchResult:
         got, config = self._exchange_rows(step), self.config
         if got.per_source is not None:
             self._recv_counts.copy_(got.per_source)
@@ -98,9 +99,11 @@ class LibraryDispatchCombineOp(AdapterOp):
         if weights is not None and not self.capabilities.weight_sums:
             raise self._unsupported("sums of weights in combine")
 
-    def _combine_result(self, result: torch.Tensor, given: RowsBack, sums: torch.Tensor | None = None) -> CombineResult:
+    def _combine_result(
+        self, result: torch.Tensor, args: CombineArguments, sums: torch.Tensor | None = None
+    ) -> CombineResult:
         """The library's own result, or `out` with a copy of it; and the sums of weights."""
-        out = given.out
+        out = args.out
         return CombineResult(result if out is None else out.copy_(result[: out.shape[0]]), sums)
 
     def _positions(self) -> torch.Tensor:
@@ -113,11 +116,10 @@ class LibraryDispatchCombineOp(AdapterOp):
             "Use the backend 'ep_a2a'; `ep-a2a backends` shows what each can do.",
         )
 
-    def _abandon(self, step: OpenStep[AdapterStep]) -> None:
+    def _abandon(self, step: Step) -> None:
         # Libraries count their steps on the device: a dispatch that is not combined would spoil the next one.
-        lead = step.dispatched.tokens.shape[:-1]
-        rows = torch.zeros(*lead, self.config.hidden_dim, dtype=self.config.combined_dtype, device=self.device)
-        self._bring_back(RowsBack(rows, None, step.facts.inputs, None))
+        rows = torch.zeros(*step.lead, self.config.hidden_dim, dtype=self.config.combined_dtype, device=self.device)
+        self._bring_back(step, CombineArguments(rows, None, None))
 
     @property
     def recv_counts(self) -> torch.Tensor:

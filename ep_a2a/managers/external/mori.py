@@ -19,8 +19,7 @@ from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, Receiv
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.adapter import RowsBack
-    from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
@@ -55,7 +54,7 @@ class MoriOp(LibraryDispatchCombineOp):
         native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
         return mori.ops.EpDispatchCombineOp(native_config)
 
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         config = self.config
         weights = self._no_weights[: step.num_tokens] if step.weights is None else step.weights
         valid = conversions.valid_ids(step.ids, config.total_experts)
@@ -76,13 +75,13 @@ class MoriOp(LibraryDispatchCombineOp):
         ids = conversions.padded_ids(ids, total, step.pad_id)
         return ReceivedRows(tokens[:rows], None if step.scales is None else scales[:rows], ids, weights, total=total)
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         # MORI's combine takes this rank's own indices, never those that dispatch returned
-        result, sums = self._native.combine(input=given.rows, weights=given.weights, indices=self._sent_ids)
-        combined = self._combine_result(result, given, sums)
+        result, sums = self._native.combine(input=args.rows, weights=args.weights, indices=self._sent_ids)
+        combined = self._combine_result(result, args, sums)
         if self._fills_slots:
-            named = conversions.valid_ids(given.step.ids, self.config.total_experts).any(1, keepdim=True)
-            combined.tokens[: given.step.num_tokens].masked_fill_(~named, 0)
+            named = conversions.valid_ids(step.ids, self.config.total_experts).any(1, keepdim=True)
+            combined.tokens[: step.num_tokens].masked_fill_(~named, 0)
         return combined
 
     def _positions(self) -> torch.Tensor:

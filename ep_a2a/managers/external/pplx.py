@@ -16,8 +16,7 @@ from ep_a2a.ops.op_sizes import leading_dims
 
 if TYPE_CHECKING:
     from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.adapter import RowsBack
-    from ep_a2a.ops.arguments import StepInputs
+    from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.topology import Topology
 
 LIBRARY = Library(
@@ -63,7 +62,7 @@ class PplxOp(LibraryDispatchCombineOp):
             return pplx_kernels.AllToAll.internode(**sizes)
         return pplx_kernels.AllToAll.intranode(**sizes, group_name=manager.cpu_group.group_name)
 
-    def _exchange_rows(self, step: StepInputs) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> ReceivedRows:
         counts, config = self._expert_recv_count.view(torch.uint32), self.config
         ids = conversions.filled_ids(step.ids, config.total_experts, config.first_expert)
         self._sent_ids = ids.view(torch.uint32)
@@ -78,18 +77,17 @@ class PplxOp(LibraryDispatchCombineOp):
         )
         return ReceivedRows(self._tokens, self._scales, per_expert=self._expert_recv_count)
 
-    def _bring_back(self, given: RowsBack) -> CombineResult:
-        step = given.step
+    def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         assert step.weights is not None  # layout expert_major needs them, which has been checked
         valid = conversions.valid_ids(step.ids, self.config.total_experts)
         self._native.combine(
             out_tokens=self._result,
             indices=self._sent_ids,
             weights=torch.where(valid, step.weights, 0),
-            expert_y=given.rows,
+            expert_y=args.rows,
             bound_m=None,
         )
-        return self._combine_result(self._result, given)
+        return self._combine_result(self._result, args)
 
     def _destroy(self) -> None:
         self._native.destroy()
