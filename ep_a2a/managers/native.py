@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,24 +35,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.arguments import Step
     from ep_a2a.ops.op import EpDispatchCombineOp
     from ep_a2a.topology import Topology
-
-
-class _Step(NamedTuple):
-    """A dispatch of the manager that has not been combined.
-
-    Attributes:
-        op: the op that serves it, held until the step ends.
-        leading_sizes: leading dimensions of the received rows, (R,) or (W, M).
-        counts: received rows, in one number or by source rank.
-        num_tokens: T of this rank.
-    """
-
-    op: EpDispatchCombineOp
-    leading_sizes: tuple[int, ...]
-    counts: list[int]
-    num_tokens: int
 
 
 class NativeAll2AllManager(All2AllManagerBase):
@@ -89,7 +74,8 @@ class NativeAll2AllManager(All2AllManagerBase):
         self._arena: Arena | None = None
         self._factory: OpFactory | None = None
         self._max_sms = 0
-        self._step: _Step | None = None
+        # the op that serves a dispatch, held until its combine, and its received rows, in one number or by source rank
+        self._serving: tuple[EpDispatchCombineOp, list[int]] | None = None
         self._dispatched_by: weakref.ref[EpDispatchCombineOp] | None = None
 
     @property
@@ -159,7 +145,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             RankTimeoutError, CapacityError, ConfigMismatchError: recorded by the kernels. Call `reset` on every rank.
         """
         op = self._handle(handle)
-        if self._step is not None and not self._step.op.closed and self._step.op.has_open_step:
+        if self._serving is not None and self._serving[0].open_step is not None:
             raise AlternationError(
                 "combine after dispatch",
                 "dispatch again",
@@ -180,7 +166,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         counts = op.recv_counts.tolist()
         if op.config.layout == Layout.COMPACT:
             counts = [sum(counts)]
-        self._step = _Step(op, tuple(tokens.shape[:-1]), counts, hidden_states.shape[0])
+        self._serving = op, counts
         op.check()
         assert weights is not None
         found = [_received(tokens, counts), _received(weights, counts), _received(indices, counts)]
@@ -210,6 +196,13 @@ class NativeAll2AllManager(All2AllManagerBase):
             )
         return extra[0].contiguous()
 
+    def _open_step(self) -> tuple[EpDispatchCombineOp, Step, list[int]]:
+        """The op of the dispatch that comes to be combined, its step, and the received rows."""
+        if self._serving is None or self._serving[0].open_step is None:
+            raise AlternationError("dispatch before combine", "combine")
+        op, counts = self._serving
+        return op, self._serving[0].open_step, counts
+
     @outside_graphs
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """Returns this rank's tokens [T, H], each the sum of its experts' rows over all ranks.
@@ -223,9 +216,7 @@ class NativeAll2AllManager(All2AllManagerBase):
             AlternationError: there is no dispatch to combine.
             ShapeError, DtypeError, DeviceError: hidden_states does not fit; combine can be repeated.
         """
-        if self._step is None:
-            raise AlternationError("dispatch before combine", "combine")
-        op, leading_sizes, counts, num_tokens = self._step
+        op, step, counts = self._open_step()
         config, shape = op.config, (sum(counts), op.config.hidden_dim)
         if tuple(hidden_states.shape) != shape:
             raise ShapeError(f"hidden_states of shape {shape}, as dispatched", str(tuple(hidden_states.shape)))
@@ -234,12 +225,12 @@ class NativeAll2AllManager(All2AllManagerBase):
         if hidden_states.device != self.device:
             raise DeviceError(f"hidden_states on {self.device}", str(hidden_states.device))
         address_of("hidden_states", hidden_states)
-        buffer = op.get_registered_combine_input_buffer(config.combined_dtype)[: math.prod(leading_sizes)]
+        buffer = op.get_registered_combine_input_buffer(config.combined_dtype)[: math.prod(step.lead)]
         for block, part in zip(buffer.view(len(counts), -1, config.hidden_dim), torch.split(hidden_states, counts)):
             block[: part.shape[0]] = part
-        result = torch.empty(num_tokens, config.hidden_dim, dtype=config.combined_dtype, device=self.device)
-        op.combine(buffer.view(*leading_sizes, config.hidden_dim), None, None, out=result)
-        self._step = None
+        result = torch.empty(step.num_tokens, config.hidden_dim, dtype=config.combined_dtype, device=self.device)
+        op.combine(buffer.view(*step.lead, config.hidden_dim), None, None, out=result)
+        self._serving = None
         return result
 
     @outside_graphs
@@ -251,10 +242,10 @@ class NativeAll2AllManager(All2AllManagerBase):
         Raises:
             ShapeError: output has another shape; combine can be repeated. Otherwise as `combine`.
         """
-        if self._step is not None:
-            shape = (self._step.num_tokens, self._step.op.config.hidden_dim)
-            if tuple(output.shape) != shape:
-                raise ShapeError(f"output of shape {shape}", str(tuple(output.shape)))
+        op, step, _ = self._open_step()
+        shape = (step.num_tokens, op.config.hidden_dim)
+        if tuple(output.shape) != shape:
+            raise ShapeError(f"output of shape {shape}", str(tuple(output.shape)))
         return super().combine_into_output(hidden_states, output, is_sequence_parallel)
 
     def reset(self) -> None:
@@ -262,7 +253,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         with self._rendezvous.telling():
             self._require_open()
             op = None if self._dispatched_by is None else self._dispatched_by()
-            self._step = None
+            self._serving = None
             if op is not None and not op.closed:
                 op.reset()
 
@@ -294,7 +285,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         return self._max_sms or None
 
     def _release(self) -> None:
-        self._step = None
+        self._serving = None
         if self._factory is not None:
             self._factory.close()
             self._factory = None
