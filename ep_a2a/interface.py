@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.arguments import Step
 
 
 class DispatchResult(NamedTuple):
@@ -83,10 +84,12 @@ class DispatchCombineOp(Protocol):
     Attributes:
         config: shapes and choices.
         device: where the op's tensors live.
+        open_step: the step between its calls; None where a dispatch comes next.
     """
 
     config: EpDispatchCombineConfig
     device: torch.device
+    open_step: Step | None
 
     def dispatch(
         self,

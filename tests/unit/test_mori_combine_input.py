@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched, LostRows
+from ep_a2a.compat.mori.combine_input import CombineInput, LostRows
 from ep_a2a.compat.parameters import warn_once
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import InputError
@@ -18,7 +18,7 @@ CONFIG = EpDispatchCombineConfig(torch.float32, 0, 2, 32, 0, 0, 4, 8, 2, TOPK)
 
 
 @pytest.fixture
-def dispatched():
+def step():
     warn_once.cache_clear()
     result = DispatchResult(
         torch.ones(NUM_ROWS, 32),
@@ -27,13 +27,13 @@ def dispatched():
         torch.zeros(NUM_ROWS, TOPK, dtype=torch.int32),
         torch.tensor([NUM_RECEIVED], dtype=torch.int32),
     )
-    return Dispatched(torch.ones(NUM_TOKENS, TOPK), NUM_TOKENS, result)
+    return SimpleNamespace(next_call="combine", num_tokens=NUM_TOKENS, dispatched=result)
 
 
 @pytest.fixture
-def given(dispatched):
-    made = CombineInput(SimpleNamespace(device=torch.device("cpu")), CONFIG, {})
-    made.dispatched = dispatched
+def given(step):
+    made = CombineInput(SimpleNamespace(device=torch.device("cpu"), open_step=step), CONFIG, {})
+    made.own_weights = torch.ones(NUM_TOKENS, TOPK)
     return made
 
 
@@ -41,18 +41,18 @@ def own_ids():
     return torch.zeros(NUM_TOKENS, TOPK, dtype=torch.int32)
 
 
-def test_what_fits_passes(given, dispatched, caplog):
-    rows, weights, ids = dispatched.result[0], dispatched.result[1], own_ids()
+def test_what_fits_passes(given, step, caplog):
+    rows, weights, ids = step.dispatched[0], step.dispatched[1], own_ids()
     for got, expected in zip(given.of(rows, weights, ids, 1), (rows, weights, ids), strict=True):
         assert got is expected
     assert given.of(rows, None, None, 1) == (rows, None, None)
     assert not caplog.records
 
 
-def test_one_warning_each(given, dispatched, caplog):
-    rows, received_ids = dispatched.result[0], dispatched.result[3]
+def test_one_warning_each(given, step, caplog):
+    rows, received_ids = step.dispatched[0], step.dispatched[3]
     with caplog.at_level(logging.WARNING):
-        for own_weights in (dispatched.weights, dispatched.weights.clone()):
+        for own_weights in (given.own_weights, given.own_weights.clone()):
             assert given.of(rows, own_weights, own_ids(), 1)[1] is None
         for other_ids in (received_ids, received_ids.clone(), received_ids[:NUM_RECEIVED]):
             assert given.of(rows, None, other_ids, 1)[2] is None
@@ -64,18 +64,18 @@ def test_one_warning_each(given, dispatched, caplog):
 
 
 @pytest.fixture
-def as_many_rows(dispatched):
+def as_many_rows(step):
     """As many rows as this rank has tokens: by shape alone weights could be in the order of either."""
-    dispatched.result[4].fill_(NUM_TOKENS)
-    dispatched.result[1].copy_(torch.arange(NUM_ROWS * TOPK).view(NUM_ROWS, TOPK))
+    step.dispatched[4].fill_(NUM_TOKENS)
+    step.dispatched[1].copy_(torch.arange(NUM_ROWS * TOPK).view(NUM_ROWS, TOPK))
     # what nobody has written
-    dispatched.result[1][NUM_TOKENS - 1] = torch.nan
-    return dispatched.result[0][:NUM_TOKENS]
+    step.dispatched[1][NUM_TOKENS - 1] = torch.nan
+    return step.dispatched[0][:NUM_TOKENS]
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_own_weights_are_dropped_also_where_as_many_rows_are_given(given, dispatched, as_many_rows, copied):
-    own, received = dispatched.weights, dispatched.result[1][:NUM_TOKENS]
+def test_own_weights_are_dropped_also_where_as_many_rows_are_given(given, step, as_many_rows, copied):
+    own, received = given.own_weights, step.dispatched[1][:NUM_TOKENS]
     if copied:
         own, received = own.clone(), received.clone()
     assert given.of(as_many_rows, own, None, 1)[1] is None
@@ -83,15 +83,15 @@ def test_own_weights_are_dropped_also_where_as_many_rows_are_given(given, dispat
     assert torch.equal(summed.view(torch.int32), received.view(torch.int32))
 
 
-def test_weights_that_could_be_in_either_order_are_refused(given, dispatched, as_many_rows):
-    for weights in (2 * dispatched.weights, dispatched.result[1][1 : NUM_TOKENS + 1]):
+def test_weights_that_could_be_in_either_order_are_refused(given, step, as_many_rows):
+    for weights in (2 * given.own_weights, step.dispatched[1][1 : NUM_TOKENS + 1]):
         with pytest.raises(InputError, match=f"others for {NUM_TOKENS} rows, as many as this rank has tokens"):
             given.of(as_many_rows, weights, None, 1)
     with recording_on_cpu(), pytest.raises(InputError, match="could be in the order of either"):
-        given.of(as_many_rows, dispatched.weights.clone(), None, 1)
-    given.dispatched = dispatched._replace(weights=None)
+        given.of(as_many_rows, given.own_weights.clone(), None, 1)
+    own, given.own_weights = given.own_weights, None
     with pytest.raises(InputError, match="could be in the order of either"):
-        given.of(as_many_rows, dispatched.weights, None, 1)
+        given.of(as_many_rows, own, None, 1)
 
 
 @pytest.mark.parametrize("registered", [False, True])
@@ -104,19 +104,19 @@ def test_weights_that_could_be_in_either_order_are_refused(given, dispatched, as
         (NUM_ROWS, False, (0, TOPK), False),
     ],
 )
-def test_empty_weights(given, dispatched, registered, num_given, own, shape, travel):
+def test_empty_weights(given, step, registered, num_given, own, shape, travel):
     weights = torch.empty(shape)
-    dispatched.result[4].fill_(0)
-    given.dispatched = Dispatched(weights if own else torch.empty(0, TOPK), 0, dispatched.result)
+    step.dispatched[4].fill_(0)
+    given.own_weights, step.num_tokens = weights if own else torch.empty(0, TOPK), 0
     if registered:
-        given._registered[torch.float32] = SimpleNamespace(rows=dispatched.result[0])
-    got = given.of(dispatched.result[0][:num_given], weights, None, int(not registered))[1]
+        given._registered[torch.float32] = SimpleNamespace(rows=step.dispatched[0])
+    got = given.of(step.dispatched[0][:num_given], weights, None, int(not registered))[1]
     assert (None if got is None else got.shape) == ((NUM_ROWS, TOPK) if travel else None)
 
 
 @pytest.mark.parametrize("num_given", [0, 1, NUM_TOKENS, NUM_RECEIVED - 1])
-def test_rows_that_are_missing(given, dispatched, num_given):
-    rows = dispatched.result[0]
+def test_rows_that_are_missing(given, step, num_given):
+    rows = step.dispatched[0]
     for _ in range(2):
         with pytest.raises(InputError, match=f"{NUM_RECEIVED - num_given} rows fewer"):
             given.of(rows[:num_given], None, None, 1)
@@ -127,6 +127,7 @@ def test_a_backend_may_register_other_memory_in_each_step():
     """As FlashInfer's does."""
     native = SimpleNamespace(
         device=torch.device("cpu"),
+        open_step=None,
         get_registered_combine_input_buffer=lambda dtype, _: torch.empty(NUM_ROWS, 32, dtype=dtype),
     )
     made = CombineInput(native, CONFIG, {})

@@ -13,21 +13,10 @@ from ep_a2a.ops.inputs import address_of
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchCombineOp, DispatchResult
+    from ep_a2a.interface import DispatchCombineOp
+    from ep_a2a.ops.arguments import Step
 
 COMBINE = "ops.EpDispatchCombineOp.combine"
-
-
-class Dispatched(NamedTuple):
-    """The dispatch that the next combine belongs to.
-
-    Attributes:
-        weights: this rank's own topk_weights, or None. num_tokens: T. result: the tensors that dispatch returned.
-    """
-
-    weights: torch.Tensor | None
-    num_tokens: int
-    result: DispatchResult
 
 
 class Registered(NamedTuple):
@@ -54,7 +43,7 @@ class CombineInput:
         registered: the registered buffers that have been asked for, by dtype; ops of all token dtypes share them.
 
     Attributes:
-        dispatched: the dispatch whose rows have been received and not combined; None without one.
+        own_weights: this rank's own topk_weights, as given to the dispatch before; None without any.
         lost_rows: whether earlier combines were given too few rows.
     """
 
@@ -62,10 +51,16 @@ class CombineInput:
         self, native: DispatchCombineOp, config: EpDispatchCombineConfig, registered: dict[torch.dtype, Registered]
     ) -> None:
         self._native, self._config, self._registered = native, config, registered
-        self.dispatched: Dispatched | None = None
+        self.own_weights: torch.Tensor | None = None
         self.lost_rows = LostRows(native.device)
         self._rows: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
+
+    @property
+    def _step(self) -> Step | None:
+        """The step whose rows have been received and not combined."""
+        step = self._native.open_step
+        return step if step is not None and step.next_call == "combine" else None
 
     def registered(self, dtype: torch.dtype, hidden_dim: int) -> torch.Tensor:
         """Returns the registered buffer for combine's input of a dtype, from the op that was first asked for it."""
@@ -109,8 +104,8 @@ class CombineInput:
             return self._registered_rows(), weights, indices
         if not is_cut:
             return rows, weights, indices
-        if self.dispatched is not None:
-            self.lost_rows.note(self.dispatched.result.total_recv, num_given)
+        if (step := self._step) is not None:
+            self.lost_rows.note(step.dispatched.total_recv, num_given)
         if rows.shape[1] == self._config.hidden_dim and rows.dtype == self._config.combined_dtype:
             self._rows = rows = _extended(rows, num_rows, self._rows)
         return rows, weights, indices
@@ -132,9 +127,9 @@ class CombineInput:
         They travel then, as those of other ranks do. Other empty weights stand for none: beside rows, or this rank's
         own of no tokens.
         """
-        step = self.dispatched
+        step = self._step
         fits = num_given == 0 and tuple(weights.shape) == (0, self._config.topk)
-        return fits and step is not None and weights is not step.weights
+        return fits and step is not None and weights is not self.own_weights
 
     def _are_own(self, weights: torch.Tensor | None, num_given: int) -> bool:
         """Whether weights are those of this rank's own tokens, and not in the order of the rows.
@@ -145,15 +140,15 @@ class CombineInput:
         Raises:
             InputError: the values are neither of the two, or the call is captured.
         """
-        step = self.dispatched
+        step = self._step
         if step is None or not isinstance(weights, torch.Tensor):
             return False
-        own, received = step.weights, step.result[1]
+        own, received = self.own_weights, step.dispatched.weights
         if own is not None and weights.data_ptr() == own.data_ptr():
             return weights.shape == own.shape
         if tuple(weights.shape) != (step.num_tokens, self._config.topk):
             return False
-        if step.num_tokens not in (num_given, step.result[0].shape[0]):
+        if step.num_tokens not in (num_given, step.dispatched.tokens.shape[0]):
             return True
         if received is not None and weights.data_ptr() == received.data_ptr():
             return False
@@ -170,10 +165,10 @@ class CombineInput:
 
     def _are_received(self, indices: torch.Tensor | None, num_given: int) -> bool:
         """Whether ids are in the order of the received rows."""
-        step = self.dispatched
+        step = self._step
         if step is None or not isinstance(indices, torch.Tensor) or indices.dim() != 2:
             return False
-        received = step.result[3]
+        received = step.dispatched.indices
         if indices.numel() and indices.data_ptr() == received.data_ptr():
             return True
         return indices.shape[0] != step.num_tokens and indices.shape[0] in (num_given, received.shape[0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ep_a2a.compat.mori.combine_input import CombineInput, Dispatched, Registered
+from ep_a2a.compat.mori.combine_input import CombineInput, Registered
 from ep_a2a.compat.mori.shmem import current_world
 from ep_a2a.compat.parameters import refusals, refused, warn_once, with_refusals
 from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig, EpDispatchCombineKernelType
@@ -97,7 +97,6 @@ class EpDispatchCombineOp:
         self._registered: dict[torch.dtype, Registered] = {}
         self._combine_input = CombineInput(native, config, self._registered)
         self._by_dtype = {config.data_type: (native, self._combine_input)}
-        self._sent: Dispatched | None = None
         self._counts_experts = False
 
     def _choose_native(self, tokens: torch.Tensor) -> None:
@@ -161,7 +160,7 @@ class EpDispatchCombineOp:
         result = self.native.dispatch(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block, call_local_expert_count
         )
-        self._combine_input.dispatched = Dispatched(weights, indices.shape[0], result)
+        self._combine_input.own_weights = weights
         return result
 
     @outside_graphs
@@ -186,7 +185,7 @@ class EpDispatchCombineOp:
         indices = in_int32(indices)
         result = self.native.dispatch_send(input, weights, scales, indices)
         self._counts_experts = call_local_expert_count
-        self._sent = Dispatched(weights, indices.shape[0], result)
+        self._combine_input.own_weights = weights
         return result
 
     @outside_graphs
@@ -195,14 +194,10 @@ class EpDispatchCombineOp:
     ) -> None:
         """The second half of `dispatch`; must follow `dispatch_send`."""
         _warn_of_launch("dispatch_recv", block_num, warp_per_block)
-        self.native.dispatch_recv()
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return
-        self._combine_input.dispatched = sent
+        received = self.native.dispatch_recv()
         if call_local_expert_count or self._counts_experts:
             counts = self.local_expert_count
-            counts.copy_(count_ids(sent.result.indices, self.config.first_expert, counts.shape[0]))
+            counts.copy_(count_ids(received.indices, self.config.first_expert, counts.shape[0]))
 
     @outside_graphs
     def combine(
@@ -240,7 +235,7 @@ class EpDispatchCombineOp:
         _warn_of_rdma_blocks("combine", rdma_block_num)
         rows, weights, own_indices = self._combine_input.of(input, weights, in_int32(indices), use_external_inp_buf)
         result = self.native.combine(rows, weights, own_indices, block_num, rdma_block_num, warp_per_block)
-        self._combine_input.dispatched = None
+        self._combine_input.own_weights = None
         return result
 
     @outside_graphs
@@ -256,7 +251,7 @@ class EpDispatchCombineOp:
         _warn_of_launch("combine_send", block_num, warp_per_block)
         rows, weights, own_indices = self._combine_input.of(input, weights, in_int32(indices), -1)
         result = self.native.combine_send(rows, weights, own_indices)
-        self._combine_input.dispatched = None
+        self._combine_input.own_weights = None
         return result
 
     @outside_graphs
@@ -277,9 +272,6 @@ class EpDispatchCombineOp:
             except ClosedError:
                 raise
             except EpA2AError:
-                if native is self.native:
-                    self._sent = None
-                combine_input.dispatched = None
                 native.reset()
             combine_input.lost_rows.clear()
 
