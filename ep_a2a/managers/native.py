@@ -260,8 +260,7 @@ class NativeAll2AllManager(All2AllManagerBase):
     @property
     def num_buffer_bytes(self) -> int:
         """Bytes that the ops made so far take on this device."""
-        num_own_bytes: int = sum(op.num_own_bytes for op in self.handle_cache.handles())
-        return num_own_bytes + sum(each.num_bytes for each in (self._arena, self._factory) if each is not None)
+        return sum(each.num_bytes for each in (self._arena, self._factory) if each is not None)
 
     @classmethod
     def kernel_for(cls, num_nodes: int, max_tokens: int | None = None) -> tuple[str, str]:

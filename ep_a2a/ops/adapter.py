@@ -135,18 +135,29 @@ class AdapterOp(BaseOp):
         """Whether `rows` is the registered combine buffer; combine then takes its first rows."""
         return "_combine_input" in self.__dict__ and rows.data_ptr() == self._combine_input.data_ptr()
 
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Memory for combine's input: [R, H] of combine_dtype, in expert_major [E * R, H], with R for M tokens.
-
-        The first call allocates it. It saves no copy.
-        """
-        self._check_buffer_request(dtype, hidden_dim)
-        return self._combine_input
-
     def set_max_sms(self, max_sms: int, *, shares_sm: bool = False) -> None:
         """Without effect, which a warning says once."""
         if max_sms or shares_sm:
             warn_once(type(self).__name__, ("set_max_sms",))
+
+    def warmup_split(self) -> None:
+        """Do nothing: whole calls have compiled all that halves need."""
+
+    def get_launch_config(
+        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
+    ) -> tuple[int, int, int]:
+        """Raise UnsupportedError: another library chooses the launches."""
+        raise UnsupportedError(
+            "an op that chooses launches",
+            f"{type(self).__name__}, whose launches another library chooses",
+            "Use the backend 'ep_a2a'.",
+        )
+
+    def record_spans(self) -> None:
+        """Raise UnsupportedError: kernels of another project note no times."""
+        raise UnsupportedError(
+            "an op whose kernels can note times", f"{type(self).__name__}, which has none", "Trace an op of one node."
+        )
 
     def check(self) -> None:
         """Raise ClosedError after close. All other errors are raised by the call that causes them."""

@@ -16,7 +16,6 @@ from ep_a2a.errors import (
     ConfigError,
     EpA2AError,
     StateError,
-    UnsupportedError,
     max_tokens_name,
 )
 from ep_a2a.graph_breaks import outside_graphs
@@ -298,40 +297,6 @@ class BaseOp(abc.ABC):
         """R: the rows that dispatch returns for this step_tokens."""
         return num_rows(self.config, step_tokens)
 
-    @property
-    def num_own_bytes(self) -> int:
-        """Bytes on the device that the op holds beside its arena."""
-        return 0
-
-    def get_launch_config(
-        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
-    ) -> tuple[int, int, int]:
-        """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens.
-
-        Raises:
-            UnsupportedError: kernels of another project move the rows.
-        """
-        raise UnsupportedError(
-            "an op that chooses launches",
-            f"{type(self).__name__}, whose launches another library chooses",
-            "Use the backend 'ep_a2a'.",
-        )
-
-    def set_max_sms(self, max_sms: int, *, shares_sm: bool = False) -> None:
-        """Bound the multiprocessors of launches from now on; 0 = all. No effect where a library launches.
-
-        shares_sm: whether products run on the same multiprocessors meanwhile.
-        """
-
-    def warmup_split(self) -> None:
-        """Compile the kernels of split calls, so that a graph can capture them."""
-
-    def record_spans(self) -> None:
-        """Launch kernels that note times from now on; UnsupportedError where there are none."""
-        raise UnsupportedError(
-            "an op whose kernels can note times", f"{type(self).__name__}, which has none", "Trace an op of one node."
-        )
-
     def close(self) -> None:
         """End the use of the op; local, and a second call does nothing.
 
@@ -351,6 +316,19 @@ class BaseOp(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    @abc.abstractmethod
+    def _combine_input(self) -> torch.Tensor:
+        """The registered combine buffer."""
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """Memory for combine's input: [R, H] of combine_dtype, in expert_major [E * R, H], with R for M tokens.
+
+        The first call allocates it. It saves no copy: combine sends rows from any memory.
+        """
+        self._check_buffer_request(dtype, hidden_dim)
+        return self._combine_input
 
     def _check_buffer_request(self, dtype: torch.dtype, hidden_dim: int) -> None:
         if dtype != self.config.combined_dtype or hidden_dim not in (-1, self.config.hidden_dim):

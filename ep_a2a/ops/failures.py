@@ -23,9 +23,8 @@ from ep_a2a.ops.wire_word import disagreement
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ep_a2a.ops.memory import BoundMemory
+    from ep_a2a.ops.memory import BoundMemory, Timeouts
     from ep_a2a.ops.op import EpDispatchCombineOp
-    from ep_a2a.ops.timeouts import Timeouts
 
 DISPATCH_PHASE, COMBINE_PHASE = StepPhase.DISPATCH, StepPhase.COMBINE
 PHASES: dict[int, str] = {DISPATCH_PHASE: "dispatch", COMBINE_PHASE: "combine"}

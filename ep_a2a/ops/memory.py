@@ -1,14 +1,19 @@
-"""BoundMemory: the regions of an op in the memory that its arena gave, and the address table that kernels read."""
+"""BoundMemory: the regions of an op in the memory that its arena gave, and the address table that kernels read.
+
+Besides it the two words there that the host writes while kernels run: the bounds of waits, and the poison word.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.config import Layout
+from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, REMOTE_MIRRORS, FailureCode, OpLayout, Region, Stage, State
 from ep_a2a.kernels.ring_shape import Rings
@@ -16,19 +21,21 @@ from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.guards import is_capturing, outside_modes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
-from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK
-from ep_a2a.ops.poison import PoisonWord
+from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK, Failure
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Block
     from ep_a2a.memory.arena import Arena, OpMemory
-    from ep_a2a.ops.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAD_ID = -1
 EMPTY_BYTE = 0xFF
+NS_PER_SEC = 1_000_000_000
+FIRST_EPOCH = 1
+RANK_BITS = 16
+"""Low bits of a poison word, code << 16 | accused rank, that hold the rank (kernels/primitives.py)."""
 
 
 def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
@@ -51,6 +58,100 @@ def _addresses(tensor: torch.Tensor) -> range:
 def combine_role(config: EpDispatchCombineConfig) -> str:
     """The role of an op's combine block. Ops share a block only if they leave the same byte in it between steps."""
     return "combine_rings" if config.uses_rings else "combine"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that one wait for other ranks may take.
+
+    Attributes:
+        step_secs: in any step but the first. first_step_secs: in the first since the op was built or reset, in which
+            other ranks may still be loading, compiling or capturing.
+    """
+
+    step_secs: float
+    first_step_secs: float
+
+    @classmethod
+    def of(cls, config: EpDispatchCombineConfig) -> Timeouts:
+        """The time-outs of an op's config."""
+        return cls(config.timeout, config.first_timeout)
+
+    @classmethod
+    def same(cls, timeout_secs: float) -> Timeouts:
+        """The same time-out for all steps.
+
+        Raises:
+            ConfigError: it is not a number of seconds that the kernels' clock can count.
+        """
+        timeout_secs = checked_seconds("timeout_secs", timeout_secs)
+        return cls(timeout_secs, timeout_secs)
+
+    def of_step(self, epoch: int) -> float:
+        """The time-out of a step, in seconds; steps count from 1."""
+        return self.first_step_secs if epoch == FIRST_EPOCH else self.step_secs
+
+    def in_nanoseconds(self) -> tuple[int, int]:
+        """In the order in which kernels read them: of a step, of the first step."""
+        return int(self.step_secs * NS_PER_SEC), int(self.first_step_secs * NS_PER_SEC)
+
+    def named(self, epoch: int) -> str:
+        """The time-out that held in a step, as "name = seconds"."""
+        if epoch == FIRST_EPOCH and self.first_step_secs != self.step_secs:
+            return f"first_timeout_secs = {self.first_step_secs:g}"
+        return f"timeout_secs = {self.step_secs:g}"
+
+
+def failure_of(word: int) -> Failure | None:
+    """Returns the failure that a poison word reports; None for 0."""
+    return Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1)) if word else None
+
+
+class PoisonWord:
+    """This rank's poison word: kernels that wait leave when it is not 0, and later ones send nothing.
+
+    On a GPU copies go by a stream of their own, so that nothing waits for kernels that still run. `post` makes no call
+    that would break the capture of a graph in another thread.
+
+    Args:
+        word: int32 [1], in the op's memory.
+
+    Attributes:
+        word: as given. Work that is enqueued behind a kernel reads there what this kernel has met.
+    """
+
+    def __init__(self, word: torch.Tensor) -> None:
+        self.word, self._device = word, word.device
+        on_gpu = word.is_cuda
+        self._stream = torch.cuda.Stream(word.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._seen, self._posted = (
+            torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(2)
+        )
+
+    def read(self) -> Failure | None:
+        """Returns the failure that any rank had reported here when the kernels that this rank has waited for ended."""
+        return failure_of(self._read())
+
+    def _read(self) -> int:
+        if self._stream is None:
+            return int(self.word)
+        with torch.cuda.stream(self._stream):
+            self._seen.copy_(self.word, non_blocking=True)
+        self._stream.synchronize()
+        return int(self._seen)
+
+    def post(self, rank: int) -> None:
+        """Makes kernels leave, since `rank` is gone. Returns at once; any thread may call it."""
+        value = FailureCode.TIMEOUT << RANK_BITS | rank
+        with torch.inference_mode():
+            if self._stream is None:
+                # an earlier failure takes precedence
+                if not int(self.word):
+                    self.word.fill_(value)
+                return
+            self._posted.numpy()[0] = value
+            with torch.cuda.stream(self._stream):
+                self.word.copy_(self._posted, non_blocking=True)
 
 
 class BoundMemory:

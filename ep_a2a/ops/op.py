@@ -34,11 +34,10 @@ from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.failures import Failure, error_of
 from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.intra_node import IntraNodeEngine
-from ep_a2a.ops.memory import BoundMemory
+from ep_a2a.ops.memory import BoundMemory, Timeouts
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import agree_on_share, share_gpu
 from ep_a2a.ops.staged import StagedEngine
-from ep_a2a.ops.timeouts import Timeouts
 from ep_a2a.ops.wire_word import tag_mask, tag_shift
 
 if TYPE_CHECKING:
@@ -246,12 +245,8 @@ class EpDispatchCombineOp(BaseOp):
         """[E] int32, the rows per expert of this rank, in layout expert_major."""
         return self.memory.view(Region.EXPERT_RECV_COUNT, (self.config.num_local_experts,))
 
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """Memory for combine's input: [R, H] of combine_dtype, in expert_major [E * R, H], with R for M tokens.
-
-        The first call allocates it. It saves no copy: combine sends rows from any memory.
-        """
-        self._check_buffer_request(dtype, hidden_dim)
+    @property
+    def _combine_input(self) -> torch.Tensor:
         return self.memory.combine_input()
 
     @outside_graphs

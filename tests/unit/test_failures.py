@@ -11,7 +11,7 @@ from ep_a2a.kernels import primitives
 from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
 from ep_a2a.memory.verdict import Verdict
 from ep_a2a.ops.failures import Failure
-from ep_a2a.ops.timeouts import Timeouts
+from ep_a2a.ops.memory import Timeouts
 from ep_a2a.ops.wire_word import describe_wire_word, tag_mask, tag_of, tagged, wire_word
 from tests.cases.tables import read_table
 

@@ -12,7 +12,7 @@ from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.config.requirements import MAX_INTEGER, checked_integer, checked_seconds
 from ep_a2a.errors import ConfigError, EpA2AError
 from ep_a2a.ops.inputs import check_integer
-from ep_a2a.ops.timeouts import Timeouts
+from ep_a2a.ops.memory import Timeouts
 from ep_a2a.parallel.state import init_dist_env
 from ep_a2a.shmem import shmem_malloc
 from ep_a2a.testing import RankPool

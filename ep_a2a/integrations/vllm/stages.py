@@ -68,7 +68,7 @@ class Stage:
         # Triton is loaded when the first op is made
         from ep_a2a.kernels.layout import FailureCode
         from ep_a2a.kernels.primitives import NOBODY
-        from ep_a2a.ops.poison import failure_of
+        from ep_a2a.ops.memory import failure_of
 
         if failure := failure_of(int(self._seen)):
             what = FailureCode(failure.code).name

@@ -149,7 +149,7 @@ def check_layers_against_the_dense_layer() -> None:
 
     from ep_a2a.errors import CapacityError
     from ep_a2a.kernels.layout import FailureCode
-    from ep_a2a.ops.poison import RANK_BITS
+    from ep_a2a.ops.memory import RANK_BITS
 
     apply_hooks()
     configure("ep_a2a")
