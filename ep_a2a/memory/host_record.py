@@ -8,12 +8,11 @@ import itertools
 import json
 import os
 import struct
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import UntrustedFolderError
-from ep_a2a.memory.private_files import create_private, in_private_folder, new_name, open_private
+from ep_a2a.memory.private_files import create_private, in_private_folder, new_name, open_private, remove_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,13 +42,13 @@ class HostRecord:
 
     Args:
         descriptor: of the file; closed by `close`.
-        path: its name, until `unlink`.
+        name: its name in the private folder, until `unlink`.
         rank, world_size: this rank's place in the group.
     """
 
-    def __init__(self, descriptor: int, path: Path, rank: int, world_size: int) -> None:
+    def __init__(self, descriptor: int, name: str, rank: int, world_size: int) -> None:
         self.rank, self._world_size = rank, world_size
-        self._descriptor, self._path, self._pid = descriptor, path, os.getpid()
+        self._descriptor, self._name, self._pid = descriptor, name, os.getpid()
         self._num_read, self._has_name = 0, True
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
@@ -65,21 +64,20 @@ class HostRecord:
         Raises:
             UntrustedFolderError: this user's folder in shared memory is not this user's alone.
         """
+        name = new_name()
         try:
-            path = in_private_folder(new_name())
-            descriptor = create_private(path, 0)
+            descriptor = create_private(in_private_folder(name), 0)
         except OSError:
-            descriptor, unnamed = tempfile.mkstemp()
-            path = Path(unnamed)
+            # a file that no other rank can open
+            descriptor = os.memfd_create(name)
         for number in itertools.count():
-            name = store.compare_set(f"host/{host_identity()}/{number}", "", path.name).decode(errors="replace")
-            if name == path.name:
-                return cls(descriptor, path, rank, world_size)
-            found = cls._open(name, rank, world_size)
+            first = store.compare_set(f"host/{host_identity()}/{number}", "", name).decode(errors="replace")
+            if first == name:
+                return cls(descriptor, name, rank, world_size)
+            found = cls._open(first, rank, world_size)
             if found is not None:
                 os.close(descriptor)
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                remove_private(name)
                 return found
         raise AssertionError("unreachable")
 
@@ -87,12 +85,11 @@ class HostRecord:
     def _open(cls, name: str, rank: int, world_size: int) -> HostRecord | None:
         """The file of another rank; None where it cannot be opened, or another process has this rank's lock there."""
         try:
-            path = in_private_folder(name)
-            descriptor = open_private(path, 0)
+            descriptor = open_private(in_private_folder(name), 0)
         except (OSError, UntrustedFolderError):
             return None
         try:
-            return cls(descriptor, path, rank, world_size)
+            return cls(descriptor, name, rank, world_size)
         except OSError:
             os.close(descriptor)
             return None
@@ -149,8 +146,7 @@ class HostRecord:
         """Takes the file's name away. Ranks that come later cannot open the file."""
         if self._has_name:
             self._has_name = False
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+            remove_private(self._name)
 
     def close(self) -> None:
         """Leaves: the others see this rank as gone. A forked child closes its copy only."""

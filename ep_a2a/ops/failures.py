@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -62,15 +61,6 @@ class Failure:
     def of_peer(cls, code: int, accused: int) -> Failure:
         """A failure that a peer has reported, code and accused rank only."""
         return cls(code, accused, 0, 0, 0, ())
-
-    @property
-    def lacks_choices(self) -> bool:
-        """Whether ranks disagree, and a peer's report, which is one word, does not say how."""
-        return self.code in (FailureCode.STEP_TOKENS_MISMATCH, FailureCode.WEIGHTS_MISSING) and not self.detail
-
-    def with_choices(self, per_rank: Sequence[int]) -> Failure:
-        """This failure with the choice of each rank; unchanged if the choices are equal."""
-        return replace(self, detail=1, per_rank=tuple(per_rank)) if len(set(per_rank)) > 1 else self
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -194,11 +184,11 @@ class Failure:
 
 def by_value(epochs: Sequence[int]) -> str:
     """Each epoch with the ranks whose flag stands there, the common one first."""
-    counts = Counter(epochs)
-    ranks_at = {
-        epoch: [rank for rank, other in enumerate(epochs) if other == epoch] for epoch, _ in counts.most_common()
-    }
-    return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in ranks_at.items())
+    ranks_at: dict[int, list[int]] = {}
+    for rank, epoch in enumerate(epochs):
+        ranks_at.setdefault(epoch, []).append(rank)
+    common_first = sorted(ranks_at.items(), key=lambda each: -len(each[1]))
+    return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in common_first)
 
 
 def error_of(
@@ -211,8 +201,11 @@ def error_of(
         memory, timeouts: of the op.
         seen: each rank's epochs (BoundMemory.epochs_seen); None for a peer's report, empty while a graph is captured.
     """
-    if failure.lacks_choices:
-        failure = failure.with_choices(memory.choices_of_step(failure.code))
+    if failure.code in (FailureCode.STEP_TOKENS_MISMATCH, FailureCode.WEIGHTS_MISSING) and not failure.detail:
+        # a peer's report, which is one word, does not say how ranks disagree
+        choices = memory.choices_of_step(failure.code)
+        if len(set(choices)) > 1:
+            failure = replace(failure, detail=1, per_rank=tuple(choices))
     rank, verdict = memory.config.rank, None
     if failure.code == FailureCode.TIMEOUT:
         own_flags = [epochs[rank] for epochs in (seen or {}).values()]

@@ -111,15 +111,3 @@ def one_is_late(context: RankContext, case: Case) -> list[tuple[int, ...]]:
         destroy_subgroup(left.group)
     manager.destroy()
     return found
-
-
-def disagree(context: RankContext, case: Case, gone_by_rank: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Whom a rank calls late where survivors think that different ranks are gone; () on those that take no part."""
-    if context.rank not in gone_by_rank:
-        return ()
-    manager = create_manager("ep_a2a", context.group)
-    error = RankTimeoutError("x", "y", missing_ranks=gone_by_rank[context.rank])
-    found = raised(
-        RankTimeoutError, lambda: survivors(error, manager, experts_of_ranks(case), timeout_secs=MEETING_SECS)
-    )
-    return found.late_ranks

@@ -11,7 +11,7 @@ from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import SLACK_SECS
 from tests.cases.op_cases import Case
-from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on, disagree, one_is_late
+from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on, one_is_late
 
 CASE = Case(hidden_dim=32, num_experts=8, tokens=((4, 3, 5, 2),), max_tokens=5)
 
@@ -37,9 +37,3 @@ def test_survivors_go_on(victims: tuple[int, ...], store_dies: bool, lost: list[
 
 def test_a_survivor_that_is_late_is_not_called_gone_and_may_come_again(ranks: Any) -> None:
     assert ranks(one_is_late, 3, replace(CASE, world_size=3, num_experts=6)) == [[(2,), (1,)], [], []]
-
-
-def test_survivors_that_miss_different_ranks_do_not_meet() -> None:
-    # ranks of their own: what they have been through must not reach a later test
-    with RankPool(4) as pool:
-        assert pool.run(disagree, CASE, {0: (3,), 1: (2, 3)}) == [(1,), (0,), (), ()]

@@ -78,13 +78,6 @@ CASES = {
 }
 
 
-def test_the_rank_that_reads_is_not_among_the_late_ones():
-    """A peer's poison may accuse it."""
-    seen = {"flags": (7, 7, 7, 7)}
-    error = failure(TIMEOUT, 1, DISPATCH).exception(1, Timeouts.same(1.0), seen, VERDICT, max_tokens=M)
-    assert "rank 1 has begun" not in str(error)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_class_and_words(name):
     failed, kind, words = CASES[name]
@@ -138,22 +131,38 @@ def test_a_kernel_lacks_the_source_of_a_row_whose_flags_have_come():
     assert failure(TIMEOUT, NOBODY, DISPATCH).awaited(1) == ()
 
 
-def test_a_timeout_tells_where_flags_stand():
-    seen = {"counts": (7, 7, 7, 6), "flags": (7, 6, 6, 6)}
-    error = failure(TIMEOUT, 3, DISPATCH, per_rank=(0, 1, 1, 1)).exception(
-        0, Timeouts.same(1.0), seen, VERDICT, max_tokens=M
-    )
-    assert "epochs here now, 7 wanted: counts at 7 from ranks [0, 1, 2] and 6 from ranks [3]" in str(error)
-    assert "flags at 6 from ranks [1, 2, 3] and 7 from ranks [0]" in str(error)
-    assert "has begun" not in str(error)
+@pytest.mark.parametrize(
+    ("rank", "accused", "late", "seen", "said", "not_said"),
+    [
+        (
+            0,
+            3,
+            (0, 1, 1, 1),
+            {"counts": (7, 7, 7, 6), "flags": (7, 6, 6, 6)},
+            "epochs here now, 7 wanted: counts at 7 from ranks [0, 1, 2] and 6 from ranks [3], "
+            "flags at 6 from ranks [1, 2, 3] and 7 from ranks [0]",
+            "has begun",
+        ),
+        # a rank whose flags have come owes rows
+        (
+            0,
+            3,
+            (0, 0, 0, 0),
+            {"flags": (7, 7, 7, 7)},
+            "rank 3 has begun this call by now, late or without",
+            "rank 1 has",
+        ),
+        # a peer's poison may accuse the rank that reads
+        (1, 1, (0, 0, 0, 0), {"flags": (7, 7, 7, 7)}, "flags at 7 from ranks [0, 1, 2, 3]", "rank 1 has begun"),
+    ],
+)
+def test_a_timeout_tells_where_flags_stand(rank, accused, late, seen, said, not_said):
+    failed = failure(TIMEOUT, accused, DISPATCH, per_rank=late)
+    error = failed.exception(rank, Timeouts.same(1.0), seen, VERDICT, max_tokens=M)
+    assert said in str(error)
+    assert not_said not in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert (again.wanted, again.seen, again.missing_ranks) == (7, seen, (2,))
-
-
-def test_a_rank_whose_flags_have_come_owes_rows():
-    seen = {"flags": (7, 7, 7, 7)}
-    error = failure(TIMEOUT, 3, COMBINE).exception(0, Timeouts.same(1.0), seen, max_tokens=M)
-    assert "flags at 7 from ranks [0, 1, 2, 3]; rank 3 has begun this call by now, late or without" in str(error)
 
 
 def test_epochs_beyond_2_to_31_are_shown_unsigned():

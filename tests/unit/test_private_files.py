@@ -10,6 +10,7 @@ from ep_a2a.errors import UntrustedFolderError
 from ep_a2a.memory.private_files import create_private, open_private
 
 NUM_BYTES = 64
+NEEDS_ROOT = "needs root, to act as another user"
 
 
 @pytest.fixture
@@ -37,9 +38,20 @@ def test_a_link_is_not_followed(tmp_path):
     assert caught.value.errno == errno.ELOOP
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o620, 0o604])
-def test_a_file_that_others_can_open_is_refused(tmp_path, mode):
-    os.close(create_private(tmp_path / "file", NUM_BYTES))
+@pytest.mark.parametrize(
+    ("mode", "num_bytes", "user"),
+    [
+        (0o640, NUM_BYTES, None),
+        (0o620, NUM_BYTES, None),
+        (0o604, NUM_BYTES, None),
+        (0o600, NUM_BYTES - 1, None),
+        pytest.param(0o600, NUM_BYTES, 65534, marks=pytest.mark.skipif(os.geteuid() != 0, reason=NEEDS_ROOT)),
+    ],
+)
+def test_a_file_that_no_rank_of_this_user_can_have_made_is_refused(tmp_path, mode, num_bytes, user):
+    os.close(create_private(tmp_path / "file", num_bytes))
     (tmp_path / "file").chmod(mode)
+    if user is not None:
+        os.chown(tmp_path / "file", user, user)
     with pytest.raises(UntrustedFolderError, match="that only user"):
         open_private(tmp_path / "file", NUM_BYTES)

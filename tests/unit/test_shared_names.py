@@ -123,7 +123,7 @@ def test_a_rank_whose_lock_another_process_holds_has_a_record_of_its_own():
     """A rank of another job that shares the store and the host, or one whose end was not seen yet."""
     store = torch.distributed.HashStore()
     first = HostRecord.join(store, 0, 2)
-    command = [sys.executable, "-c", HOLD_A_LOCK, str(first._path)]
+    command = [sys.executable, "-c", HOLD_A_LOCK, str(private_files.in_private_folder(first._name))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"locked\n"
         second = HostRecord.join(store, 1, 2)
