@@ -115,12 +115,11 @@ class OpMemory:
     alarm: Callable[[int], None] | None = None
 
     @property
-    def in_use(self) -> bool:
-        """Whether an open op lives on this memory."""
-        return self.user is not None and self.user() is not None
+    def op(self) -> Any:
+        """The open op that lives on this memory, or None."""
+        return None if self.user is None else self.user()
 
 
-@dataclass(eq=False)
 class Arena:
     """Hands out symmetric memory to the ops of one group and device.
 
@@ -143,17 +142,20 @@ class Arena:
         peers: which ranks live. When one dies, kernels of the arena's ops that wait for ranks leave.
     """
 
-    group: dist.ProcessGroup
-    device: torch.device
-    allocate: Callable[[Rendezvous, torch.device, int], SymmetricMemory] | None = None
-    rendezvous: Rendezvous = None  # type: ignore[assignment]  # never None in an arena that has been made
-    closed: bool = field(default=False, init=False)
-    between_nodes: NodeTransport | None = field(default=None, init=False)
+    between_nodes: NodeTransport | None = None
 
-    def __post_init__(self) -> None:
-        self.rendezvous = self.rendezvous or Rendezvous(self.group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        allocate: Callable[[Rendezvous, torch.device, int], SymmetricMemory] | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        self.group, self.device, self.closed = group, device, False
+        self.allocate = allocate or allocate_symmetric
+        self.rendezvous = rendezvous or Rendezvous(group)
         with self.rendezvous.telling():
-            refuse_other_gpus(self.device.type)
+            refuse_other_gpus(device.type)
         self.number = next(self.peers.arena_numbers)
         self._symmetric: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()
         self._shared_blocks: dict[int, SharedBlocks] = {}
@@ -207,7 +209,7 @@ class Arena:
 
     def _is_dropped(self, index: int) -> bool:
         found = self._memory_of(index)
-        unused = not any(memory.in_use or memory.shared_blocks.streams.has_captured for memory in found)
+        unused = not any(memory.op is not None or memory.shared_blocks.streams.has_captured for memory in found)
         return unused and any(memory.user is not None for memory in found)
 
     def give_back(self, index: int) -> None:
@@ -223,12 +225,7 @@ class Arena:
     @property
     def users(self) -> dict[tuple[str, int], Any]:
         """The living ops by key and index."""
-        living = {place: memory.user() for place, memory in self._memory.items() if memory.user is not None}
-        return {place: op for place, op in living.items() if op is not None}
-
-    def in_use(self, key: str, index: int) -> bool:
-        """Whether a living op has the memory of this key and index."""
-        return (key, index) in self._memory and self._memory[key, index].in_use
+        return {place: op for place, memory in self._memory.items() if (op := memory.op) is not None}
 
     def acquire(self, key: str, index: int, sizes: BlockSizes) -> OpMemory:
         """Memory for the op of this key and index, zeroed when new. Collective.
@@ -279,7 +276,7 @@ class Arena:
     @outside_modes()
     def symmetric_memory(self, num_bytes: int) -> SymmetricMemory:
         """Zeroed symmetric memory of num_bytes, equal on all ranks, until the arena is closed. Collective."""
-        memory = (self.allocate or allocate_symmetric)(self.rendezvous, self.device, num_bytes)
+        memory = self.allocate(self.rendezvous, self.device, num_bytes)
         self._symmetric.add(memory)
         return memory
 

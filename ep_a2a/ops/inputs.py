@@ -79,7 +79,7 @@ def check_construction(config: EpDispatchCombineConfig, arena: Arena | None, ind
             type(arena).__name__,
             "Get the op from a manager, which makes the arena.",
         )
-    if index is not None and arena.in_use(config.digest(), index):
+    if index is not None and (config.digest(), index) in arena.users:
         raise StateError(
             f"no living op of this config and index {index} in the arena",
             "one that has not been closed",

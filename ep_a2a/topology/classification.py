@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations, combinations_with_replacement
 from typing import TYPE_CHECKING
 
 from ep_a2a.config.requirements import checked_integer
@@ -83,20 +83,14 @@ def classify(report: TopologyReport, gpu_per_node: int | None = None) -> Topolog
 
 def _found_nodes(report: TopologyReport) -> tuple[int, ...]:
     """Node of each rank: ranks linked, directly or through others, by shared memory or a common host."""
-    nodes: list[int] = []
-    unplaced = set(range(len(report.ranks)))
-    placed: dict[int, int] = {}
-    while unplaced:
-        frontier = [min(unplaced)]
-        unplaced.remove(frontier[0])
-        nodes.append(frontier[0])
-        while frontier:
-            rank = frontier.pop()
-            placed[rank] = len(nodes) - 1
-            linked = {r for r in unplaced if report.share_memory(rank, r) or report.on_one_host(rank, r)}
-            unplaced -= linked
-            frontier += linked
-    return tuple(placed[rank] for rank in range(len(report.ranks)))
+    node_of = list(range(len(report.ranks)))
+    for one, other in combinations(node_of.copy(), 2):
+        linked = report.share_memory(one, other) or report.on_one_host(one, other)
+        if linked and node_of[one] != node_of[other]:
+            joined = min(node_of[one], node_of[other]), max(node_of[one], node_of[other])
+            node_of = [joined[0] if node == joined[1] else node for node in node_of]
+    numbers = sorted(set(node_of))
+    return tuple(map(numbers.index, node_of))
 
 
 def _topology(report: TopologyReport, node_of_rank: tuple[int, ...], how: str) -> Topology:

@@ -18,7 +18,6 @@ from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.testing import RankContext, RankFailure, RankPool
-from tests.late import come_last
 
 SHORT_TIMEOUT_SECS = 6.0
 """Longer than ranks of a busy machine are apart that left a barrier together."""
@@ -78,32 +77,6 @@ def test_disjoint_groups_at_once(ranks, parts):
     for part in parts:
         assert len({names[rank] for rank in part}) == 1
     assert len({name for name in names if name}) == len(parts)
-
-
-def make_generations(context: RankContext) -> list[str]:
-    """One slow member in turn: it must never meet the others' next generation."""
-    parts = [(0, 2), (1, 3)]
-    ranks = part_of(context, parts)
-    names, kept = [], []
-    for generation in range(4):
-        come_last(context, generation, f"generation {generation}")
-        group = make_subgroup(context.group, ranks)
-        use(group, ranks, context.rank)
-        names.append(group.group_name)
-        kept.append(group)
-        if generation == 1:
-            destroy_subgroup(kept.pop(0))
-    for group in kept:
-        use(group, ranks, context.rank)
-        destroy_subgroup(group)
-    return names
-
-
-def test_generations(ranks):
-    names = ranks(make_generations, 4)
-    assert names[0] == names[2]
-    assert names[1] == names[3]
-    assert len({*names[0], *names[1]}) == 8
 
 
 # --- where new_group's local synchronisation hangs ---

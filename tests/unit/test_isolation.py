@@ -3,6 +3,7 @@
 import ast
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ PICKLE_USERS = {
     "testing/worker.py",
 }
 UNPICKLERS = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
-RUNNERS = ("eval", "exec", "compile", "__import__")
+CONNECTORS = ("http", "urllib", "requests", "socketserver", "xmlrpc")
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -41,39 +42,42 @@ def name_of(call: ast.Call) -> str:
     return ast.unparse(call.func)
 
 
-def test_only_the_test_harness_pickles():
-    users = {path for path, tree in TREES.items() if imported(tree) & set(UNPICKLERS)}
-    assert users == PICKLE_USERS
+@pytest.mark.parametrize(
+    ("names", "callers"),
+    [
+        # ranks meet through torch.distributed: nothing listens or connects
+        (r"socket\.(create_connection|create_server|socket)", []),
+        # no text is run as code
+        (r"eval|exec|compile|__import__|os\.(system|popen)", []),
+        # a forked rank of a RankPool gets the environment of the process that owns the pool
+        (r".*(putenv|unsetenv|environ\.(update|pop|setdefault|clear))", ["env.py", "env.py"]),
+        (r"env\.take_over", ["testing/worker.py"]),
+        # while processes start, which take this variable from there only
+        (r"env\.safe_path", ["testing/launch.py"]),
+        # EP_A2A_RDMA_DEVICES, for NCCL and NVSHMEM, which take their devices from variables only
+        (r"env\.set_unless_set", ["memory/transport_choice.py"]),
+    ],
+)
+def test_who_calls(names, callers):
+    found = [path for path, tree in TREES.items() for call in calls(tree) if re.fullmatch(names, name_of(call))]
+    assert found == callers
 
 
-def test_nothing_listens_or_connects():
-    """Ranks meet through torch.distributed."""
+def test_who_reads_and_connects_by_modules():
+    of_module = {path: imported(tree) for path, tree in TREES.items()}
+    assert {path for path, names in of_module.items() if names & set(UNPICKLERS)} == PICKLE_USERS
+    assert not [path for path, names in of_module.items() if names & set(CONNECTORS)]
+
+
+def test_keywords_of_calls():
+    """Neither a shell nor, since torch refuses anything but tensors and plain values, weights_only."""
     for path, tree in TREES.items():
         for call in calls(tree):
-            assert name_of(call) not in ("socket.create_connection", "socket.create_server", "socket.socket"), path
-        assert not imported(tree) & {"http", "urllib", "requests", "socketserver", "xmlrpc"}, path
+            assert not [each for each in call.keywords if each.arg in ("shell", "weights_only")], path
+            assert name_of(call) != "torch.load" or path in PICKLE_USERS
 
 
-def test_torch_loads_tensors_only():
-    loads = [(path, call) for path, tree in TREES.items() for call in calls(tree) if name_of(call) == "torch.load"]
-    assert {path for path, _ in loads} <= PICKLE_USERS
-    # torch's default since 2.6: anything but tensors and plain values is refused
-    assert not [call for _, call in loads for keyword in call.keywords if keyword.arg == "weights_only"]
-
-
-def test_no_text_is_run_as_code():
-    for path, tree in TREES.items():
-        assert not [call for call in calls(tree) if name_of(call) in RUNNERS], path
-        for call in calls(tree):
-            assert not [each for each in call.keywords if each.arg == "shell"], path
-            assert name_of(call) not in ("os.system", "os.popen"), path
-
-
-def test_the_environment_is_written_in_one_place_for_the_devices_of_libraries():
-    """EP_A2A_RDMA_DEVICES is for NCCL and NVSHMEM, which take their devices from variables only.
-
-    The other variable is written while processes start, which take it from there only.
-    """
+def test_the_environment_is_written_in_one_place():
     writers = [
         ast.unparse(node)
         for tree in TREES.values()
@@ -83,17 +87,6 @@ def test_the_environment_is_written_in_one_place_for_the_devices_of_libraries():
         if "environ" in ast.unparse(target)
     ]
     assert [text for text in writers if "[SAFE_PATH]" not in text] == ["os.environ[name] = value"]
-    starters = [path for path, tree in TREES.items() for call in calls(tree) if name_of(call) == "env.safe_path"]
-    assert starters == ["testing/launch.py"]
-    changing = ("putenv", "unsetenv", "environ.update", "environ.pop", "environ.setdefault", "environ.clear")
-    changed = [name_of(c) for tree in TREES.values() for c in calls(tree) if name_of(c).endswith(changing)]
-    # env.take_over: a forked rank of a RankPool gets the environment of the process that owns the pool
-    assert changed == ["os.environ.clear", "os.environ.update"]
-    assert [path for path, tree in TREES.items() for c in calls(tree) if name_of(c) == "env.take_over"] == [
-        "testing/worker.py"
-    ]
-    users = [path for path, tree in TREES.items() for call in calls(tree) if name_of(call) == "env.set_unless_set"]
-    assert users == ["memory/transport_choice.py"]
 
 
 def test_the_environment_stays_as_it_is_unless_devices_are_named():
