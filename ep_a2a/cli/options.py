@@ -7,7 +7,7 @@ import typer
 
 from ep_a2a.commands.options import Device, Quant
 
-MOST_HIDDEN = 1 << 20
+MOST_HIDDEN, MOST_PLANNED = 1 << 20, 1 << 40
 MOST_TOKENS = 1 << 24
 MOST_EXPERTS = 1 << 16
 MOST_TOPK = 1 << 10

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ep_a2a.cli import options as opt
-from ep_a2a.commands.options import MOST_PLANNED, Quant
+from ep_a2a.commands.options import Quant
 
 OF_A_MODEL = (
     *("data_parallel_size", "tensor_parallel_size", "max_num_batched_tokens", "num_redundant_experts"),
@@ -53,7 +53,7 @@ def plan(
         float | None, typer.Option(help="With --nodes: rate of each GPU's NIC, Gb/s; default: 400.")
     ] = None,
     published: Annotated[bool, typer.Option("--published", help="Predict other libraries' published times.")] = False,
-    hidden: Annotated[int | None, opt.number("Hidden size; default: the model's, else 7168.", MOST_PLANNED)] = None,
+    hidden: Annotated[int | None, opt.number("Hidden size; default: the model's, else 7168.", opt.MOST_PLANNED)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
     quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,
     as_json: opt.AsJson = False,

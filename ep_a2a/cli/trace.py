@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ep_a2a.cli import options as opt
-from ep_a2a.commands.options import Device, Quant, check_topk, given
+from ep_a2a.commands.options import Device, Quant, given
 
 SIZES = {
     "cpu": {"ranks": 2, "tokens": 4, "hidden": 256, "experts": 8, "topk": 2},
@@ -44,30 +44,12 @@ def trace(
     Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
-    from ep_a2a.commands.files import check_folder
     from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.commands.plots import check_can_plot
     from ep_a2a.commands.ranks import choose_device, default_ranks
     from ep_a2a.commands.trace import execute
-    from ep_a2a.config import Layout, parse_enum
 
     kind = choose_device(device)
-    typed = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
-    sizes = SIZES[kind] | given(typed)
-    parse_enum(Layout, layout, "layout")
-    check_topk(sizes["topk"], sizes["experts"])
-    workload = Workload(
-        ranks or default_ranks(kind, sizes["ranks"]),
-        sizes["tokens"],
-        sizes["tokens"],
-        sizes["hidden"],
-        sizes["topk"],
-        sizes["experts"],
-        quant=quant.value,
-        layout=layout,
-        **given({"seed": seed}),
-    )
-    check_folder(output)
-    if plot:
-        check_can_plot(output / "timeline.png")
+    typed = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk, "seed": seed}
+    sizes = SIZES[kind] | {"ranks": default_ranks(kind, SIZES[kind]["ranks"])} | given(typed)
+    workload = Workload(**sizes, max_tokens=sizes["tokens"], quant=quant.value, layout=layout)
     execute(workload, kind, steps, output, plot=plot, as_json=as_json)

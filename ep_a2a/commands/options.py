@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ep_a2a.errors import ConfigError, TopKError, UnknownNameError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from types import SimpleNamespace
-
-MOST_PLANNED = 1 << 40
-"""Bound of sizes that are planned: far above what any machine has."""
+    from collections.abc import Mapping
 
 
 class Device(enum.StrEnum):
@@ -53,11 +49,6 @@ OPTIONS_OF_FIELDS = {
 }
 """Options that set a field of a configuration or workload, where the names differ. A command's first one is named in
 errors about the field."""
-
-
-def values_of_fields(options: SimpleNamespace, fields: Iterable[str]) -> dict[str, Any]:
-    """Returns the values of a command's options for fields of a workload, by field."""
-    return {field: getattr(options, OPTIONS_OF_FIELDS.get(field, (field,))[0]) for field in fields}
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

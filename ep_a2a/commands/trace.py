@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.commands import messages, plots
-from ep_a2a.commands.files import write_bytes
+from ep_a2a.commands.files import check_folder, write_bytes
 from ep_a2a.commands.measure.session import OpRoundTrip, make_config
-from ep_a2a.commands.plots import TIME_UNITS, Caption, unit_for
+from ep_a2a.commands.options import check_topk
+from ep_a2a.commands.plots import TIME_UNITS, Caption, check_can_plot, unit_for
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.commands.tables import new_table
 from ep_a2a.telemetry.profiler import StepProfiler
@@ -55,7 +56,11 @@ def execute(
     workload: Workload, device: str, num_steps: int, folder: Path, *, plot: bool, as_json: bool = False
 ) -> None:
     """Runs the steps on all ranks, writes the traces and prints a summary."""
+    check_topk(workload.topk, workload.experts)
     make_config(workload, 0)
+    check_folder(folder)
+    if plot:
+        check_can_plot(folder / PICTURES[0])
     with joined_pool(workload.ranks, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
         sharing = pool.note
@@ -66,7 +71,7 @@ def execute(
         shape = f"{workload.tokens} tokens per rank, hidden {workload.hidden}, top-{workload.topk} of "
         shape += f"{workload.experts} experts, {workload.quant}, {workload.layout}"
         note = f"{shape}, {device} · ep-a2a trace" + (f"\n{sharing}" if sharing else "")
-        plot_timeline(last_step(spans), folder / "timeline.png", note, device=device)
+        plot_timeline(last_step(spans), folder / PICTURES[0], note, device=device)
     # Only now: an error before this line leaves what an earlier run has written.
     removed = remove_earlier(folder, {*parts, *(PICTURES if plot else ())})
     if as_json:
