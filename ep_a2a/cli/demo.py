@@ -47,6 +47,18 @@ def demo(
     check_can_write(output)
     different_files(output, plot)
     kind = choose_device(device)
-    sizes = (ranks or default_ranks(kind, DEFAULT_RANKS), kind, tokens, hidden, experts, topk)
-    settings = DemoSettings(*sizes, quant.value, gpus_per_node, *named_backend(backend), **given({"seed": seed}))
+    name, reason = named_backend(backend)
+    settings = DemoSettings(
+        ranks=ranks or default_ranks(kind, DEFAULT_RANKS),
+        device=kind,
+        tokens=tokens,
+        hidden=hidden,
+        experts=experts,
+        topk=topk,
+        quant=quant.value,
+        gpus_per_node=gpus_per_node,
+        backend=name,
+        backend_reason=reason,
+        **given({"seed": seed}),
+    )
     raise typer.Exit(execute(settings, read_text(text, tokens), options))

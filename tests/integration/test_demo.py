@@ -37,7 +37,7 @@ def corrupted(context, *args):
 
 if __name__ == "__main__":
     run.run_rank = corrupted
-    settings = run.DemoSettings(num_ranks=2, num_tokens=12, hidden_dim=128, num_experts=4, topk=2, backend="ep_a2a")
+    settings = run.DemoSettings(ranks=2, tokens=12, hidden=128, experts=4, topk=2, backend="ep_a2a")
     options = SimpleNamespace(plot=None, output=None, verbose=False, as_json=False)
     sys.exit(run.execute(settings, read_text(Path(sys.argv[1]), 12), options))
 """

@@ -61,7 +61,7 @@ def test_experts_equal_the_reference_on_received_rows() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 72])
 @pytest.mark.parametrize("num_tokens", [1, 5, 96, 1000])
 def test_tokens_are_split_unevenly(num_ranks: int, num_tokens: int) -> None:
-    split = DemoSettings(num_ranks=num_ranks, num_tokens=num_tokens).tokens_per_rank
+    split = DemoSettings(ranks=num_ranks, tokens=num_tokens).tokens_per_rank
     assert (sum(split), len(split)) == (num_tokens, num_ranks)
     assert min(split) >= 0
     assert split[-1] == max(split)

@@ -49,22 +49,22 @@ class DemoSettings:
     """Sizes and choices of a run, equal in the command's process and on all ranks.
 
     Attributes:
-        num_ranks: processes. device: "cpu" or "cuda".
-        num_tokens: tokens over all ranks.
-        hidden_dim, num_experts, topk: of the MoE layer.
-        quant_type: cast inside dispatch: "none", "fp8_per_token", "fp8_per_1x128" or "mxfp8".
+        ranks: processes. device: "cpu" or "cuda".
+        tokens: tokens over all ranks.
+        hidden, experts, topk: of the MoE layer.
+        quant: cast inside dispatch: "none", "fp8_per_token", "fp8_per_1x128" or "mxfp8".
         gpus_per_node: ranks of a virtual node; None goes by the machine.
         backend: name of the all-to-all backend. backend_reason: who chose it.
         seed: of the model's weights and the tokens' vectors.
     """
 
-    num_ranks: int = 4
+    ranks: int = 4
     device: str = "cpu"
-    num_tokens: int = 96
-    hidden_dim: int = 256
-    num_experts: int = 16
+    tokens: int = 96
+    hidden: int = 256
+    experts: int = 16
     topk: int = 4
-    quant_type: str = "none"
+    quant: str = "none"
     gpus_per_node: int | None = None
     backend: str = "ep_a2a"
     backend_reason: str = "the default"
@@ -73,22 +73,22 @@ class DemoSettings:
     @property
     def tokens_per_rank(self) -> tuple[int, ...]:
         """Tokens of each rank, unequal on purpose: rank r brings about r + 1 shares."""
-        ends = [self.num_tokens * r * (r + 1) // (self.num_ranks * (self.num_ranks + 1)) for r in range(self.num_ranks)]
-        return tuple(end - start for start, end in zip(ends, [*ends[1:], self.num_tokens]))
+        ends = [self.tokens * r * (r + 1) // (self.ranks * (self.ranks + 1)) for r in range(self.ranks)]
+        return tuple(end - start for start, end in zip(ends, [*ends[1:], self.tokens]))
 
     def handle_kwargs(self, rank: int) -> dict[str, Any]:
         """Returns the arguments of a rank for its manager's `get_handle`."""
         kwargs: dict[str, Any] = {
             "rank": rank,
-            "num_ep_ranks": self.num_ranks,
+            "num_ep_ranks": self.ranks,
             "input_dtype": TOKEN_DTYPE,
-            "quant_dtype": TOKEN_DTYPE if self.quant_type == "none" else FP8_DTYPE,
-            "token_hidden_size": self.hidden_dim,
+            "quant_dtype": TOKEN_DTYPE if self.quant == "none" else FP8_DTYPE,
+            "token_hidden_size": self.hidden,
             "max_num_tokens_per_dp_rank": max(self.tokens_per_rank),
-            "num_local_experts": num_owned_experts(self.num_experts, self.num_ranks, rank),
-            "num_experts": self.num_experts,
+            "num_local_experts": num_owned_experts(self.experts, self.ranks, rank),
+            "num_experts": self.experts,
             "num_experts_per_token": self.topk,
-            "quant_type": self.quant_type,
+            "quant_type": self.quant,
             "timeout_secs": WAIT_SECS,
         }
         return kwargs if self.gpus_per_node is None else kwargs | {"gpu_per_node": self.gpus_per_node}
@@ -100,7 +100,7 @@ class DemoSettings:
             TopKError: topk exceeds the experts.
             ConfigError: a size that no op can have.
         """
-        check_topk(self.topk, self.num_experts)
+        check_topk(self.topk, self.experts)
         config_from_handle_kwargs(self.handle_kwargs(0), topology_internode=False)
 
 
@@ -127,7 +127,7 @@ def execute(settings: DemoSettings, text: DemoText, options: SimpleNamespace) ->
     """Runs the demo, prints its report and returns the exit code.
 
     Args:
-        settings: sizes and choices. text: settings.num_tokens tokens.
+        settings: sizes and choices. text: settings.tokens tokens.
         options: what to print, write and draw, by name, as cli/demo.py declares them.
     """
     if options.plot is not None:
@@ -136,8 +136,8 @@ def execute(settings: DemoSettings, text: DemoText, options: SimpleNamespace) ->
     # On stderr, whose ends the ranks share; shown only to somebody who watches both.
     progress = messages.notices()
     progress.quiet |= options.as_json or not (progress.is_interactive and sys.stdout.isatty())
-    with progress.status(f"starting {settings.num_ranks} processes") as status:
-        with joined_pool(settings.num_ranks, settings.device) as pool:
+    with progress.status(f"starting {settings.ranks} processes") as status:
+        with joined_pool(settings.ranks, settings.device) as pool:
             status.update(f"{NUM_STEPS} steps of dispatch, experts, combine")
             results = call_ranks(pool, run_rank, settings, text.tokens)
         status.update("comparing with the dense layer")
@@ -171,14 +171,14 @@ def run_rank(context: RankContext, settings: DemoSettings, text_tokens: tuple[st
     op = manager.get_handle(kwargs)
     first = sum(settings.tokens_per_rank[:rank])
     own = text_tokens[first : first + settings.tokens_per_rank[rank]]
-    tokens = embed(own, first, settings.hidden_dim, settings.seed).to(device)
-    weights, ids = route(tokens, settings.num_experts, settings.topk, settings.seed)
-    experts = range(*expert_ranges(settings.num_experts, settings.num_ranks)[rank])
-    projections = [each.to(device) for each in expert_weights(experts, settings.hidden_dim, settings.seed)]
+    tokens = embed(own, first, settings.hidden, settings.seed).to(device)
+    weights, ids = route(tokens, settings.experts, settings.topk, settings.seed)
+    experts = range(*expert_ranges(settings.experts, settings.ranks)[rank])
+    projections = [each.to(device) for each in expert_weights(experts, settings.hidden, settings.seed)]
     for _ in range(NUM_STEPS):
         received = op.dispatch(tokens, weights, None, ids)
-        rows, row_weights, row_ids = _valid_rows(received, settings.quant_type)
-        returned = op.get_registered_combine_input_buffer(TOKEN_DTYPE, settings.hidden_dim)
+        rows, row_weights, row_ids = _valid_rows(received, settings.quant)
+        returned = op.get_registered_combine_input_buffer(TOKEN_DTYPE, settings.hidden)
         returned[: rows.shape[0]] = dense_moe(rows, row_weights, row_ids - experts.start, *projections)
         # Combine sums rows unweighted, so no weights travel back.
         output, _ = op.combine(returned, None, ids)
@@ -221,18 +221,18 @@ def compare(settings: DemoSettings, results: list[RankResult], *, rows_as_routed
     tokens, weights, ids, output = (
         torch.cat([getattr(result, name) for result in results]) for name in ("tokens", "weights", "ids", "output")
     )
-    projections = expert_weights(range(settings.num_experts), settings.hidden_dim, settings.seed)
+    projections = expert_weights(range(settings.experts), settings.hidden, settings.seed)
     seen = tokens.to(torch.float32)
-    if settings.quant_type != "none":
-        seen = dequantize(*quantize(tokens, settings.quant_type), settings.quant_type)
+    if settings.quant != "none":
+        seen = dequantize(*quantize(tokens, settings.quant), settings.quant)
     expected = dense_moe(seen, weights, ids, *projections)
 
-    owners = owner_of_experts(ids, settings.num_experts, settings.num_ranks)
+    owners = owner_of_experts(ids, settings.experts, settings.ranks)
     partial = torch.zeros_like(expected)
-    for rank in range(settings.num_ranks):
+    for rank in range(settings.ranks):
         partial += dense_moe(seen, weights, torch.where(owners == rank, ids, -1), *projections).abs()
     bound = BFLOAT16_ROUNDOFF * (partial + expected.abs() + BFLOAT16_ROUNDOFF * partial)
-    if settings.gpus_per_node is not None and settings.gpus_per_node < settings.num_ranks:
+    if settings.gpus_per_node is not None and settings.gpus_per_node < settings.ranks:
         bound += BFLOAT16_ROUNDOFF * partial
     bound += FLOAT32_NOISE * partial.amax(dim=1, keepdim=True)
     # NaN counts as the largest number: it must not compare as equal, and JSON knows neither NaN nor infinity.
@@ -269,7 +269,7 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
         settings, text: of the run. note: as above.
         results: of each rank.
     """
-    routing = ([result.ids for result in results], settings.num_experts, settings.num_ranks)
+    routing = ([result.ids for result in results], settings.experts, settings.ranks)
     rows = torch.tensor([result.rows_received for result in results]).T
     comparison = compare(settings, results, rows_as_routed=torch.equal(rows, traffic_matrix(*routing)))
     gathered, manager = None, manager_type(settings.backend)
@@ -282,14 +282,14 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
         "text": text.source,
         "tokens_available": text.num_available,
         "tokens_per_rank": settings.tokens_per_rank,
-        "ranks": settings.num_ranks,
+        "ranks": settings.ranks,
         "note": note,
         "device": settings.device,
-        "hidden_dim": settings.hidden_dim,
+        "hidden_dim": settings.hidden,
         "intermediate_dim": INTERMEDIATE_DIM,
-        "experts": settings.num_experts,
+        "experts": settings.experts,
         "topk": settings.topk,
-        "quant_type": settings.quant_type,
+        "quant_type": settings.quant,
         "backend_reason": settings.backend_reason,
         "rows": rows.tolist(),
         "row_bytes": _row_bytes(settings, settings.topk)[0],
@@ -305,7 +305,7 @@ def _row_bytes(settings: DemoSettings, num_slots: int) -> tuple[int, int]:
     config = config_from_handle_kwargs(settings.handle_kwargs(0), topology_internode=False)
     token_bytes = config.hidden_dim * config.wire_dtype.itemsize + config.num_scales * config.scale_bytes
     there = token_bytes + num_slots * (INDEX_BYTES + WEIGHT_BYTES) + POSITION_BYTES
-    return there, settings.hidden_dim * TOKEN_DTYPE.itemsize
+    return there, settings.hidden * TOKEN_DTYPE.itemsize
 
 
 def _wire_bytes(settings: DemoSettings, rows: torch.Tensor, num_slots: int) -> dict[str, int]:
