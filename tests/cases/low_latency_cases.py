@@ -1,7 +1,7 @@
 """Bodies of the tests of Triton-distributed's layer, for CPU processes and for GPUs alike, against the oracle."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -10,19 +10,9 @@ from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_e
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import quantize, quantize_groups
-from ep_a2a.reference import reduce_experts_reference
 from ep_a2a.routing import expert_ranges
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import (
-    Case,
-    combine_by_nodes,
-    expert_results,
-    make_inputs,
-    place_expert_rows,
-    reference_of,
-    same_bits,
-    same_sums,
-)
+from tests.cases.op_cases import Case, Step, check_expert_rows, make_inputs, reference_of, same_bits, same_sums
 from tests.cases.op_checks import raised, synchronize
 from tests.cases.staged_cases import on_hosts
 
@@ -68,14 +58,16 @@ def make_layer(context: RankContext, case: Case, arena: Arena | None, **changes:
     return EPLowLatencyAllToAllLayer(**{**values, **changes})
 
 
-class LayerStep:
-    """One step of a case on this rank, between its dispatch, which it makes, and its combine.
+class LayerStep(Step):
+    """One step of a case on this rank, between its dispatch and its combine, by the layer's calls."""
 
-    with_dispatch: the weights are given to dispatch. cast_before: tokens of a layer that casts come cast.
-    """
+    layer: EPLowLatencyAllToAllLayer
+    weights: torch.Tensor | None
+    """Of combine; None where dispatch was given them."""
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         case: Case,
         layer: EPLowLatencyAllToAllLayer,
         number: int,
@@ -83,24 +75,24 @@ class LayerStep:
         *,
         with_dispatch: bool = False,
         cast_before: bool = False,
-    ) -> None:
-        self.case, self.layer, self.number, self.context = case, layer, number, context
-        self.with_dispatch = with_dispatch
+    ) -> Self:
+        """Dispatches. with_dispatch: gives it the weights. cast_before: tokens of a layer that casts come cast."""
         everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
-        self.reference = reference_of(case, number, everyone)
-        self.num_tokens = [each.tokens.shape[0] for each in everyone]
         mine = everyone[context.rank]
         tokens, scales = quantize(mine.tokens, case.quant_type) if cast_before else (mine.tokens, mine.scales)
         scales = None if scales is None else scales.to(context.device)
-        self.ids, self.weights = mine.ids.to(context.device), mine.weights.to(context.device)
-        given = {"send_tokens": tokens.to(context.device), "send_scales": scales, "topk_indices": self.ids}
-        self.got = layer.dispatch(**given, topk_weights=self.weights) if with_dispatch else layer.dispatch(**given)
+        ids, weights = mine.ids.to(context.device), mine.weights.to(context.device)
+        op, counts = layer.dispatch_ctx.buffers.op, [each.tokens.shape[0] for each in everyone]
+        given = {"send_tokens": tokens.to(context.device), "send_scales": scales, "topk_indices": ids}
+        got = layer.dispatch(**given, topk_weights=weights) if with_dispatch else layer.dispatch(**given)
+        step = cls(case, op, number, context.device, ids, counts, reference_of(case, number, everyone), got)
+        step.layer, step.weights = layer, None if with_dispatch else weights
+        return step
 
     def check_dispatched(self) -> None:
         tokens, scales, counts, meta = self.got
-        expected, case = self.reference[self.context.rank], self.case
-        assert tokens.shape == expected.tokens.shape
-        assert (scales is None) == (expected.scales is None)
+        expected, case = self.reference[self.op.config.rank], self.case
+        check_expert_rows(case, self.op, (tokens, None, scales), replace(expected, weights=None))
         same_bits(counts, expected.expert_counts, "counts")
         sources = self.expected_sources()
         indices, packed = meta.recv_token_source_indices, meta.recv_token_source_count_and_start
@@ -108,19 +100,15 @@ class LayerStep:
         assert (indices.shape, indices.dtype) == ((len(sources), rows_per_expert), torch.int32)
         assert (packed.shape, packed.dtype) == ((len(sources), case.world_size), torch.int64)
         for expert, by_source in enumerate(sources):
-            count = sum(map(len, by_source))
-            same_bits(tokens[expert, :count], expected.tokens[expert, :count], f"tokens of expert {expert}")
-            if scales is not None and expected.scales is not None:
-                same_bits(scales[expert, :count], expected.scales[expert, :count], f"scales of expert {expert}")
-            assert indices[expert, :count].tolist() == [token for part in by_source for token in part]
-            assert (indices[expert, count:] == -1).all()
+            rows = [token for part in by_source for token in part]
+            assert indices[expert].tolist() == rows + [-1] * (rows_per_expert - len(rows))
             starts = [sum(map(len, by_source[:source])) for source in range(case.world_size)]
             assert (packed[expert] & 0xFFFFFFFF).tolist() == list(map(len, by_source))
             assert (packed[expert] >> 32).tolist() == starts
 
     def expected_sources(self) -> list[list[list[int]]]:
         """For each of this rank's experts and each source: its tokens that name the expert."""
-        first, last = expert_ranges(self.case.num_experts, self.case.world_size)[self.context.rank]
+        first, last = expert_ranges(self.case.num_experts, self.case.world_size)[self.op.config.rank]
         ids = [make_inputs(self.case, self.number, rank).ids for rank in range(self.case.world_size)]
         return [
             [(each == expert).any(dim=1).nonzero().flatten().tolist() for each in ids] for expert in range(first, last)
@@ -128,37 +116,25 @@ class LayerStep:
 
     def experts(self) -> torch.Tensor:
         """What this rank's experts return."""
-        rows = torch.empty(
-            *self.got[0].shape[:2], self.case.hidden_dim, dtype=self.layer.combine_ctx.dtype, device=self.context.device
-        )
-        mine, dtype = self.reference[self.context.rank], self.layer.combine_ctx.dtype
-        results = expert_results(self.case, dtype, mine, self.context.rank, self.number)
-        place_expert_rows(mine, results.to(self.context.device), rows)
-        return rows
+        return self.before_combine()[0]
 
-    def combine(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
+        """What combine returns."""
         return self.layer.combine(
-            send_tokens=self.experts(),
-            topk_indices=self.ids,
-            topk_weights=None if self.with_dispatch else self.weights,
-            dispatch_meta=self.got[3],
+            send_tokens=self.experts(), topk_indices=self.ids, topk_weights=self.weights, dispatch_meta=self.got[3]
         )
 
-    def check_combined(self, got: torch.Tensor) -> None:
-        dtype = self.layer.combine_ctx.dtype
-        results = [expert_results(self.case, dtype, each, r, self.number) for r, each in enumerate(self.reference)]
-        reduced = [reduce_experts_reference(each, r, dtype) for each, r in zip(results, self.reference)]
-        expected = combine_by_nodes(reduced, self.reference, self.num_tokens, dtype, self.case.num_nodes)
-        same_sums(got, expected[self.context.rank], f"combine {self.number}")
+    def check_result(self, got: torch.Tensor) -> None:
+        same_sums(got, self.before_combine()[2], f"combine {self.number}")
 
 
 def run_step(
     case: Case, layer: EPLowLatencyAllToAllLayer, number: int, context: RankContext, **options: bool
 ) -> torch.Tensor:
-    step = LayerStep(case, layer, number, context, **options)
+    step = LayerStep.of(case, layer, number, context, **options)
     step.check_dispatched()
-    out = step.combine()
-    step.check_combined(out)
+    out = step.result()
+    step.check_result(out)
     return out
 
 
@@ -174,7 +150,7 @@ def in_turn(context: RankContext, case: Case) -> None:
         same_sums(outs[0], held, "the first step's result, later")
         layer.finalize()
         layer.finalize()
-        raised(errors.ClosedError, lambda: LayerStep(case, layer, 0, context))
+        raised(errors.ClosedError, lambda: LayerStep.of(case, layer, 0, context))
 
 
 def zero_copy(context: RankContext, case: Case) -> None:
@@ -182,12 +158,12 @@ def zero_copy(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         layer = make_layer(context, case, arena)
         for number in range(4):
-            step = LayerStep(case, layer, number, context)
+            step = LayerStep.of(case, layer, number, context)
             given = torch.full_like(step.experts(), torch.nan), step.ids, step.weights, step.got[3]
             if number < layer.combine_ctx.num_phases:
                 raised(errors.InputError, lambda given=given: layer.combine(*given, zero_copy=True), "nobody has asked")
             layer.combine_ctx.send_tokens_comm_buf.copy_(step.experts())
-            step.check_combined(layer.combine(*given, zero_copy=True))
+            step.check_result(layer.combine(*given, zero_copy=True))
         layer.finalize()
 
 
@@ -197,15 +173,15 @@ def two_open_steps(context: RankContext, case: Case) -> None:
         layer = make_layer(context, case, arena)
         signal_values = []
         for number in range(2):  # of pairs
-            first = LayerStep(case, layer, 2 * number, context)
+            first = LayerStep.of(case, layer, 2 * number, context)
             signal_values += [layer.dispatch_ctx.signal_val, layer.combine_ctx.signal_val]
-            second = LayerStep(case, layer, 2 * number + 1, context)
-            raised(errors.AlternationError, lambda number=number: LayerStep(case, layer, number, context))
+            second = LayerStep.of(case, layer, 2 * number + 1, context)
+            raised(errors.AlternationError, lambda number=number: LayerStep.of(case, layer, number, context))
             first.check_dispatched()
             second.check_dispatched()
-            second.check_combined(second.combine())
-            raised(errors.AlternationError, second.combine, "dispatch_meta")
-            first.check_combined(first.combine())
+            second.check_result(second.result())
+            raised(errors.AlternationError, second.result, "dispatch_meta")
+            first.check_result(first.result())
         assert signal_values == [1, 1, 2, 2]
         assert (layer.dispatch_ctx.phase, layer.dispatch_ctx.call_count) == (0, 4)
         layer.dispatch_ctx.update_phase()
@@ -219,7 +195,7 @@ def refusals(context: RankContext, case: Case) -> None:
     """What the host refuses leaves the layer usable; what the device finds is raised, and over after reset."""
     with Arena(context.group, context.device) as arena:
         layer, other = make_layer(context, case, arena), make_layer(context, case, arena)
-        step = LayerStep(case, layer, 0, context)
+        step = LayerStep.of(case, layer, 0, context)
         rows, meta = step.experts(), step.got[3]
         raised(errors.InputError, lambda: layer.combine(rows, step.ids, None, meta), "topk_weights")
         raised(errors.ShapeError, lambda: layer.combine(rows, step.ids, step.weights[1:], meta))
@@ -228,14 +204,14 @@ def refusals(context: RankContext, case: Case) -> None:
         raised(errors.ForeignIndicesError, lambda: layer.combine(rows, step.ids[1:], step.weights, meta))
         raised(errors.StateError, lambda: other.combine(rows, step.ids, step.weights, meta), "another layer")
         out = layer.combine(rows, None, step.weights.double(), meta)
-        step.check_combined(out)
+        step.check_result(out)
         raised(errors.StateError, lambda: meta.recv_token_source_indices, "before combine")
-        step = LayerStep(case, layer, 0, context, with_dispatch=True)
+        step = LayerStep.of(case, layer, 0, context, with_dispatch=True)
         raised(errors.InputError, lambda: layer.combine(step.experts(), step.ids, step.weights, step.got[3]))
-        step.check_combined(step.combine())
+        step.check_result(step.result())
 
         # rank 0 gives weights to dispatch, the others will to combine
-        LayerStep(case, layer, 0, context, with_dispatch=context.rank == 0)
+        LayerStep.of(case, layer, 0, context, with_dispatch=context.rank == 0)
         synchronize(context)
         arena.rendezvous.barrier("failure seen")
         op = layer.dispatch_ctx.phases[0].op
@@ -249,13 +225,13 @@ def a_rank_without_combine(context: RankContext, case: Case) -> None:
     absent = case.world_size - 1
     with Arena(context.group, context.device) as arena:
         layer = make_layer(context, case, arena)
-        step = LayerStep(case, layer, 0, context)
+        step = LayerStep.of(case, layer, 0, context)
         for buffers in layer.dispatch_ctx.phases:
             buffers.op.set_timeout(SHORT_TIMEOUT_SECS)
 
         def combine() -> None:
             # where the host exchanges blocks between nodes, it raises at once
-            step.combine()
+            step.result()
             synchronize(context)
             step.got[3].buffers.op.check()
 
@@ -337,7 +313,7 @@ def a_call_that_one_rank_refuses(context: RankContext, case: Case) -> None:
             ids = torch.zeros(1, case.topk, dtype=torch.int32, device=context.device)
             raised(errors.DtypeError, lambda: layer.dispatch(tokens, None, ids))
         else:
-            LayerStep(case, layer, 1, context)
+            LayerStep.of(case, layer, 1, context)
         synchronize(context)
         arena.rendezvous.barrier("the others have given up")
         if context.rank != 0:

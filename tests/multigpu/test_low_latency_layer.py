@@ -41,9 +41,9 @@ def replayed(context: RankContext, case: Case) -> None:
         run_step(case, layer, 0, context)
         inputs = make_inputs(case, 0, context.rank)
         tokens, ids, weights = (each.to(context.device) for each in (inputs.tokens, inputs.ids, inputs.weights))
-        eager = LayerStep(case, layer, 0, context)
+        eager = LayerStep.of(case, layer, 0, context)
         rows = eager.experts()
-        eager.check_combined(eager.combine())
+        eager.check_result(eager.result())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             _, _, _, meta = layer.dispatch(tokens, None, ids)
@@ -53,7 +53,7 @@ def replayed(context: RankContext, case: Case) -> None:
             graph.replay()
             torch.cuda.synchronize()
             # powers of two change no rounding
-            eager.check_combined((out.float() / factor).to(out.dtype))
+            eager.check_result((out.float() / factor).to(out.dtype))
         run_step(case, layer, 1, context)
 
 

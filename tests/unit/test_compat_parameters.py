@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import logging
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from ep_a2a.compat import deep_ep, mori
 from ep_a2a.compat.deep_ep import Buffer, buffer_base
 from ep_a2a.compat.mori import ops, shmem
 from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
-from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx, kernels
+from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError, EnvironmentVariableError, NotInitializedError, UnknownNameError, UnsupportedError
 from ep_a2a.interface import DispatchResult
@@ -47,86 +48,47 @@ KEPT_ON_PURPOSE = {
 # --- every parameter without effect is in the table ---
 
 
-def module_of(library: str, below: str) -> Any:
-    return importlib.import_module(".".join(filter(None, ("ep_a2a.compat", library, below))))
-
-
 def found_in(library: str, name: str) -> Any:
     """The object of a row's name; AttributeError where there is none."""
-    found = module_of(library, "")
-    for part in name.split("."):
-        found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
-    return found
+    return operator.attrgetter(name)(importlib.import_module(f"ep_a2a.compat.{library}"))
 
 
-def public_functions() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """(library, name, function) of every public callable; that of a class is its constructor."""
-    seen = []
-    for library, below in ((library, below) for library, all_below in MODULES.items() for below in all_below):
-        module = module_of(library, below)
-        for name in module.__all__:
-            thing = getattr(module, name)
-            is_ours = getattr(thing, "__module__", "").startswith("ep_a2a.compat")
-            if is_ours and thing not in seen:
-                seen.append(thing)
-                for path, function in functions_of(f"{below}.{name}".lstrip("."), thing):
-                    yield library, path, function
-
-
-def functions_of(path: str, thing: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    if not inspect.isclass(thing):
-        yield path, thing
-        return
-    for kind in inspect.getmro(thing):
-        if kind.__module__.startswith("ep_a2a.compat"):
-            for name, function in vars(kind).items():
-                if is_public(name, function):
-                    yield f"{path}.{name}".removesuffix(".__init__"), unwrapped(function)
-
-
-def is_public(name: str, function: Any) -> bool:
-    plain = unwrapped(function)
-    is_written = inspect.isfunction(plain) and plain.__code__.co_filename.endswith(".py")
-    return is_written and (name == "__init__" or not name.startswith("_"))
-
-
-def unwrapped(function: Any) -> Any:
-    return function.__func__ if isinstance(function, classmethod | staticmethod) else function
+def public_functions() -> Iterator[tuple[str, str, Any]]:
+    """(library, name, function) of every public function and method of ep_a2a.compat, and of every constructor."""
+    for library, name in ((library, below) for library, all_below in MODULES.items() for below in all_below):
+        module = importlib.import_module(".".join(filter(None, ("ep_a2a.compat", library, name))))
+        for thing in (getattr(module, each) for each in module.__all__):
+            path = f"{name}.{getattr(thing, '__name__', '')}".lstrip(".")
+            if inspect.isfunction(thing) and thing.__module__.startswith("ep_a2a.compat"):
+                yield library, path, thing
+            for kind in inspect.getmro(thing) if inspect.isclass(thing) else ():
+                for method, each in vars(kind).items() if kind.__module__.startswith("ep_a2a.compat") else ():
+                    plain = getattr(each, "__func__", each)
+                    is_written = inspect.isfunction(plain) and plain.__code__.co_filename.endswith(".py")
+                    if is_written and (method == "__init__" or not method.startswith("_")):
+                        yield library, f"{path}.{method}".removesuffix(".__init__"), plain
 
 
 def without_effect(function: Callable[..., Any]) -> list[str]:
     """Parameters that the body does not read, or only keeps in attributes of their name that its module never reads."""
-    source = inspect.getsource(inspect.getmodule(function))  # type: ignore[arg-type]
-    body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body  # type: ignore[attr-defined]
-    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls", "_", "__")]
-    read: set[str] = set()
-    stored: set[str] = set()
-    for statement in body:
-        if isinstance(statement, ast.Assign):
-            stored |= kept(statement)
-            read |= loads(statement.value) - kept(statement)
-        elif not isinstance(statement, ast.Delete):
-            read |= loads(statement)
+    module = ast.parse(inspect.getsource(inspect.getmodule(function)))  # type: ignore[arg-type]
     attributes = {
-        node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and is_load(node)
+        each.attr for each in ast.walk(module) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Load)
     }
-    return [name for name in names if name not in read | (stored & attributes)]
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    body = [each for statement in definition.body for each in ast.walk(statement)]  # type: ignore[attr-defined]
+    kept = {id(value): value.id for each in body if isinstance(each, ast.Assign) for value in kept_values(each)}
+    deleted = [each for each in body if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Del)]
+    read = {each.id for each in body if isinstance(each, ast.Name) and each not in deleted and id(each) not in kept}
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    return [name for name in names if name not in read | (set(kept.values()) & attributes)]
 
 
-def kept(statement: ast.Assign) -> set[str]:
+def kept_values(statement: ast.Assign) -> list[ast.Name]:
     """Names that a statement only assigns to attributes of the same name: `self.a, self.b = a, b`."""
     targets = [each for target in statement.targets for each in getattr(target, "elts", [target])]
-    values = getattr(statement.value, "elts", [statement.value])
-    pairs = zip(targets, values, strict=False)
-    return {v.id for t, v in pairs if isinstance(t, ast.Attribute) and isinstance(v, ast.Name) and t.attr == v.id}
-
-
-def is_load(node: ast.Attribute) -> bool:
-    return isinstance(node.ctx, ast.Load)
-
-
-def loads(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    pairs = zip(targets, getattr(statement.value, "elts", [statement.value]), strict=False)
+    return [v for t, v in pairs if isinstance(t, ast.Attribute) and isinstance(v, ast.Name) and t.attr == v.id]
 
 
 def in_table(library: str, function: str, parameter: str) -> bool:
@@ -205,16 +167,8 @@ class NativeOp:
         return lambda *_, **__: RECEIVED if name.startswith("dispatch") else None
 
 
-class DeepEpOps:
-    """Stands for a buffer's ops."""
-
-    rank, num_ranks, device, max_tokens = 0, 2, torch.device("cpu"), 0
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+DEEP_EP_OPS = SimpleNamespace(rank=0, num_ranks=2, device=torch.device("cpu"), close=lambda: None)
+"""Stands for a buffer's ops."""
 
 
 def op() -> Any:
@@ -275,13 +229,6 @@ WARNS: dict[str, Callable[[], Any]] = {
 """By library, callable and parameter of a row."""
 
 
-def refusing(name: str) -> Callable[[], Any]:
-    """Calls a mori callable of a row; those that are always refused take any arguments."""
-    path, _, method = name.rpartition(".")
-    owner = found_in("mori", path)
-    return getattr(object.__new__(owner) if inspect.isclass(owner) else owner, method)
-
-
 BARE = object.__new__(Buffer)
 BARE._closed = False
 LAYER = {
@@ -301,10 +248,6 @@ ARENA.rendezvous = SimpleNamespace(telling=contextlib.nullcontext)
 REFUSES: dict[str, Callable[[], Any]] = {
     "deep_ep Buffer enable_shrink": lambda: buffer(enable_shrink=True),
     "deep_ep Buffer comm": lambda: Buffer(None, comm=1),
-    "deep_ep Buffer.low_latency_update_mask_buffer ": lambda: BARE.low_latency_update_mask_buffer(1),
-    "deep_ep Buffer.low_latency_query_mask_buffer ": lambda: BARE.low_latency_query_mask_buffer(IDS),
-    "deep_ep Buffer.low_latency_clean_mask_buffer ": lambda: BARE.low_latency_clean_mask_buffer(),
-    "deep_ep Buffer.get_local_buffer_tensor ": lambda: BARE.get_local_buffer_tensor(torch.int32),
     "deep_ep Buffer.low_latency_dispatch dispatch_wait_recv_cost_stats": functools.partial(
         BARE.low_latency_dispatch, RECEIVED.tokens, IDS, 8, 4, dispatch_wait_recv_cost_stats=IDS
     ),
@@ -322,8 +265,6 @@ REFUSES: dict[str, Callable[[], Any]] = {
     "triton_distributed EPLowLatencyAllToAllLayer local_world_size": lambda: EPLowLatencyAllToAllLayer(
         **LAYER, arena=ARENA
     ),
-    "triton_distributed kernels.dispatch_kernel_v2 ": lambda: kernels.dispatch_kernel_v2[(8,)],
-    "triton_distributed kernels.combine_kernel_v2 ": lambda: kernels.combine_kernel_v2(ROWS_GIVEN),
     "triton_distributed create_ep_ll_a2a_ctx local_world_size": lambda: create_ep_ll_a2a_ctx(**LAYER, arena=ARENA),
 }
 
@@ -339,14 +280,14 @@ def cases(effect: Effect) -> dict[str, Row]:
 
 
 WARNED, REFUSED = cases(Effect.WARNED), cases(Effect.REFUSED)
-ALWAYS_REFUSED = {case: refusing(case.split()[1]) for case in REFUSED if case.startswith("mori") and case.endswith(" ")}
+ALWAYS_REFUSED = {case: found_in(*case.split()) for case in REFUSED if case.endswith(" ")}
 REFUSES |= ALWAYS_REFUSED
 
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     warn_once.cache_clear()
-    monkeypatch.setattr(buffer_base, "Ops", DeepEpOps)
+    monkeypatch.setattr(buffer_base, "Ops", lambda *_: DEEP_EP_OPS)
     monkeypatch.setattr(shmem.shmem, "shmem_mype", lambda: 0)
     monkeypatch.setattr(contexts, "gather_report", lambda *_: None)
 
@@ -375,6 +316,8 @@ def test_a_refusal_has_the_remedy_of_its_row(case: str):
     assert caught.value.remedy == REFUSED[case].text
     if case in ALWAYS_REFUSED:
         assert case.split()[1] in str(caught.value)
+        with pytest.raises(UnsupportedError):
+            REFUSES[case][(8,)]  # type: ignore[index]  # as a kernel is launched
 
 
 def test_a_value_that_is_refused_is_named():
