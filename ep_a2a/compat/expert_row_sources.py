@@ -10,18 +10,19 @@ from ep_a2a.errors import StateError
 from ep_a2a.kernels.layout import Region
 
 if TYPE_CHECKING:
+    from ep_a2a.ops.arguments import Step
     from ep_a2a.ops.op import EpDispatchCombineOp
 
 NO_SOURCE = -1
 HIGH_WORD_SHIFT = 32
 
 
-def expert_row_sources(op: EpDispatchCombineOp, is_open: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_row_sources(op: EpDispatchCombineOp, step: Step | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Sources of the rows of an op's last dispatch, in layout expert_major with step_tokens = M. No host waits.
 
     Args:
         op: that received the rows.
-        is_open: whether the dispatch that is asked about is the op's open step.
+        step: the op's record of the dispatch that is asked about.
 
     Returns:
         (source_indices, counts_and_starts): int32 [E, W * M], the token that each row was on its source rank, and
@@ -31,7 +32,7 @@ def expert_row_sources(op: EpDispatchCombineOp, is_open: bool) -> tuple[torch.Te
     Raises:
         StateError: the dispatch is over.
     """
-    if not is_open:
+    if step is None or op.open_step is not step:
         raise StateError(
             "the sources of rows to be read before combine",
             "a dispatch that is over",

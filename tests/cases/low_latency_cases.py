@@ -62,8 +62,8 @@ class LayerStep(Step):
     """One step of a case on this rank, between its dispatch and its combine, by the layer's calls."""
 
     layer: EPLowLatencyAllToAllLayer
-    weights: torch.Tensor | None
-    """Of combine; None where dispatch was given them."""
+    weights: torch.Tensor
+    with_dispatch: bool
 
     @classmethod
     def of(
@@ -86,7 +86,7 @@ class LayerStep(Step):
         given = {"send_tokens": tokens.to(context.device), "send_scales": scales, "topk_indices": ids}
         got = layer.dispatch(**given, topk_weights=weights) if with_dispatch else layer.dispatch(**given)
         step = cls(case, op, number, context.device, ids, counts, reference_of(case, number, everyone), got)
-        step.layer, step.weights = layer, None if with_dispatch else weights
+        step.layer, step.weights, step.with_dispatch = layer, weights, with_dispatch
         return step
 
     def check_dispatched(self) -> None:
@@ -120,8 +120,9 @@ class LayerStep(Step):
 
     def result(self) -> torch.Tensor:
         """What combine returns."""
+        weights = None if self.with_dispatch else self.weights
         return self.layer.combine(
-            send_tokens=self.experts(), topk_indices=self.ids, topk_weights=self.weights, dispatch_meta=self.got[3]
+            send_tokens=self.experts(), topk_indices=self.ids, topk_weights=weights, dispatch_meta=self.got[3]
         )
 
     def check_result(self, got: torch.Tensor) -> None:

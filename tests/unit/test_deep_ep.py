@@ -222,7 +222,7 @@ def test_experts_are_the_same_number_on_each_rank():
 
 def test_a_low_latency_handle_is_a_sequence():
     handle = LowLatencyHandle(
-        OpShape(torch.bfloat16, 512, 2, 8, 16, Layout.EXPERT_MAJOR), torch.zeros(1, 2), torch.zeros(1, 2), False
+        OpShape(torch.bfloat16, 512, 2, 8, 16, Layout.EXPERT_MAJOR), torch.zeros(1, 2), torch.zeros(1, 2)
     )
     assert len(handle) == 5
     assert handle[2:] == (16, 512, 8)
@@ -267,12 +267,13 @@ def test_rows_are_overwritten_by_any_low_latency_op_of_their_index():
     op, other = (SimpleNamespace(config=SimpleNamespace(combined_dtype=torch.bfloat16), device=CPU) for _ in range(2))
     for each in (op, other):
         each.combine = lambda *_: None
+        each.open_step = SimpleNamespace(dispatched=SimpleNamespace(tokens=torch.zeros(1, 1, 8)))
     for keeps_rows in (True, False):
         steps = Steps(1)
-        first = Step(op, steps.free_index(), (1, 1, 8))
+        first = Step(op, steps.free_index())
         steps.add(first, keeps_rows=True)
         steps.expect_rows(first)
-        second = Step(other, steps.free_index(), (1, 1, 8))
+        second = Step(other, steps.free_index())
         assert first.is_displaced
         steps.expect_rows(first)
         steps.add(second, keeps_rows=keeps_rows)

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.compat.deep_ep.ops import Ops, Steps
+from ep_a2a.compat.deep_ep.ops import Handle, Ops, Step, Steps
 from ep_a2a.compat.deep_ep.utils import CommStream, EventHandle, EventOverlap
 from ep_a2a.compat.deep_ep_sizes import Config, chunk_configs, low_latency_bytes
 from ep_a2a.compat.parameters import refused, warn_once, with_refusals
+from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer, require
 from ep_a2a.errors import ClosedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from ep_a2a.interface import DispatchResult
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows, or rows and their scales."""
@@ -140,6 +143,32 @@ class BufferBase:
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: calls of both modes need no cleaned memory."""
         self._require_open()
+
+    def _launch(
+        self,
+        handle: Handle,
+        tokens: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None = None,
+        *,
+        num_sms: int = 0,
+        in_halves: bool = False,
+    ) -> DispatchResult:
+        """Dispatches on an op of the handle's shape, or begins to, and makes that the handle's step."""
+        index = self._steps.free_index()
+        op = self._ops.get(handle.shape, index)
+        self._ops.limit_sms(op, num_sms)
+        dispatch = op.dispatch_send if in_halves else op.dispatch
+        got = dispatch(tokens, weights, scales, handle.ids, step_tokens=handle.step_tokens)
+        handle.step = Step(op, index)
+        self._steps.add(handle.step, keeps_rows=handle.shape.layout is Layout.EXPERT_MAJOR)
+        return got
+
+    def _reopen(self, handle: Handle, weights: torch.Tensor | None, num_sms: int = 0) -> None:
+        """Makes a handle's dispatch the open step of an op again, by a dispatch of zeros."""
+        shape, ids = handle.shape, handle.ids
+        zeros = torch.zeros(len(ids), shape.hidden_dim, dtype=shape.dtype, device=ids.device)
+        self._launch(handle, zeros, weights, num_sms=num_sms)
 
     def _num_sms(self, config: Config | None) -> int:
         """Returns the most multiprocessors of a normal call; 0 = all."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a.compat.combine_time_weights import LATE_WEIGHTS
 from ep_a2a.compat.deep_ep.buffer_base import BufferBase
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
-from ep_a2a.compat.deep_ep.ops import Hook, OpShape, Step
+from ep_a2a.compat.deep_ep.ops import Handle, Hook, OpShape
 from ep_a2a.compat.expert_row_sources import expert_row_sources
 from ep_a2a.compat.parameters import refused
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
@@ -24,7 +25,7 @@ PACKED_SCALES = 4
 """UE8M0 bytes in an int32 of DeepEP's packed scales."""
 
 
-class LowLatencyHandle:
+class LowLatencyHandle(Handle):
     """Handle of `low_latency_dispatch`, with DeepEP's five places: src_info, layout_range,
     num_max_dispatch_tokens_per_rank, hidden, num_experts.
 
@@ -33,13 +34,12 @@ class LowLatencyHandle:
     are computed on the device by the first access, which must come between the dispatch and its combine.
 
     Args:
-        shape: of the op. ids: int32 [T, K], this rank's. topk_idx: as they were given. has_weights: whether router
-            weights have travelled with the tokens.
+        shape: of the op. ids: int32 [T, K], this rank's. topk_idx: as they were given.
     """
 
-    def __init__(self, shape: OpShape, ids: torch.Tensor, topk_idx: torch.Tensor, has_weights: bool) -> None:
-        self.shape, self.ids, self.topk_idx, self.has_weights = shape, ids, topk_idx, has_weights
-        self.step: Step
+    def __init__(self, shape: OpShape, ids: torch.Tensor, topk_idx: torch.Tensor) -> None:
+        self.shape, self.ids, self.topk_idx = shape, ids, topk_idx
+        self.step_tokens = shape.max_tokens
 
     def __getitem__(self, place: int | slice) -> Any:
         # an IndexError past the end is what ends a loop, or an unpacking, of the handle
@@ -49,14 +49,14 @@ class LowLatencyHandle:
     def _at(self, place: int) -> Any:
         if place < 2:
             return self._sources[place]
-        return (self.shape.max_tokens, self.shape.hidden_dim, self.shape.num_experts)[place - 2]
+        return (self.step_tokens, self.shape.hidden_dim, self.shape.num_experts)[place - 2]
 
     def __len__(self) -> int:
         return 5
 
     @functools.cached_property
     def _sources(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return expert_row_sources(self.step.op, self.step.is_open)
+        return expert_row_sources(self.step.op, self.step.record)
 
 
 class LowLatencyMode(BufferBase):
@@ -208,11 +208,9 @@ class LowLatencyMode(BufferBase):
         """
         # always a copy: the caller may overwrite its tensor while the handle lives
         ids = topk_idx.to(torch.int32, copy=True)
-        handle = LowLatencyHandle(shape, ids, topk_idx, topk_weights is not None)
-        step = handle.step = self._step(shape)
-        op = step.op
-        rows, _, row_scales, _, _ = (op.dispatch_send if in_halves else op.dispatch)(x, topk_weights, None, ids)
-        self._steps.add(step, keeps_rows=True)
+        handle = LowLatencyHandle(shape, ids, topk_idx)
+        rows, _, row_scales, _, _ = self._launch(handle, x, topk_weights, in_halves=in_halves)
+        step, op = handle.step, handle.step.op
         counts = op.expert_recv_count
         scales = None if row_scales is None else _column_major_like(row_scales)
 
@@ -258,15 +256,10 @@ class LowLatencyMode(BufferBase):
         step, op = handle.step, handle.step.op
         if not in_halves:
             op.combine(rows, weights, compared, out=out)
-            step.close()
             return out
         op.combine_send(rows, weights, compared, out=out)
 
-        def receive() -> None:
-            op.combine_recv()
-            step.close()
-
-        step.combine_hook = Hook(receive, op.device)
+        step.combine_hook = Hook(op.combine_recv, op.device)
         return out
 
     def _late_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> torch.Tensor | None:
@@ -276,28 +269,15 @@ class LowLatencyMode(BufferBase):
             raise StateError("the hook of low_latency_dispatch to be called before combine", "combine", "Call hook().")
         if step.is_open and step.combine_hook is not None:
             step.combine_hook.finish()  # this is a second combine of the same dispatch
-        if topk_weights is None and not (handle.has_weights and step.is_open):
+        if step.is_open and step.record.tag != LATE_WEIGHTS:
+            return None
+        if topk_weights is None:
             raise InputError("topk_weights", "None", "Pass them here, or to low_latency_dispatch and combine once.")
         if step.is_open:
             return topk_weights
         self._steps.expect_rows(step)
         self._reopen(handle, topk_weights)
         return None
-
-    def _reopen(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> None:
-        """Makes a handle's dispatch the open step of an op again, by a dispatch of zeros with the weights."""
-        step, shape = self._step(handle.shape), handle.shape
-        zeros = torch.zeros(handle.ids.shape[0], shape.hidden_dim, dtype=shape.dtype, device=handle.ids.device)
-        step.op.dispatch(zeros, topk_weights, None, handle.ids)
-        self._steps.add(step, keeps_rows=True)
-        handle.step = step
-
-    def _step(self, shape: OpShape) -> Step:
-        """Returns a new step on an op that has no open one."""
-        index = self._steps.free_index()
-        op = self._ops.get(shape, index)
-        num_rows = self._ops.num_ranks * shape.max_tokens
-        return Step(op, index, (op.config.num_local_experts, num_rows, shape.hidden_dim))
 
     def _check_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, shape: OpShape, recv_stats: torch.Tensor | None

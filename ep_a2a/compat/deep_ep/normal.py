@@ -8,7 +8,7 @@ import torch
 
 from ep_a2a.compat.deep_ep.buffer_base import BufferBase
 from ep_a2a.compat.deep_ep.layouts import check_num_experts, dispatch_layout, exchange_counts, rank_ids, routed_ids
-from ep_a2a.compat.deep_ep.ops import OpShape, Step
+from ep_a2a.compat.deep_ep.ops import Handle, OpShape
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import DtypeError, InputError, ShapeError, TooManyTokensError, UnsupportedError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | list[torch.Tensor | None] | None
 
 
-class NormalHandle(tuple[Any, ...]):
+class NormalHandle(tuple[Any, ...], Handle):
     """Handle of `dispatch`, with DeepEP's six places; on several nodes with the ten of its internode_dispatch.
 
     On one node rank_prefix_matrix and is_token_in_rank are there, on several is_token_in_rank and
@@ -32,17 +32,11 @@ class NormalHandle(tuple[Any, ...]):
     need, are None.
 
     Attributes:
-        ids: int32 [T, K], the ids that the op routes by. num_experts: the range of the ids.
-        step_tokens: the most tokens of any rank, equal on all. num_recv_tokens: rows that the caller sees.
-        shape: that of the op that holds, or last held, the dispatch. step: that dispatch. Set by each dispatch.
+        num_experts: the range of the ids. num_recv_tokens: rows that the caller sees.
     """
 
-    ids: torch.Tensor
     num_experts: int
-    step_tokens: int
     num_recv_tokens: int
-    shape: OpShape
-    step: Step
 
 
 class NormalMode(BufferBase):
@@ -282,16 +276,12 @@ class NormalMode(BufferBase):
                 "Pass topk_idx and topk_weights to that dispatch; without them no weights can come back.",
             )
         if not handle.step.is_open:
-            # a dispatch of zeros makes this the open step of an op again
-            shape = handle.shape
-            zeros = torch.zeros(num_tokens, shape.hidden_dim, dtype=shape.dtype, device=rows.device)
-            self._launch(handle, zeros, None, None, num_sms)
-        step, op = handle.step, handle.step.op
+            self._reopen(handle, None, num_sms)
+        op = handle.step.op
         self._ops.limit_sms(op, num_sms)
         out = torch.empty(num_tokens, op.config.hidden_dim, dtype=op.config.combined_dtype, device=rows.device)
         weights = None if topk_weights is None else _whole("topk_weights", topk_weights, handle)
         _, sums = op.combine(_whole("x", rows, handle), weights, None, out=out, bias_0=bias_0, bias_1=bias_1)
-        step.close()
         return out, None if sums is None else sums[:num_tokens].clone()
 
     def _send(
@@ -314,24 +304,8 @@ class NormalMode(BufferBase):
             Layout.COMPACT,
             *((0, 0) if scales is None else (scales.shape[1], scales.dtype.itemsize)),
         )
-        return self._launch(handle, tokens, None if scales is None else scales.contiguous(), weights, num_sms)
-
-    def _launch(
-        self,
-        handle: NormalHandle,
-        tokens: torch.Tensor,
-        scales: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        num_sms: int,
-    ) -> DispatchResult:
-        """Dispatches on an op of the handle's shape, and makes that the handle's step."""
-        index = self._steps.free_index()
-        op = self._ops.get(handle.shape, index)
-        self._ops.limit_sms(op, num_sms)
-        got = op.dispatch(tokens, weights, scales, handle.ids, step_tokens=handle.step_tokens)
-        handle.step = Step(op, index, (op.num_rows(handle.step_tokens), handle.shape.hidden_dim))
-        self._steps.add(handle.step, keeps_rows=False)
-        return got
+        scales = None if scales is None else scales.contiguous()
+        return self._launch(handle, tokens, weights, scales, num_sms=num_sms)
 
     def _check_layout(
         self,

@@ -209,7 +209,7 @@ class Hook:
         is_done: whether `receive` has been called.
     """
 
-    def __init__(self, receive: Callable[[], None], device: torch.device) -> None:
+    def __init__(self, receive: Callable[[], object], device: torch.device) -> None:
         self._receive = receive
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.is_done = False
@@ -241,25 +241,31 @@ class Hook:
 
 
 class Step:
-    """One dispatch on an op.
+    """The open step of an op, once its dispatch has been launched.
 
     Attributes:
         op: the op. index: that of its memory.
-        rows_shape: shape of the rows that its combine takes.
-        is_open: whether the op still holds this dispatch.
+        record: the op's of the step.
         is_displaced: whether it was ended unasked, before its combine.
         dispatch_hook, combine_hook: the receiving halves of split calls.
     """
 
-    def __init__(self, op: EpDispatchCombineOp, index: int, rows_shape: tuple[int, ...]) -> None:
-        self.op, self.index, self.rows_shape = op, index, rows_shape
-        self.is_open, self.is_displaced = True, False
+    def __init__(self, op: EpDispatchCombineOp, index: int) -> None:
+        assert op.open_step is not None
+        self.op, self.index, self.record = op, index, op.open_step
+        self.is_displaced = False
         self.dispatch_hook: Hook | None = None
         self.combine_hook: Hook | None = None
 
-    def close(self) -> None:
-        """Marks the step as combined; must be called when both halves of combine have been launched."""
-        self.is_open = False
+    @property
+    def is_open(self) -> bool:
+        """Whether the op still holds this dispatch."""
+        return self.op.open_step is self.record
+
+    @property
+    def rows_shape(self) -> torch.Size:
+        """Shape of the rows that its combine takes."""
+        return self.record.dispatched.tokens.shape
 
     def displace(self) -> None:
         """Ends the op's step to free its memory: finishes a combine that has begun, else combines zeros."""
@@ -274,8 +280,22 @@ class Step:
         config = self.op.config
         rows = torch.zeros(self.rows_shape, dtype=config.combined_dtype, device=self.op.device)
         self.op.combine(rows, None, None)
-        self.close()
         self.is_displaced = True
+
+
+class Handle:
+    """A dispatch that a combine, or another dispatch, refers to.
+
+    Attributes:
+        ids: int32 [T, K], the ids that the op routes by.
+        step_tokens: the most tokens of any rank, equal on all.
+        shape: that of the op that holds, or last held, the dispatch. step: that dispatch.
+    """
+
+    ids: torch.Tensor
+    step_tokens: int
+    shape: OpShape
+    step: Step
 
 
 class Steps:
@@ -325,7 +345,5 @@ class Steps:
 
     def clear(self) -> None:
         """Removes all steps; their ops must be closed."""
-        for step in self._steps:
-            step.close()
         self._steps.clear()
         self._newest_rows.clear()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ep_a2a.memory.arena import Arena
+    from ep_a2a.ops.arguments import Step
     from ep_a2a.topology import Topology
 
 NUM_PHASES = 2
@@ -39,12 +40,11 @@ class PhaseBuffers:
         cast_group: elements that share a scale in a cast that torch makes before dispatch; 0 = none.
 
     Attributes:
-        op: as given. latest: its latest dispatch, or None.
+        op: as given.
     """
 
     def __init__(self, op: CombineTimeWeightsOp, cast_group: int) -> None:
         self.op = op
-        self.latest: DispatchMetaInfo | None = None
         self._cast_group = cast_group
         self._num_users = 2
 
@@ -55,8 +55,7 @@ class PhaseBuffers:
         if self._cast_group and scales is None:
             tokens, scales = self._cast(tokens)
         rows, _, row_scales, _, _ = self.op.dispatch(tokens, weights, scales, in_int32(ids))
-        self.latest = DispatchMetaInfo(self, tokens.shape[0], weights is not None)
-        return rows, row_scales, self.latest
+        return rows, row_scales, DispatchMetaInfo(self, self.op.open_step)
 
     def _cast(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         check_tensor("send_tokens", tokens, (self.op.config.combined_dtype,), self.op.device)
@@ -84,17 +83,11 @@ class DispatchMetaInfo:
     this dispatch, which gives the op's memory to the next one. Later accesses return the same tensors.
 
     Attributes:
-        buffers: those of the dispatch's phase. num_tokens: T.
-        has_weights: whether the dispatch was given the router's weights.
+        buffers: those of the dispatch's phase. step: the op's record of the dispatch.
     """
 
-    def __init__(self, buffers: PhaseBuffers, num_tokens: int, has_weights: bool) -> None:
-        self.buffers, self.num_tokens, self.has_weights = buffers, num_tokens, has_weights
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the dispatch waits for its combine."""
-        return self.buffers.latest is self and self.buffers.op.has_open_step
+    def __init__(self, buffers: PhaseBuffers, step: Step | None) -> None:
+        self.buffers, self.step = buffers, step
 
     @property
     def recv_token_source_indices(self) -> torch.Tensor:
@@ -120,7 +113,7 @@ class DispatchMetaInfo:
 
     @functools.cached_property
     def _sources(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return expert_row_sources(self.buffers.op, self.is_open)
+        return expert_row_sources(self.buffers.op, self.step)
 
 
 class _PhasedContext:

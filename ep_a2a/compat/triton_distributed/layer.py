@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a.compat.combine_time_weights import LATE_WEIGHTS
 from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
 from ep_a2a.errors import AlternationError, DtypeError, InputError, StateError
 from ep_a2a.graph_breaks import outside_graphs
@@ -183,19 +184,20 @@ class EPLowLatencyAllToAllLayer:
             raise StateError("dispatch_meta from a dispatch of this layer", "one of another layer", "Pass that one.")
         op = buffers.op
         op.check()
-        if not dispatch_meta.is_open:
+        step = dispatch_meta.step
+        if step is None or step is not op.open_step:
             raise AlternationError(
                 "a dispatch that waits for its combine",
                 "the dispatch_meta of one that has been combined, or reset",
                 "Call combine once for each dispatch, with the dispatch_meta that it returned.",
             )
-        if topk_weights is None and not dispatch_meta.has_weights:
+        if topk_weights is None and step.tag == LATE_WEIGHTS:
             raise InputError(
                 "topk_weights, which dispatch was not given", "None", "Pass this rank's topk_weights [T, K]."
             )
         rows = self.combine_ctx.filled_comm_buf() if zero_copy else send_tokens
         weights = None if topk_weights is None else _in_float32(topk_weights)
-        out = torch.empty(dispatch_meta.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
+        out = torch.empty(step.num_tokens, self.hidden, dtype=self.combine_ctx.dtype, device=op.device)
         with self._recorded(buffers, "combine"):
             op.combine(rows, weights, None if topk_indices is None else in_int32(topk_indices), out=out)
         self.combine_ctx.update_phase()
