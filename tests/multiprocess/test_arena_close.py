@@ -81,8 +81,6 @@ def close_in_the_middle(context: RankContext, case: Case, how: str) -> Span:
         Step.dispatch(case, op, 1, context.device)
     if how == "closed in a step":
         op.close()
-    elif how == "failure":
-        op.memory.record[0] = 1
     elif how == "told by a peer":
         op.memory.view(Region.POISON).fill_(1 << 16)
         op.close()
@@ -107,9 +105,7 @@ def close_in_the_middle(context: RankContext, case: Case, how: str) -> Span:
     return span
 
 
-@pytest.mark.parametrize(
-    "how", ["open step", "closed in a step", "dropped in a step", "failure", "told by a peer", "exception"]
-)
+@pytest.mark.parametrize("how", ["open step", "closed in a step", "dropped in a step", "told by a peer", "exception"])
 def test_what_is_not_well_is_closed_alone(ranks: Any, how: str) -> None:
     for start, end in ranks(close_in_the_middle, 2, Case(world_size=2), how):
         assert end - start < AT_ONCE_SECS

@@ -5,7 +5,6 @@ import errno
 import gc
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
@@ -30,15 +29,13 @@ from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.private_files import refusals_named
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
-from ep_a2a.testing import RankContext, RankFailure, RankPool
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.shared_files import files_of, shared_files
 
 NUM_BYTES = 100_000
 GIB = 1 << 30
-SHORT_TIMEOUT_SECS = 6.0
-"""Longer than ranks of a busy machine are apart that left a barrier together."""
 SIZES = BlockSizes(own=512, shared={"dispatch": 1024}, local_own=64, local_shared={"local": 128}, record_words=10)
 
 
@@ -173,37 +170,6 @@ def test_files_and_folders_of_dead_processes_are_removed():
     finally:
         for name in kept:
             paths[name].unlink(missing_ok=True)
-
-
-# --- death of a rank ---
-
-
-def process_id(_context: RankContext) -> int:
-    return os.getpid()
-
-
-def die_while_allocating(context: RankContext, dying_rank: int, step: str) -> Any:
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if context.rank == dying_rank:
-        setattr(host_shm, step, die)
-    rendezvous = Rendezvous(context.group)
-    rendezvous.barrier("all are here")
-    rendezvous.timeout_secs = SHORT_TIMEOUT_SECS
-    allocate_symmetric(rendezvous, context.device, NUM_BYTES)
-
-
-@pytest.mark.parametrize(("step", "label"), [("_create", "creating shared memory"), ("_map", "mapping shared memory")])
-def test_a_rank_killed_while_allocating_is_named_and_leaves_nothing(step, label):
-    with RankPool(2, timeout_secs=60, grace_secs=20) as pool:
-        processes = pool.run(process_id)
-        with pytest.raises(RankFailure) as caught:
-            pool.run(die_while_allocating, 0, step)
-    error = caught.value.errors[1]
-    assert error.missing_ranks == (0,)
-    assert f"'{label}' within {SHORT_TIMEOUT_SECS:g} s" in str(error)
-    assert files_of(*processes) == []
 
 
 # --- arenas ---
