@@ -9,16 +9,6 @@ import typer
 from ep_a2a.cli import options as opt
 from ep_a2a.commands.options import Quant
 
-OF_A_MODEL = (
-    *("data_parallel_size", "tensor_parallel_size", "max_num_batched_tokens", "num_redundant_experts"),
-    "sequence_parallel",
-)
-OF_AN_OP = (
-    *("ranks", "max_tokens", "topk", "experts", "layout", "combine_quant", "scale_format", "max_total_recv_tokens"),
-    "flagged_max_tokens",
-)
-BETWEEN_NODES = ("nic_gbps", "seed")
-"""Options that act in one kind of plan only."""
 VLLM = "A model's config.json, or its folder."
 REDUNDANT = "With --vllm: of vLLM's load balancer; default: 0."
 SHARED = "With --vllm: tensor-parallel ranks share their replica's tokens; default: by model."
@@ -75,5 +65,4 @@ def plan(
     options = SimpleNamespace(**locals())
     from ep_a2a.commands.plan.command import execute
 
-    kinds = (OF_A_MODEL, OF_AN_OP, BETWEEN_NODES)
-    execute(options, *({name: getattr(options, name) for name in names} for names in kinds))
+    execute(options)

@@ -79,7 +79,7 @@ def test_the_cast_for_other_experts_is_named(name, quantization, planned, other)
     values = FAMILIES[name][1] | ({"quantization_config": quantization} if quantization else {})
     assert configs_of(values)[0].dispatch_quant == planned
     assert f"--quant {other} for" in said_of(values)
-    assert "--quant" not in said_of(values, cast=planned)
+    assert "--quant" not in said_of(values, quant=planned)
 
 
 @pytest.mark.parametrize(("quantization", "cast"), TABLES["casts"])
@@ -89,7 +89,7 @@ def test_casts_by_quantization(quantization, cast):
     nested = {"text_config": {**DEEPSEEK, "quantization_config": quantization}}
     assert configs_of(nested)[0].dispatch_quant == cast
     # where a row is not a multiple of the group, vLLM's own function quantises it on arrival
-    odd = configs_of({**DEEPSEEK, "quantization_config": quantization}, hidden_dim=7232)[0]
+    odd = configs_of({**DEEPSEEK, "quantization_config": quantization}, hidden=7232)[0]
     assert odd.dispatch_quant == ("none" if cast == "fp8_per_1x128" else cast)
 
 
@@ -111,9 +111,9 @@ def test_dtypes(names, expected):
 
 def test_options_override_the_model():
     values = {**DEEPSEEK, "quantization_config": BLOCK_FP8}
-    assert configs_of(values, cast="none")[0].dispatch_quant == "none"
-    assert configs_of(values, cast="fp8_per_token")[0].dispatch_quant == "fp8_per_token"
-    assert configs_of(values, hidden_dim=7424)[0].hidden_dim == 7424
+    assert configs_of(values, quant="none")[0].dispatch_quant == "none"
+    assert configs_of(values, quant="fp8_per_token")[0].dispatch_quant == "fp8_per_token"
+    assert configs_of(values, hidden=7424)[0].hidden_dim == 7424
 
 
 def of_group(**changes: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,43 +34,48 @@ DEFAULTS = {
     "quant": "none",
     "combine_quant": "none",
 }
+OF_ANY = ("gpus_per_node", "hidden", "dtype", "quant")
+OF_A_MODEL = tuple(each.name for each in fields(VllmOptions) if each.name not in OF_ANY)
+OF_AN_OP = (
+    *("ranks", "max_tokens", "topk", "experts", "layout", "combine_quant", "scale_format", "max_total_recv_tokens"),
+    "flagged_max_tokens",
+)
+BETWEEN_NODES = ("nic_gbps", "seed")
+"""Options that act in every kind of plan, and those that act in one kind only."""
 MAX_GPU_BYTES = 512 << 30
 """More than any GPU has."""
 
 
-def execute(
-    options: SimpleNamespace, for_model: dict[str, Any], for_op: dict[str, Any], between: dict[str, Any]
-) -> None:
+def execute(options: SimpleNamespace) -> None:
     """Prints and writes what is asked for.
 
     Args:
-        options: of `ep-a2a plan`, None where not given.
-        for_model, for_op, between: those that act only for a model, for an op of named sizes, between nodes.
+        options: by name, as cli/plan.py declares them; None where not given.
 
     Raises:
         ConfigError: options exclude each other, a size is impossible, or no GPU has so much memory.
     """
     if options.dtype not in (None, *DTYPES):
         raise UnknownNameError(f"to be one of {', '.join(DTYPES)}", repr(options.dtype), field="dtype")
-    sizes = {name: getattr(options, name) for name in ("gpus_per_node", "hidden")}
-    sizes |= {"dtype": DTYPES.get(options.dtype), "quant": options.quant and options.quant.value}
+    typed = vars(options) | {"dtype": DTYPES.get(options.dtype), "quant": options.quant and options.quant.value}
+    kinds = (OF_ANY, OF_A_MODEL, OF_AN_OP, BETWEEN_NODES)
+    for_any, for_model, for_op, between = ({name: typed[name] for name in names} for names in kinds)
     check_can_write(options.output)
     if options.nodes is not None or options.published:
         from ep_a2a.commands.plan.nodes import show_nodes
 
         refuse({"vllm": options.vllm, **for_model}, "with --nodes or --published", "Leave it out.")
-        show_nodes(options, {"nodes": options.nodes, **between, **for_op, **sizes})
+        show_nodes(options, {"nodes": options.nodes, **between, **for_op, **for_any})
         return
     refuse(between, "without --nodes", "Say --nodes.")
     if options.vllm is None:
         refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
-        if sizes["quant"] in (None, QuantType.NONE.value):
+        if for_any["quant"] in (None, QuantType.NONE.value):
             refuse({"scale_format": options.scale_format}, "without --quant", "Name the cast that writes scales.")
-        plan, assumed = plan_op(**given(for_op | sizes))
+        plan, assumed = plan_op(**given(for_op | for_any))
     else:
         refuse(for_op, "with --vllm", "Leave it out: the model and vLLM's options decide it.")
-        of_op = {"hidden_dim": sizes.pop("hidden"), "cast": sizes.pop("quant")}
-        vllm_options = VllmOptions(**{"data_parallel_size": 1, **given(for_model | sizes | of_op)})
+        vllm_options = VllmOptions(**given(for_model | for_any))
         model = read_model(options.vllm)
         plan = vllm_plan(model, vllm_options)
         assumed = assumptions(model, vllm_options, plan.config)

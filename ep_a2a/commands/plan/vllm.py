@@ -40,18 +40,18 @@ class VllmOptions:
         num_redundant_experts: of vLLM's expert load balancer, over all ranks.
         sequence_parallel: whether tensor-parallel ranks share their replica's tokens; None = as the model's layers do.
         gpus_per_node: ranks of each node; None = GPUS_PER_NODE, or all where there are fewer.
-        hidden_dim, dtype, cast: instead of what the model's config says; None = as it says.
+        hidden, dtype, quant: instead of what the model's config says; None = as it says.
     """
 
-    data_parallel_size: int
+    data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     max_num_batched_tokens: int | None = None
     num_redundant_experts: int = 0
     sequence_parallel: bool | None = None
     gpus_per_node: int | None = None
-    hidden_dim: int | None = None
+    hidden: int | None = None
     dtype: torch.dtype | None = None
-    cast: str | None = None
+    quant: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -97,7 +97,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
             f"Say how many GPUs each node has, at most {world_size}.",
             field="gpus_per_node",
         )
-    hidden_dim = options.hidden_dim or model.hidden_dim
+    hidden_dim = options.hidden or model.hidden_dim
     num_tokens = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
     # Scales that are powers of two take as many bytes as others.
     wire = token_format_of(model.quantization.activations, hidden_dim, expects_unquantized=False, powers_of_two=False)
@@ -106,7 +106,7 @@ def vllm_configs(model: MoeModel, options: VllmOptions) -> list[EpDispatchCombin
         config_from_handle_kwargs(
             between
             | handle_kwargs(
-                wire if options.cast is None else TokenFormat(options.cast),
+                wire if options.quant is None else TokenFormat(options.quant),
                 LayerShape(
                     dtype=options.dtype or model.dtype,
                     hidden_dim=hidden_dim,
@@ -161,7 +161,7 @@ def _about_family(model: MoeModel) -> str:
 
 def _about_experts(model: MoeModel, options: VllmOptions, config: EpDispatchCombineConfig) -> list[str]:
     """Says which experts take rows as they travel, and what to say for others."""
-    if options.cast is not None:
+    if options.quant is not None:
         return []
     op, quantization = op_facts(config), model.quantization
     if op["quant"] != "none":
