@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from ep_a2a.commands.plan.model import model_of
 from ep_a2a.commands.plan.sizes import plan_of
-from ep_a2a.commands.plan.vllm import VllmOptions, vllm_configs, vllm_plan
+from ep_a2a.commands.plan.vllm import VllmOptions, vllm_plan
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.integrations.token_format import LayerShape, TokenFormat, handle_kwargs
@@ -20,7 +21,7 @@ WORLD_SIZE, HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS = 2, 256, 3, 129, 150
 CASES = read_table("configs")["planned"]
 """Experts are uneven, and so many that a rank with one more has a larger local block."""
 MODEL = {
-    "n_routed_experts": 8,
+    "n_routed_experts": 9,
     "num_experts_per_tok": 2,
     "hidden_size": 256,
     "torch_dtype": "bfloat16",
@@ -74,7 +75,7 @@ def test_copies_are_planned(ranks):
     assert ranks(copied, WORLD_SIZE) == [sum(part.num_bytes for part in plan.later[1:])] * 2
 
 
-def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict[str, Any], experts: int) -> int:
+def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict[str, Any]) -> int:
     """Bytes that the op of a vLLM layer takes, with scales as vLLM rounds them on some GPUs."""
     with create_manager("ep_a2a", context.group) as manager:
         manager.device = context.device
@@ -84,8 +85,8 @@ def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict
                 dtype=torch.bfloat16,
                 hidden_dim=256,
                 topk=2,
-                num_experts=experts,
-                num_local_experts=num_owned_experts(experts, context.world_size, context.rank),
+                num_experts=9,
+                num_local_experts=num_owned_experts(9, context.world_size, context.rank),
                 max_tokens=max_tokens,
             ),
             rank=context.rank,
@@ -96,20 +97,16 @@ def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict
         return int(manager.num_buffer_bytes)
 
 
-def test_vllms_op_allocates_what_is_planned(ranks):
-    options = VllmOptions(data_parallel_size=WORLD_SIZE, max_num_batched_tokens=200)
-    plan = plan_of(vllm_configs(model_of(MODEL), options), brings_own_rows=True)
-    assert tuple(ranks(bytes_of_layer, WORLD_SIZE, "fp8_per_1x128", 200, {}, 8)) == plan.bytes_by_rank
-
-
-def test_vllms_op_between_nodes_allocates_what_is_planned(ranks):
-    # between virtual nodes of one host the default would be peer_memory
-    nodes = {"gpu_per_node": 2, "internode_transport": "torch.distributed"}
-    # more than 512 tokens have another kernel
-    for cast, max_tokens in (("fp8_per_1x128", 200), ("none", 600)):
-        quantization = MODEL["quantization_config"] if cast != "none" else None
-        model = model_of({**MODEL, "n_routed_experts": 9, "quantization_config": quantization})
-        options = VllmOptions(data_parallel_size=4, gpus_per_node=2, max_num_batched_tokens=max_tokens)
-        plan = vllm_plan(model, options)
-        assert tuple(ranks(bytes_of_layer, 4, cast, max_tokens, nodes, 9)) == plan.bytes_by_rank
-        assert sum(part.num_bytes for part in plan.parts) == plan.bytes_by_rank[0]
+# more than 512 tokens have another kernel between nodes; between virtual nodes of one host the default is peer_memory
+@pytest.mark.parametrize(
+    ("num_nodes", "cast", "max_tokens"), [(1, "fp8_per_1x128", 200), (2, "fp8_per_1x128", 200), (2, "none", 600)]
+)
+def test_vllms_op_allocates_what_is_planned(ranks, num_nodes, cast, max_tokens):
+    nodes = {"gpu_per_node": 2, "internode_transport": "torch.distributed"} if num_nodes > 1 else {}
+    quantization = MODEL["quantization_config"] if cast != "none" else None
+    model = model_of({**MODEL, "quantization_config": quantization})
+    plan = vllm_plan(
+        model, VllmOptions(data_parallel_size=2 * num_nodes, gpus_per_node=2, max_num_batched_tokens=max_tokens)
+    )
+    assert tuple(ranks(bytes_of_layer, 2 * num_nodes, cast, max_tokens, nodes)) == plan.bytes_by_rank
+    assert sum(part.num_bytes for part in plan.parts) == plan.bytes_by_rank[0]
