@@ -50,7 +50,7 @@ STACKS_TIMEOUT_SECS = 2.0
 PRELOADED = ("torch.distributed", "triton.language")
 """Modules that take a rank seconds to import."""
 
-_DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class RankFailure(RuntimeError):
@@ -115,7 +115,6 @@ class RankPool:
 
     Args:
         world_size: ranks, one process each.
-        backend: backend string of the process group; None takes gloo, or `cpu:gloo,cuda:nccl` with a GPU per rank.
         device: "cpu" or "cuda".
         timeout_secs: seconds that one `run` may take before all processes are killed.
         grace_secs: seconds that the other ranks may go on after one has failed (they may wait for it for ever).
@@ -124,6 +123,7 @@ class RankPool:
             inside a kernel leaves the others' contexts alone.
 
     Attributes:
+        backend: of the process group: gloo, or `cpu:gloo,cuda:nccl` with a GPU per rank.
         ranks_per_gpu: ranks that share a GPU, at most; 0 on CPU.
         note: what a reader of times must know where ranks share GPUs; else "".
 
@@ -136,7 +136,6 @@ class RankPool:
         self,
         world_size: int,
         *,
-        backend: str | None = None,
         device: str = "cpu",
         timeout_secs: float = 120.0,
         grace_secs: float = 10.0,
@@ -144,7 +143,7 @@ class RankPool:
         mps: bool = True,
     ) -> None:
         checked_integer("world_size", world_size, 1)
-        if device not in _DEFAULT_BACKENDS:
+        if device not in _BACKENDS:
             raise ConfigError("to be 'cpu' or 'cuda'", shown(device), field="device")
         if num_gpus is not None:
             checked_integer("num_gpus", num_gpus, 1)
@@ -156,7 +155,7 @@ class RankPool:
         self.ranks_per_gpu = ranks_per_gpu(world_size, num_gpus)
         self._mps = (find_mps() if mps else Mps.UNWANTED) if self.ranks_per_gpu > 1 else None
         self.note = sharing_note(world_size, num_gpus)
-        self.backend = backend or _DEFAULT_BACKENDS["cpu" if self.ranks_per_gpu > 1 else device]
+        self.backend = _BACKENDS["cpu" if self.ranks_per_gpu > 1 else device]
         self.device = device
         self.timeout_secs = checked_seconds("timeout_secs", timeout_secs)
         self.grace_secs = checked_seconds("grace_secs", grace_secs)

@@ -12,7 +12,7 @@ from ep_a2a.memory import gpu_ranks
 from ep_a2a.ops.sm_share import share_of
 from ep_a2a.testing import RankPool, launch, worker
 from ep_a2a.testing.mps import PIPE_VARIABLE, Mps
-from ep_a2a.topology.gpu_share import gpu_of, ranks_per_gpu, sharing_note
+from ep_a2a.topology.gpu_share import gpu_of, ranks_per_gpu
 
 CUDA = torch.device("cuda", 0)
 
@@ -22,22 +22,32 @@ def test_ranks_take_gpus_in_turn() -> None:
     assert [ranks_per_gpu(8, num_gpus) for num_gpus in (0, 1, 3, 8, 9)] == [0, 8, 3, 1, 1]
 
 
-def test_sharing_is_said() -> None:
-    assert sharing_note(8, 1) == "8 ranks share 1 GPU: times are not those of NVLink"
-    assert sharing_note(8, 2) == "8 ranks share 2 GPUs: times are not those of NVLink"
-    assert [sharing_note(*numbers) for numbers in ((8, 8), (1, 1), (4, 0))] == ["", "", ""]
-
-
-def test_a_pool_of_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+@pytest.mark.parametrize(
+    ("num_ranks", "visible", "num_gpus", "ranks_per_gpu", "note"),
+    [
+        (8, 1, None, 8, "8 ranks share 1 GPU: times are not those of NVLink"),
+        (1, 1, None, 1, ""),
+        (4, 4, 1, 4, "4 ranks share 1 GPU: times are not those of NVLink"),
+        (4, 4, 2, 2, "4 ranks share 2 GPUs: times are not those of NVLink"),
+    ],
+)
+def test_what_a_pool_says_of_its_gpus(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, visible: int, num_gpus: int | None, ranks_per_gpu: int, note: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(launch, "find_mps", lambda: Mps.NONE)
-    shared, own = RankPool(8, device="cuda"), RankPool(1, device="cuda")
-    assert (shared.ranks_per_gpu, shared.backend, shared.note) == (8, "gloo", sharing_note(8, 1))
-    assert (own.ranks_per_gpu, own.backend, own.note) == (1, "cpu:gloo,cuda:nccl", "")
+    pool = RankPool(num_ranks, device="cuda", num_gpus=num_gpus)
+    backend = "gloo" if ranks_per_gpu > 1 else "cpu:gloo,cuda:nccl"
+    assert (pool.ranks_per_gpu, pool.backend, pool.note) == (ranks_per_gpu, backend, note)
+    runner = Runner("cuda", shared_gpu=num_gpus == 1)
+    assert runner.note(num_ranks) == ("" if num_gpus == 2 else note)
+
+
+def test_a_pool_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert RankPool(2).ranks_per_gpu == 0
     with pytest.raises(UnsupportedError, match="a GPU"):
         RankPool(1, device="cuda")
-    assert RankPool(2).ranks_per_gpu == 0
 
 
 def test_a_pool_can_do_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +90,7 @@ def test_a_context_that_is_lost_is_told_whoever_met_it_first(monkeypatch: pytest
     assert worker._with_its_cause(gpu, other) is other
 
 
-def test_a_pool_can_keep_to_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(launch, "find_mps", lambda: Mps.NONE)
-    one, two = (RankPool(4, device="cuda", num_gpus=number) for number in (1, 2))
-    assert (one.ranks_per_gpu, one.backend, one.note) == (4, "gloo", sharing_note(4, 1))
-    assert (two.ranks_per_gpu, two.note) == (2, sharing_note(4, 2))
-    runners = [Runner("cuda", shared_gpu=shared) for shared in (True, False)]
-    assert [(runner.num_gpus, runner.note(4)) for runner in runners] == [(1, sharing_note(4, 1)), (4, "")]
-
-
-def test_the_bench_says_it_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [Runner(device).note(8) for device in ("cuda", "cpu")] == [sharing_note(8, 1), ""]
+def test_ranks_of_other_hosts_are_not_counted() -> None:
     # 16 ranks of two hosts with eight GPUs each: this host's number of GPUs says nothing about the job
     joined = JoinedRunner.__new__(JoinedRunner)
     joined.num_gpus = 16
