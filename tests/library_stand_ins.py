@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import ep_a2a
 from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, FlashInferTwoSidedAll2AllManager
-from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library import Library
 from ep_a2a.managers.external.mori import MoriLowLatencyAll2AllManager
 from ep_a2a.managers.external.pplx import PplxAll2AllManager
 from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineKernelType, EpDispatchCombineOp

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.managers.external.libraries import Library
+    from ep_a2a.managers.external.library import Library
 
 _CREATE = "Create a new one: create_manager(name, group)."
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_a2a.errors import AlternationError, ClosedError, ForeignIndicesError, UnsupportedError
-from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library import Library
 from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.managers.external.mori import MoriAll2AllManager
 from ep_a2a.managers.registry import create_manager

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from ep_a2a.errors import ConfigMismatchError, UnsupportedError
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager
+from ep_a2a.managers.external.library import LibraryAll2AllManager
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
 from tests.library_stand_ins import FlashInferOneSidedManager, FlashInferTwoSidedManager, MoriLowLatencyManager

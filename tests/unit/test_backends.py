@@ -32,7 +32,7 @@ from ep_a2a.managers.external.deepep import (
     DeepEPV2Op,
 )
 from ep_a2a.managers.external.flashinfer import FlashInferOneSidedOp, FlashInferTwoSidedOp
-from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library import Library
 from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.managers.external.mori import MoriOp
 from ep_a2a.managers.external.pplx import PplxOp

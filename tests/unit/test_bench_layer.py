@@ -36,7 +36,7 @@ from ep_a2a.commands.bench.layer_kernels import (
 from ep_a2a.commands.measure.session import Received
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.managers.external.libraries import Library
+from ep_a2a.managers.external.library import Library
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
 from tests.offline_compile import compile_offline

@@ -14,9 +14,13 @@ from ep_a2a.config.requirements import checked_integer, require
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import EXPERT_ROWS, LibraryAll2AllManager
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
+from ep_a2a.managers.external.library import (
+    EXPERT_ROWS,
+    Library,
+    LibraryAll2AllManager,
+    LibraryDispatchCombineOp,
+    ReceivedRows,
+)
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:

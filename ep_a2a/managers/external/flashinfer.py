@@ -14,9 +14,13 @@ from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
+from ep_a2a.managers.external.library import (
+    Library,
+    LibraryAll2AllManager,
+    LibraryDispatchCombineOp,
+    ReceivedRows,
+    SingleGroupGuard,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

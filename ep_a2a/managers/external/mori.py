@@ -12,9 +12,13 @@ from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.errors import ConfigError, DeviceMemoryError, UnsupportedError
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import LibraryAll2AllManager, SingleGroupGuard
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
+from ep_a2a.managers.external.library import (
+    Library,
+    LibraryAll2AllManager,
+    LibraryDispatchCombineOp,
+    ReceivedRows,
+    SingleGroupGuard,
+)
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig

@@ -9,9 +9,14 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.libraries import Library
-from ep_a2a.managers.external.library_manager import EXPERT_ROWS, LibraryAll2AllManager, SingleGroupGuard
-from ep_a2a.managers.external.library_op import LibraryDispatchCombineOp, ReceivedRows
+from ep_a2a.managers.external.library import (
+    EXPERT_ROWS,
+    Library,
+    LibraryAll2AllManager,
+    LibraryDispatchCombineOp,
+    ReceivedRows,
+    SingleGroupGuard,
+)
 from ep_a2a.ops.op_sizes import leading_dims
 
 if TYPE_CHECKING:
