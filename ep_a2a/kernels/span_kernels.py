@@ -54,3 +54,9 @@ def note_time(table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.co
         if begun >= 0:
             tl.store(line + begun * WORDS_PER_SPAN, now)
             tl.store(line + begun * WORDS_PER_SPAN + 2, step + 1)
+
+
+@portable
+def note_clock_kernel(word):
+    """Notes the time at which the launch before this one has ended. word: int64 [1]."""
+    tl.store(word, clock_ns())

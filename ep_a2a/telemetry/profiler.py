@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
+from ep_a2a.kernels.span_kernels import note_clock_kernel
 from ep_a2a.memory.allocator_isolation import outside_pools
-from ep_a2a.telemetry.device_clock import clock_offset
 from ep_a2a.telemetry.spans import DISPATCH_NAMES, HOST, PARTS, TraceSpan
 
 if TYPE_CHECKING:
@@ -76,3 +77,43 @@ class StepProfiler:
             times_ns = (words[START] + offset_ns, words[END] + offset_ns)
             found.append(TraceSpan(name, part, phase, words[STEP], program, *times_ns, self._lane))
         return [*self._calls, *sorted(found, key=lambda each: each.start_ns)]
+
+
+NUM_CLOCK_READINGS = 64
+CLOCK_TIMEOUT_SECS = 10.0
+
+
+class ClockOffset(NamedTuple):
+    """The offset of a device's clock from time.monotonic_ns of its host."""
+
+    offset_ns: int  # to be added to the device's times
+    width_ns: int  # the true offset is at most this much lower
+
+
+def clock_offset(device: torch.device) -> ClockOffset:
+    """Measure the offset of a device's clock; 0 on CPU, where kernels read the host's clock.
+
+    On a GPU a program writes its time into host memory, which the host watches. The host sees the time after it was
+    taken. So the smallest of many differences is closest to the truth, about equally close on every GPU of a host.
+
+    Raises:
+        TimeoutError: the GPU is busy for longer than CLOCK_TIMEOUT_SECS.
+    """
+    if device.type == "cpu":
+        return ClockOffset(0, 0)
+    words = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
+    seen, variant = words.numpy(), CompiledKernel(note_clock_kernel, {}, num_warps=1)
+    variant.compile((words,))
+    highest_ns, lowest_ns = [], []
+    for _ in range(NUM_CLOCK_READINGS):
+        torch.cuda.synchronize(device)
+        seen[0] = 0
+        before_ns = time.monotonic_ns()
+        variant.launch(1, (words,), device)
+        while not seen[0]:
+            if time.monotonic_ns() - before_ns > CLOCK_TIMEOUT_SECS * 1e9:
+                raise TimeoutError(f"the GPU did not tell its time within {CLOCK_TIMEOUT_SECS:g} s")
+        after_ns, device_ns = time.monotonic_ns(), int(seen[0])
+        highest_ns.append(after_ns - device_ns)
+        lowest_ns.append(before_ns - device_ns)
+    return ClockOffset(min(highest_ns), min(highest_ns) - max(lowest_ns))

@@ -24,7 +24,7 @@ def test_without_profiling(ranks: Any, tmp_path: Path) -> None:
 
 def true_offsets(context: RankContext) -> list[tuple[int, int]]:
     """Bounds of the clock's offset, of two measurements."""
-    from ep_a2a.telemetry.device_clock import clock_offset
+    from ep_a2a.telemetry.profiler import clock_offset
 
     found = [clock_offset(context.device) for _ in range(2)]
     return [(offset_ns - width_ns, offset_ns) for offset_ns, width_ns in found]

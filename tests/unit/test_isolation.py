@@ -120,7 +120,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_nothing_is_compiled_into_or_loaded_from_such_a_cache(cache):
     """Neither by an op's variants nor by a plain launch: both go through `run`."""
-    from ep_a2a.kernels.clock_kernels import note_clock_kernel
+    from ep_a2a.kernels.span_kernels import note_clock_kernel
 
     cache.chmod(0o777)
     for call in (lambda: note_clock_kernel.warmup(grid=(1,)), lambda: note_clock_kernel[(1,)]()):

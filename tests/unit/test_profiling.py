@@ -11,7 +11,7 @@ import torch
 from ep_a2a.commands.trace import last_step, plot_timeline, remove_earlier
 from ep_a2a.kernels.layout import Span
 from ep_a2a.ops.intra_node import IntraNodeEngine
-from ep_a2a.telemetry.device_clock import clock_offset
+from ep_a2a.telemetry.profiler import clock_offset
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, PARTS, TraceSpan
 from ep_a2a.telemetry.trace import trace_events, write_trace
 from tests.offline_compile import compile_kernel, resources
