@@ -5,8 +5,6 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
@@ -21,6 +19,7 @@ from ep_a2a.ops.inputs import address_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch.distributed import ProcessGroup
 
     from ep_a2a.ops.row_exchange import RowExchange
@@ -128,16 +127,6 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         address_of("hidden_states", hidden_states)
         counts, self._counts = self._counts, None
         return self._exchange(env.TIMEOUT_SECS.get()).sum_rows(hidden_states.contiguous(), counts)
-
-    def allocate_combine_input(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        is_sequence_parallel: bool = False,
-    ) -> torch.Tensor:
-        """Returns an ordinary uninitialised tensor: collectives read from any memory."""
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def reset(self) -> None:
         """Forgets a dispatch that will not be combined. Local; to be called on every rank."""

@@ -12,9 +12,10 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ep_a2a.integrations.manager import live_managers
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, VLLM_BACKEND, is_replacement, logger, replacement
-from ep_a2a.integrations.vllm.cpu import patch_runner
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.micro_batches import patch_micro_batches
 from ep_a2a.integrations.vllm.stages import link_stages
@@ -105,3 +106,25 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return maybe_make_prepare_finalize
+
+
+def patch_runner() -> None:
+    """Patch `cpu-runner`: calls MoE layers as opaque operators, as on GPUs. Idempotent.
+
+    On CPU vLLM calls them as Python, for torch.compile to trace. An exchange between processes cannot be traced.
+    """
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    original = MoERunner._select_forward
+    if is_replacement(original):
+        return
+
+    @replacement
+    @functools.wraps(original)
+    def _select_forward(self: Any) -> Any:
+        moe_parallel = self.moe_config.moe_parallel_config
+        if moe_parallel.all2all_backend != BACKEND_NAME or not moe_parallel.use_all2all_kernels:
+            return original(self)
+        return torch.ops.vllm.moe_forward if self._shared_experts is None else torch.ops.vllm.moe_forward_shared
+
+    MoERunner._select_forward = _select_forward

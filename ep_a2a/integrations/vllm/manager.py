@@ -54,6 +54,10 @@ class VllmAll2AllManager(EngineManager):
         """Combines hidden states by vLLM's own manager, for layers without a modular kernel."""
         return self._by_vllm("combine", *args, **kwargs)
 
+    def combine_into_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Combines hidden states into a tensor by vLLM's own manager, for layers without a modular kernel."""
+        return self._by_vllm("combine_into_output", *args, **kwargs)
+
     def _by_vllm(self, method: str, *args: Any, **kwargs: Any) -> Any:
         warn_once(
             "a MoE layer does not run as a modular kernel of ep_a2a (its quantisation method has none, or it belongs "

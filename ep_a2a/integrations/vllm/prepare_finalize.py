@@ -27,7 +27,6 @@ from vllm.v1.worker.ubatching import (
 
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bound, tokens_per_rank
-from ep_a2a.integrations.vllm.cpu import local_ids
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.token_format import token_format_of
 
@@ -313,3 +312,16 @@ def _wait_for_combine(_rows: torch.Tensor) -> None:
     """
     dbo_switch_to_comm()
     dbo_yield_and_switch_from_comm_to_compute()
+
+
+def local_ids(
+    ids: torch.Tensor, weights: torch.Tensor, expert_map: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ids and weights [rows, K] for experts that take local ids and ignore expert_map.
+
+    A slot of another rank's expert, or of none (-1), becomes one of expert 0 with weight 0.
+    """
+    if expert_map is None:
+        return ids, weights
+    local = torch.where(ids < 0, -1, expert_map[ids])
+    return local.clamp(min=0).to(torch.int32), torch.where(local < 0, 0.0, weights)
