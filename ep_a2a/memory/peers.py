@@ -9,7 +9,8 @@ import operator
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -21,6 +22,8 @@ from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+Result = TypeVar("Result")
 
 BEAT_SECS = 0.2
 """How often a process looks at the locks of its peers."""
@@ -251,22 +254,28 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
     return found
 
 
-def within(secs: float, work: Callable[[], Any]) -> Any:
-    """Returns the result of `work`; None where it fails with a RuntimeError or takes longer.
+def begun(work: Callable[[], Result]) -> Future[Result]:
+    """Begins `work` in a thread of its own, which is left behind where nobody can wait any longer."""
+    found: Future[Result] = Future()
 
-    A store behind a cut link ignores its own bound, so `work` runs in a thread, which is left behind then.
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="ep_a2a asks", daemon=True).start()
+    return found
+
+
+def within(secs: float, work: Callable[[], Result]) -> Result | None:
+    """Returns what `work` finds in the store; None where that has ended, or does not answer in time.
+
+    A store behind a cut link ignores its own bound.
     """
-    found: list[Any] = []
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError):
-            found.append(work())
-
-    asking = threading.Thread(target=ask, name="ep_a2a asks", daemon=True)
-    with contextlib.suppress(RuntimeError):
-        asking.start()
-        asking.join(secs)
-    return found[0] if found else None
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        return begun(work).result(secs)
+    return None
 
 
 def _start(

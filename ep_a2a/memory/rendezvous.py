@@ -18,7 +18,7 @@ from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.memory.host_record import parsed
-from ep_a2a.memory.peers import peers_of, within
+from ep_a2a.memory.peers import begun, peers_of
 from ep_a2a.memory.verdict import GivenUp, Verdict, judge_meeting
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _telling: ContextVar[tuple[Rendezvous, ...]] = ContextVar("telling", default=())
 
 DEFAULT_TIMEOUT_SECS = 300.0
 FIRST_WORD = "the first word of a meeting"
-NO_ANSWER = "the store of the process group does not answer"
 STORE_PATIENCE_SECS = 1.0
 """Bound for the answer of a working store."""
 POLL_SECS_PER_RANK = 0.001
@@ -40,6 +39,7 @@ LONGEST_POLL_SECS = 0.05
 SAY_SECS = 1.0
 """How often a rank that waits in a meeting tells the ranks of its host so."""
 SHOWN_CHARACTERS = 40
+DECISION = "decision"
 VERSION_KEY = "wire_format_version"
 FAILED_KEY = "failed"
 """In a rank's message, in place of label and message: the error that kept it from coming to the meeting."""
@@ -102,8 +102,7 @@ class Rendezvous:
         name = "ep_a2a" if ranks is None else f"ep_a2a/of/{','.join(map(str, ranks))}"
         self._store = distributed_c10d.PrefixStore(name, self.peers.group_store if store is None else store)
         with store_must_answer(FIRST_WORD, self.peers):
-            self._generation = self._new_generation()
-        self._sequence = self._generation << 32
+            self._sequence = self._new_generation() << 32
         self._all_know = False
 
     def _new_generation(self) -> int:
@@ -115,7 +114,7 @@ class Rendezvous:
         if self._has_all:
             return int(self._store.add(f"generation/{self.rank}", 1))
         numbers = itertools.count()
-        return next(n for n in numbers if not self._store.check([self._decision_key((n << 32) + 1)]))
+        return next(n for n in numbers if not self._store.check([self._key((n << 32) + 1, DECISION)]))
 
     @property
     def last_meeting(self) -> str:
@@ -251,28 +250,23 @@ class Rendezvous:
             None when all ranks have come; else the reason why some may not have. Raises nothing.
         """
         self.timeout_secs = patience_secs
+        try:
+            begun(lambda: self.barrier("the last meeting")).result(patience_secs + STORE_PATIENCE_SECS)
+        except EpA2AError as error:
+            return error.got
+        except (RuntimeError, TimeoutError):
+            return "the store of the process group does not answer"
+        return None
 
-        def meet() -> str:
-            try:
-                self.barrier("the last meeting")
-            except EpA2AError as error:
-                return error.got
-            return ""
-
-        found = within(patience_secs + STORE_PATIENCE_SECS, meet)
-        return NO_ANSWER if found is None else found or None
-
-    def _key(self, sequence: int, place: int) -> str:
-        return f"{sequence}/{place}"
-
-    def _decision_key(self, sequence: int) -> str:
-        return f"{sequence}/decision"
+    def _key(self, sequence: int, part: int | str) -> str:
+        """Key of the text of the rank at a place, or of DECISION."""
+        return f"{sequence}/{part}"
 
     def _texts(self, label: str, own: str) -> list[bytes]:
         """Sends `own`, and returns the text of every rank, once one of them has decided that all have come."""
         store, sequence = self._store, self._sequence
         keys = [self._key(sequence, place) for place in range(self.world_size)]
-        decision = self._decision_key(sequence)
+        decision = self._key(sequence, DECISION)
         store.set(keys[self._place], own)
         judged = self._judged(keys, decision, label)
         try:
@@ -289,7 +283,7 @@ class Rendezvous:
         # a rank that takes part in exchange n has left exchange n - 2
         store.delete_key(self._key(sequence - 2, self._place))
         if self._place == 0:
-            store.delete_key(self._decision_key(sequence - 2))
+            store.delete_key(self._key(sequence - 2, DECISION))
         return texts
 
     def _ended_call(self, absent: Iterable[int]) -> Rendezvous | None:
@@ -300,9 +294,10 @@ class Rendezvous:
         return None
 
     @property
-    def is_told(self) -> bool:
-        """Whether another rank has told an error in place of coming to the next meeting."""
-        return any(self._has_told(rank, ahead=1) for rank in self.ranks)
+    def is_broken(self) -> bool:
+        """Whether a rank has ended, or has told an error in place of coming to the next meeting."""
+        gone = self.peers.look()
+        return any(rank in gone or self._has_told(rank, ahead=1) for rank in self.ranks)
 
     def _has_told(self, rank: int, ahead: int = 0) -> bool:
         """Whether a rank has told an error in place of coming to the present meeting, or to one that is ahead."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import secrets
-import threading
+from concurrent import futures
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.errors import ConfigError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.device_groups import is_rank_gone
-from ep_a2a.memory.peers import BEAT_SECS
+from ep_a2a.memory.peers import BEAT_SECS, begun
 from ep_a2a.memory.rendezvous import DEFAULT_TIMEOUT_SECS, Rendezvous
 
 if TYPE_CHECKING:
@@ -104,22 +104,12 @@ def _while_all_live(connect: Callable[[], dist.ProcessGroup], meeting: Rendezvou
     Raises:
         RuntimeError: of gloo, or that a member has ended or told an error; the thread is left behind then.
     """
-    made: list[dist.ProcessGroup] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            made.append(connect())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="ep_a2a connects", daemon=True)
-    thread.start()
-    while thread.is_alive() and not (set(meeting.ranks).intersection(meeting.peers.look()) or meeting.is_told):
-        thread.join(BEAT_SECS)
-    if made:
-        return made[0]
-    raise errors[0] if errors else RuntimeError("closed by peer: a member's process has ended, or it has told an error")
+    connecting = begun(connect)
+    while not connecting.done() and not meeting.is_broken:
+        futures.wait([connecting], BEAT_SECS)
+    if not connecting.done():
+        raise RuntimeError("closed by peer: a member's process has ended, or it has told an error")
+    return connecting.result()
 
 
 def destroy_subgroup(group: dist.ProcessGroup) -> None:

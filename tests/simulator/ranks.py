@@ -5,6 +5,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -247,8 +248,8 @@ class Simulation:
                 (peers, "_start", self._repeat),
                 (peers, "_peers", weakref.WeakKeyDictionary()),
                 (peers, "_leave", lambda stopping, _, record: (stopping.set(), record.close())),
-                (peers, "within", at_once),
-                (rendezvous_module, "within", at_once),
+                (peers, "begun", at_once),
+                (rendezvous_module, "begun", at_once),
                 # a meeting that waits to its bound takes fewer operations
                 (rendezvous_module, "POLL_SECS_PER_RANK", rendezvous_module.LONGEST_POLL_SECS),
                 (peers.HostRecord, "join", lambda _store, rank, _size: self._record(rank)),
@@ -303,11 +304,14 @@ class Simulation:
         return self.scheduler.current.rank
 
 
-def at_once(_secs: float, work: Callable[[], Any]) -> Any:
-    """Stands in for peers.within: no answer takes longer."""
-    with contextlib.suppress(RuntimeError):
-        return work()
-    return None
+def at_once(work: Callable[[], Any]) -> Future[Any]:
+    """Stands in for peers.begun: no answer takes long."""
+    found: Future[Any] = Future()
+    try:
+        found.set_result(work())
+    except Exception as error:  # noqa: BLE001 - raised where the result is taken
+        found.set_exception(error)
+    return found
 
 
 def subgroup(group: Group, ranks: Sequence[int]) -> Group:
