@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import ep_a2a
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.errors import (
     AlternationError,
@@ -99,20 +98,6 @@ def layer_on_a_manager(context: RankContext, backend: str, changes: dict[str, An
         for number in range(len(TOKENS_PER_STEP)):
             run_layer(context, manager, backend, number, one_node="gpu_per_node" not in changes)
         assert not op.has_open_step
-
-
-def layer_on_the_communicator(context: RankContext, backend: str) -> None:
-    ep_a2a.init_dist_env(
-        1, 0, "gloo", data_parallel_size=context.world_size, data_parallel_rank=context.rank, all2all_backend=backend
-    )
-    try:
-        communicator = ep_a2a.get_ep_group().device_communicator
-        op = communicator.all2all_manager.get_handle(kwargs_of(context))
-        for number in range(len(TOKENS_PER_STEP)):
-            run_layer(context, communicator, backend, number)
-        assert not op.has_open_step
-    finally:
-        ep_a2a.destroy_dist_env()
 
 
 def needs_a_living_handle(context: RankContext) -> None:

@@ -272,14 +272,6 @@ def moves_of(done: Run) -> list[str]:
     return [line for line in re.findall(r"Rearranging experts.*", done.logs[0]) if "profile" not in line]
 
 
-def test_tokens_beside_shared_experts_while_experts_move(model, tmp_path):
-    """In bfloat16: short completions, and moves every few steps, which wait for them."""
-    eplb = {"window_size": 5, "step_interval": 5, "num_redundant_experts": NUM_RANKS, "use_async": False}
-    engine = CAPTURED | {"enable_eplb": True, "eplb_config": eplb}
-    ours = check_against_theirs(tmp_path, model("deepseek_v2"), tokens("first"), engine)
-    assert len(moves_of(ours)) > 2
-
-
 @pytest.mark.parametrize(
     "scheduling",
     [

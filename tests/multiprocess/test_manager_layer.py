@@ -24,11 +24,6 @@ def test_any_layout_and_topology_gives_the_same_result(ranks: Any, changes: dict
     ranks(cases.layer_on_a_manager, 4, "ep_a2a", changes)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_communicator_hands_on_to_any_backend(ranks: Any, backend: str) -> None:
-    ranks(cases.layer_on_the_communicator, 4, backend)
-
-
 @pytest.mark.parametrize("body", [cases.needs_a_living_handle, cases.steps_that_fail, cases.what_is_refused])
 def test_the_default_backend(ranks: Any, body: Any) -> None:
     ranks(body, 3)

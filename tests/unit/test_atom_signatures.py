@@ -114,11 +114,6 @@ def test_it_has_every_method_of_atoms_base_class():
     assert [name for name in names if not hasattr(AtomPrepareAndFinalize, name)] == []
 
 
-def test_finalize_returns_a_tensor_and_prepare_takes_quant_type():
-    assert inspect.signature(AtomPrepareAndFinalize.finalize).return_annotation == "torch.Tensor"
-    assert "quant_type" in inspect.signature(AtomPrepareAndFinalize.prepare).parameters
-
-
 @pytest.mark.parametrize(
     "call", ["dispatch", "combine", "dispatch_send", "dispatch_recv", "combine_send", "combine_recv"]
 )
@@ -259,20 +254,7 @@ def describe_all(path: str) -> list[str]:
 
 # --- ATOM's settings ---
 
-ENVS = SimpleNamespace(ATOM_MORI_V2=False, ATOM_MORI_FP4_DISPATCH=False, ATOM_MORI_COMBINE_QUANT="none")
-
-
-def config(**changes: Any) -> SimpleNamespace:
-    values = {
-        "enable_expert_parallel": True,
-        "dp_logical_size": 0,
-        "moe_backend": "standard",
-        "enable_low_latency": False,
-        "enable_tbo": False,
-        "enable_tbo_decode": False,
-        "parallel_config": SimpleNamespace(data_parallel_size=8),
-    }
-    return SimpleNamespace(**values | changes)
+ENVS = {"ATOM_MORI_V2": False, "ATOM_MORI_FP4_DISPATCH": False, "ATOM_MORI_COMBINE_QUANT": "none"}
 
 
 def choices(option: str) -> list[str]:
@@ -281,35 +263,29 @@ def choices(option: str) -> list[str]:
     return values
 
 
-def test_every_value_of_the_options_is_served_but_rccl():
-    """MORI's two modes are the same kernels here; with "none" ATOM asks for no prepare/finalize."""
-    backends = {"high-throughput": "mori", "low-latency": "mori", "rccl": "rccl", "none": "none"}
-    assert set(choices("--all2all-backend")) == set(backends)
-    for value, backend in {None: "auto", **backends}.items():
-        chosen = config(enable_low_latency=value == "low-latency", moe_all2all_backend=backend)
-        with pytest.raises(UnsupportedError, match="rccl") if backend == "rccl" else contextlib.nullcontext():
-            check_options(chosen, ENVS)
-    for value in (None, *choices("--enable-tbo")):
-        check_options(config(enable_tbo=value is not None, enable_tbo_decode=value == "all"), ENVS)
-    for value in ("none", "fp8_direct_cast", "fp8_blockwise"):
-        check_options(config(), SimpleNamespace(**vars(ENVS) | {"ATOM_MORI_COMBINE_QUANT": value}))
-    # no configuration is taken for defaults
-    check_options(None, ENVS)
-
-
-def test_moe_backend_mega_is_refused():
+def test_the_choices_of_atoms_options_are_those_that_were_read():
+    assert set(choices("--all2all-backend")) == {"high-throughput", "low-latency", "rccl", "none"}
     assert choices("--moe-backend") == ["standard", "mega"]
-    check_options(config(), ENVS)
-    with pytest.raises(UnsupportedError, match="--moe-backend mega") as caught:
-        check_options(config(moe_backend="mega"), ENVS)
-    assert "--moe-backend mega" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("ATOM_MORI_V2", True), ("ATOM_MORI_FP4_DISPATCH", True), ("ATOM_MORI_COMBINE_QUANT", "fp4_blockwise")],
+    ("config", "envs", "refused"),
+    [
+        # no configuration is taken for defaults
+        (None, {}, ""),
+        # MORI's two modes are the same kernels here; with "none" ATOM asks for no prepare/finalize
+        *(({"moe_all2all_backend": each}, {}, "") for each in ("auto", "mori", "none")),
+        ({"moe_all2all_backend": "rccl"}, {}, "--all2all-backend rccl"),
+        ({"moe_backend": "standard"}, {}, ""),
+        ({"moe_backend": "mega"}, {}, "--moe-backend mega"),
+        *(({}, {"ATOM_MORI_COMBINE_QUANT": each}, "") for each in ("none", "fp8_direct_cast", "fp8_blockwise")),
+        ({}, {"ATOM_MORI_COMBINE_QUANT": "fp4_blockwise"}, "ATOM_MORI_COMBINE_QUANT=fp4_blockwise"),
+        ({}, {"ATOM_MORI_V2": True}, "ATOM_MORI_V2=1"),
+        ({}, {"ATOM_MORI_FP4_DISPATCH": True}, "ATOM_MORI_FP4_DISPATCH=1"),
+    ],
 )
-def test_what_needs_moris_kernels_is_refused(name, value):
-    with pytest.raises(UnsupportedError, match=name) as caught:
-        check_options(config(), SimpleNamespace(**vars(ENVS) | {name: value}))
-    assert name in caught.value.remedy
+def test_settings_that_need_moris_kernels_or_rccl_are_refused(config, envs, refused):
+    with pytest.raises(UnsupportedError, match=refused) if refused else contextlib.nullcontext() as caught:
+        check_options(None if config is None else SimpleNamespace(**config), SimpleNamespace(**ENVS | envs))
+    if refused:
+        assert caught.value.remedy == f"Leave {refused} out."

@@ -316,31 +316,6 @@ def test_rows_by_source_of_deepeps_ranges():
     assert conversions.rows_per_source(ranges).tolist() == [2, 5]
 
 
-def test_dropped_slots_go_where_the_token_goes_anyway():
-    ids = torch.tensor([[3, -1], [-1, 6], [9, -4], [1, 2]], dtype=torch.int32)
-    assert conversions.routed_ids(ids, 8, 5).tolist() == [[3, 3], [6, 6], [5, 5], [1, 2]]
-
-
-def test_dropped_slots_go_to_experts_that_the_token_does_not_name():
-    ids = torch.tensor([[3, -1, 6], [-1, 8, -5], [0, 6, 99], [7, -1, -1], [1, 2, 3]], dtype=torch.int32)
-    filled = conversions.filled_ids(ids, 8, 6)
-    assert filled.tolist() == [[3, 7, 6], [6, 7, 0], [0, 6, 7], [7, 6, 0], [1, 2, 3]]
-    assert filled.dtype == torch.int32
-    # as many experts as a token has slots
-    assert conversions.filled_ids(torch.tensor([[1, -1]], dtype=torch.int32), 2, 0).tolist() == [[1, 0]]
-    assert conversions.filled_ids(torch.empty(0, 3, dtype=torch.int32), 8, 6).shape == (0, 3)
-
-
-def test_weights_say_which_slots_were_dropped():
-    ids = torch.tensor([[3, 3], [5, 5]], dtype=torch.int32)
-    weights = torch.tensor([[0.5, torch.nan], [torch.nan, 2.0]])
-    valid = torch.tensor([[True, False], [True, True]])
-    got_ids, got = conversions.unmarked(ids, conversions.marked_weights(weights, valid))
-    assert got_ids.tolist() == [[3, -1], [5, 5]]
-    # a weight that is no number stays one
-    assert torch.equal(got.nan_to_num(7.0), torch.tensor([[0.5, 0.0], [7.0, 2.0]]))
-
-
 # --- the command ---
 
 

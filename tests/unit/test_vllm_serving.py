@@ -30,19 +30,6 @@ class Fake(serving.Candidate):
         """Nothing was started."""
 
 
-def test_arguments_become_options() -> None:
-    given = {"enforce_eager": True, "enable_x": False, "dtype": "bfloat16", "max_num_seqs": 8, "config": {"sizes": [1]}}
-    words = ["--enforce-eager", "--no-enable-x", "--dtype", "bfloat16", "--max-num-seqs", "8", "--config"]
-    assert serving.as_words(given) == [*words, '{"sizes": [1]}']
-
-
-def test_a_workload_is_named_and_has_three_numbers() -> None:
-    found = serving.Workload("decode:128x64x16")
-    assert (found.name, found.num_requests, found.prompt, found.output) == ("decode", 128, 64, 16)
-    with pytest.raises(argparse.ArgumentTypeError, match="expected NAME:REQUESTSxPROMPTxOUTPUT; got '128x64x16'"):
-        serving.Workload("128x64x16")
-
-
 def test_servers_are_measured_in_turn_and_one_that_fails_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,20 +59,3 @@ def test_servers_are_measured_in_turn_and_one_that_fails_is_left_out(
     assert printed[:2] == ["broken has ended:", "why it ended"]
     assert [json.loads(line)["workload"] for line in printed if line.startswith("{")] == ["a", "b", "a", "b"]
     assert printed[-1].startswith("| b | ours | 15 (10 to 20) |")
-
-
-@pytest.mark.parametrize(
-    ("words", "shape", "layers"),
-    [
-        ((), "deepseek_v2_lite", 27),
-        (("--shape", "qwen3_moe", "--layers", "2"), "qwen3_moe", 2),
-        (("--device", "cpu"), "tiny", 2),
-    ],
-)
-def test_rows_tell_which_model_ran(
-    words: tuple[str, ...], shape: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["serving", "--folder", str(tmp_path / "x"), *words])
-    options = serving.parse_options()
-    assert (options.shape, options.layers) == (shape, layers)
-    assert options.config["num_hidden_layers"] == layers
