@@ -219,7 +219,7 @@ def device_problem(capabilities: Capabilities, device_type: str) -> str | None:
     """Returns why a backend cannot work on tensors of this device here, or None."""
     import torch  # here, so that the doctor reads capabilities where torch is broken
 
-    from ep_a2a.memory.gpu_maker import found_gpu, gpu_maker
+    from ep_a2a.memory.gpus import found_gpu, gpu_maker
 
     if device_type == "cpu":
         return None if capabilities.runs_on_cpu else f"does not run on CPU: needs {_gpus(capabilities)}"

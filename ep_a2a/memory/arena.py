@@ -13,8 +13,7 @@ import torch
 
 from ep_a2a.errors import MAX_TOKENS, ClosedError, ConfigMismatchError, DeviceMemoryError, EpA2AError, HostMemoryError
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
-from ep_a2a.memory.gpu_maker import refuse_other_gpus
-from ep_a2a.memory.gpu_ranks import ranks_by_gpu
+from ep_a2a.memory.gpus import ranks_by_gpu, refuse_other_gpus
 from ep_a2a.memory.guards import SharedBlocks, outside_modes
 from ep_a2a.memory.rendezvous import Rendezvous
 

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError, UnsupportedError
 from ep_a2a.memory.agreement import agreed_error
-from ep_a2a.memory.gpu_ranks import require_own_gpus
+from ep_a2a.memory.gpus import require_own_gpus
 from ep_a2a.memory.rendezvous import Rendezvous
 
 if TYPE_CHECKING:

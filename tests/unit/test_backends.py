@@ -38,7 +38,7 @@ from ep_a2a.managers.external.mori import MoriOp
 from ep_a2a.managers.external.pplx import PplxOp
 from ep_a2a.managers.registry import aliases_of, available_backends, create_manager, manager_type
 from ep_a2a.memory.arena import Arena
-from ep_a2a.memory.gpu_maker import refuse_other_gpus
+from ep_a2a.memory.gpus import refuse_other_gpus
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.arguments import CombineArguments, Step

@@ -8,7 +8,7 @@ import torch
 
 from ep_a2a.commands.bench.runner import JoinedRunner, Runner
 from ep_a2a.errors import ConfigError, GpuLostError, UnsupportedError
-from ep_a2a.memory import gpu_ranks
+from ep_a2a.memory import gpus
 from ep_a2a.ops.sm_share import share_of
 from ep_a2a.testing import RankPool, launch, worker
 from ep_a2a.testing.mps import PIPE_VARIABLE, Mps
@@ -115,16 +115,16 @@ def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_are_told_apart_by_their_identity() -> None:
     meeting: Any = Meeting(["a", "b", "a"])
-    assert gpu_ranks.ranks_by_gpu(meeting, CUDA) == {"a": (0, 2), "b": (1,)}
-    assert gpu_ranks.ranks_by_gpu(meeting, torch.device("cpu")) == {}
+    assert gpus.ranks_by_gpu(meeting, CUDA) == {"a": (0, 2), "b": (1,)}
+    assert gpus.ranks_by_gpu(meeting, torch.device("cpu")) == {}
 
 
 def test_nccl_is_refused_with_the_ranks_that_share() -> None:
     own: Any = Meeting(["a", "b"])
-    gpu_ranks.require_own_gpus(own, CUDA)
+    gpus.require_own_gpus(own, CUDA)
     shared: Any = Meeting(["a", "b", "a", "b"])
     with pytest.raises(UnsupportedError, match=r"ranks 0, 2 use one; ranks 1, 3 use one") as caught:
-        gpu_ranks.require_own_gpus(shared, CUDA)
+        gpus.require_own_gpus(shared, CUDA)
     assert "'ep_a2a'" in caught.value.remedy
 
 

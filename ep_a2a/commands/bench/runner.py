@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ep_a2a.commands.bench.contenders import make_contender
 from ep_a2a.commands.measure.timing import Timer
 from ep_a2a.errors import CheckFailedError, UnsupportedError, without_section
-from ep_a2a.memory.gpu_ranks import ranks_by_gpu
+from ep_a2a.memory.gpus import ranks_by_gpu
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.testing.worker import RankContext

@@ -52,7 +52,7 @@ def activate() -> bool:
     check_backend_name(backend)
     if backend == DEFAULT_BACKEND:
         # imports torch, which only this backend must ask for the GPUs' maker
-        from ep_a2a.memory.gpu_maker import refuse_other_gpus
+        from ep_a2a.memory.gpus import refuse_other_gpus
 
         refuse_other_gpus("cuda")
     on_import(PATCHED_MODULE, before=_before_layers, after=_after_layers)

@@ -104,7 +104,7 @@ def _settle(server_args: Any) -> None:
     if not _chosen or getattr(server_args, "_resolution_finished", False):
         return
     check_release()
-    from ep_a2a.memory.gpu_maker import refuse_other_gpus
+    from ep_a2a.memory.gpus import refuse_other_gpus
 
     refuse_other_gpus("cuda")
     runner, chunk, stages = server_args.moe_runner_backend, server_args.chunked_prefill_size, server_args.pp_size
