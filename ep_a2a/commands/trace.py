@@ -17,7 +17,7 @@ from ep_a2a.commands.plots import TIME_UNITS, Caption, check_can_plot, unit_for
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.commands.tables import new_table
 from ep_a2a.telemetry.profiler import StepProfiler
-from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, MARKS, dispatch_marks
+from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST
 from ep_a2a.telemetry.trace import trace_json
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def execute(
     removed = remove_earlier(folder, {*parts, *(PICTURES if plot else ())})
     if as_json:
         about = {"folder": str(folder), "device": device, "ranks": len(spans), "note": sharing}
-        messages.print_json(about | {"spans": _summary(spans), "dispatch_marks": _summary_of_marks(spans)})
+        messages.print_json(about | {"spans": _summary(spans)})
     else:
         _show(spans, device)
     if removed:
@@ -132,13 +132,6 @@ def _summary(spans: dict[int, list[TraceSpan]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _summary_of_marks(spans: dict[int, list[TraceSpan]]) -> dict[str, dict[str, float]]:
-    """Returns, by mark of a bulk dispatch, its median and latest time over ranks and steps; empty without one."""
-    steps = [marks for own in spans.values() for marks in dispatch_marks(own)]
-    times = {mark: [each[mark] for each in steps] for mark in MARKS} if steps else {}
-    return {mark: {"median_us": statistics.median(each), "latest_us": max(each)} for mark, each in times.items()}
-
-
 def _show(spans: dict[int, list[TraceSpan]], device: str) -> None:
     """Prints a row for each name of the summary."""
     numbers = ("recorded", "median µs", "longest µs")
@@ -147,18 +140,8 @@ def _show(spans: dict[int, list[TraceSpan]], device: str) -> None:
         title = f"{name} (call on the host)" if name in HOST_NAMES else name
         table.add_row(title, str(row["recorded"]), f"{row['median_us']:.1f}", f"{row['longest_us']:.1f}")
     messages.output().print(table)
-    if marks := _summary_of_marks(spans):
-        _show_marks(marks)
     if device == "cpu":
         messages.output().print(CPU_READING)
-
-
-def _show_marks(marks: dict[str, dict[str, float]]) -> None:
-    numbers = ("median µs", "latest µs")
-    table = new_table("dispatch, since the rank's first program began", ("mark", *numbers), right=numbers)
-    for mark, row in marks.items():
-        table.add_row(mark, f"{row['median_us']:.1f}", f"{row['latest_us']:.1f}")
-    messages.output().print(table)
 
 
 def plot_timeline(

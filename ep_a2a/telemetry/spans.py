@@ -1,15 +1,10 @@
-"""TraceSpan: a bar of a trace; the names of a step's parts; and what a bulk dispatch does one after the other."""
+"""TraceSpan: a bar of a trace; and the names of a step's parts."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ep_a2a.kernels.layout import Span
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 HOST = -1
 """The program number of spans of the host."""
@@ -57,34 +52,3 @@ class TraceSpan:
     start_ns: int
     end_ns: int
     lane: str = ""
-
-
-MARKS = {
-    "first store": (Span.QUANT_AND_PUT, min, "start_ns"),
-    "last store": (Span.QUANT_AND_PUT, max, "end_ns"),
-    "arrival": (Span.ARRIVE, max, "end_ns"),
-    "post": (Span.POST, max, "end_ns"),
-    "bookkeeping": (Span.ACCEPT_ROWS, max, "end_ns"),
-    "flags seen": (Span.WAIT, max, "end_ns"),
-    "end": (Span.FINISH, max, "end_ns"),
-}
-"""Points of a bulk dispatch on one rank, in order: the first or last edge of a span in any program."""
-
-
-def dispatch_marks(spans: Iterable[TraceSpan]) -> list[dict[str, float]]:
-    """Returns, for each step of one rank that has all MARKS, their microseconds since its first program began."""
-    steps: defaultdict[tuple[str, int], list[TraceSpan]] = defaultdict(list)
-    for each in spans:
-        if each.phase == "dispatch" and each.program != HOST:
-            steps[each.lane, each.step].append(each)
-    found = []
-    for of_step in steps.values():
-        start_ns = min(each.start_ns for each in of_step)
-        marks = {}
-        for mark, (span, choose, edge) in MARKS.items():
-            times_ns = [getattr(each, edge) for each in of_step if (each.name, each.part) == PARTS[span]]
-            if times_ns:
-                marks[mark] = (choose(times_ns) - start_ns) / 1000
-        if len(marks) == len(MARKS):
-            found.append(marks)
-    return found

@@ -4,15 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from ep_a2a.commands.measure.session import make_config
-from ep_a2a.commands.measure.workload import Workload
-from ep_a2a.commands.trace import trace_steps
-from ep_a2a.telemetry.spans import MARKS, dispatch_marks
-from ep_a2a.testing import RankContext
 from tests.cases.low_latency_cases import BASE, CASES
 from tests.cases.profiling_cases import check_traces, layer_without_profiling, profiled_layer
 from tests.integration.programs import run_cli, succeeded
@@ -48,22 +42,3 @@ def test_the_command(tmp_path: Path) -> None:
     # rows are not copied by expert in this layout
     names = {"prepare", "quant_and_put", "count_put", "wait", "copy_and_put", "recv_wait", "topk_reduce"}
     assert {event["name"] for event in merged if event["ph"] == "X"} == names | {"dispatch", "combine"}
-
-
-def marks_of_a_bulk_dispatch(context: RankContext) -> list[dict[str, float]]:
-    workload = Workload(2, 3, 3, hidden=128, topk=2, experts=4, quant="fp8_per_1x128")
-
-    def without_flagged_rows(*args: Any) -> Any:
-        return replace(make_config(*args), flagged_max_tokens=0)
-
-    with mock.patch("ep_a2a.commands.measure.session.make_config", without_flagged_rows):
-        return dispatch_marks(trace_steps(context, workload, 2))
-
-
-def test_marks_of_a_bulk_dispatch_are_passed_in_order(ranks: Any) -> None:
-    for steps in ranks(marks_of_a_bulk_dispatch, 2):
-        assert len(steps) == 2
-        for marks in steps:
-            assert list(marks) == list(MARKS)
-            assert list(marks.values()) == sorted(marks.values())
-            assert marks["first store"] > 0
