@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
+import logging
 import math
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,7 +16,6 @@ from ep_a2a.errors import ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.guards import StreamOrder, is_capturing, outside_modes
 from ep_a2a.ops.arguments import NO_WISH, LaunchWish
 from ep_a2a.ops.base_op import BaseOp
-from ep_a2a.ops.ignored_options import warn_of_fields, warn_once
 from ep_a2a.ops.inputs import check_apart, check_combine, check_dispatch, check_token_rows, travelling_scales
 from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.quantization import quantize
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
     from ep_a2a.ops.arguments import CombineArguments, Stages, Step
+
+logger = logging.getLogger(__name__)
+
+KERNEL_FIELDS = (
+    "launch",
+    "max_sms",
+    "timeout_secs",
+    "first_timeout_secs",
+    "flagged_max_tokens",
+    "expert_alignment",
+    "compiled_calls",
+    "chunk_tokens",
+    "ring_chunks",
+    "internode_transport",
+)
+"""Fields of the config that only this package's kernels read."""
 
 
 class AdapterOp(BaseOp):
@@ -44,7 +61,7 @@ class AdapterOp(BaseOp):
 
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
         super().__init__(config, device, StreamOrder())
-        warn_of_fields(type(self).__name__, config, self.takes)
+        _warn_of_fields(type(self).__name__, config, self.takes)
 
     @abc.abstractmethod
     def _send(self, step: Step) -> DispatchResult:
@@ -173,6 +190,21 @@ class AdapterOp(BaseOp):
 
     def _abandon(self, step: Step) -> None:
         """Undo the effects of an unfinished step; a subclass without state has none."""
+
+
+def _warn_of_fields(op_name: str, config: EpDispatchCombineConfig, taken: frozenset[str]) -> None:
+    """Warn of fields in KERNEL_FIELDS that differ from their default and are not in `taken`."""
+    fields = (each for each in dataclasses.fields(config) if each.name in KERNEL_FIELDS and each.name not in taken)
+    changed = tuple(each.name for each in fields if getattr(config, each.name) != each.default)
+    if changed:
+        warn_once(op_name, changed)
+
+
+@functools.cache
+def warn_once(op_name: str, names: tuple[str, ...]) -> None:
+    """Warn once per process: every layer and every step passes the same arguments."""
+    text = "without effect on %s: %s; the backend 'ep_a2a' goes by them"
+    logger.warning(text, op_name, ", ".join(names), stacklevel=2)
 
 
 def _num_writes(tensor: torch.Tensor) -> int | None:

@@ -32,9 +32,9 @@ from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.ops.checked_dispatch import CheckedDispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.failures import Failure, error_of
-from ep_a2a.ops.ignored_options import warn_of_warps
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.memory import BoundMemory, Timeouts
+from ep_a2a.ops.ring_launches import warn_of_warps
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import agree_on_share, share_gpu
 from ep_a2a.ops.staged import StagedEngine

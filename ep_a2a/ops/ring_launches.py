@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
 from ep_a2a.kernels.ring_dispatch_kernels import number_rows_kernel
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
 from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
-from ep_a2a.ops.ignored_options import warn_of_warps
+from ep_a2a.log_once import log_once
 from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
 from ep_a2a.policy import INTERPRETED_PROGRAMS
 
@@ -31,6 +32,13 @@ ADD_ELEMENTS = 4096
 """Elements of a row that a program adds at once."""
 OFFER_ELEMENTS = 8192
 """Elements of a row that a program offers at once."""
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_warps(given: str) -> None:
+    """Warn of a number of warps for kernels between nodes, whose number is fixed."""
+    log_once(logger, logging.WARNING, f"without effect between nodes: {given}; those kernels have a fixed number")
 
 
 class RingLaunches:

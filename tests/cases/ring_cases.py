@@ -13,7 +13,7 @@ from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.log_once import log_once
 from ep_a2a.memory import arena, nvshmem
 from ep_a2a.memory.arena import Arena
-from ep_a2a.ops import ignored_options
+from ep_a2a.ops import ring_launches
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
@@ -142,7 +142,7 @@ def other_numbers_of_programs(context: RankContext, case: Case) -> None:
         everyone = [make_inputs(case, 0, rank) for rank in range(case.world_size)]
         mine = everyone[context.rank]
         tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)
-        with messages_of(ignored_options.logger, logging.WARNING) as texts:
+        with messages_of(ring_launches.logger, logging.WARNING) as texts:
             log_once.cache_clear()
             got = op.dispatch(tokens, weights, None, ids, 2 + context.rank, warp_per_block=4)
         assert ["warp_per_block=4" in text for text in texts] == [True]

@@ -69,7 +69,7 @@ def moris_manager_on_moris_interface(context: RankContext) -> None:
 def arguments_without_effect(context: RankContext) -> None:
     x, weights, ids = torch.zeros(2, HIDDEN_DIM, dtype=torch.bfloat16), torch.ones(2, 2), torch.zeros(2, 2).int()
     kwargs = parity_cases.handle_kwargs(context, "compact", HIDDEN_DIM)
-    with messages_of(logging.getLogger("ep_a2a.ops.ignored_options")) as said:
+    with messages_of(logging.getLogger("ep_a2a.ops.adapter")) as said:
         for name in ("naive", "mori"):
             manager = MoriInterfaceManager(context.group) if name == "mori" else create_manager(name, context.group)
             manager.device = context.device

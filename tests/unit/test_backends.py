@@ -40,10 +40,9 @@ from ep_a2a.managers.registry import aliases_of, available_backends, create_mana
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.gpus import refuse_other_gpus
 from ep_a2a.ops import EpDispatchCombineOp
-from ep_a2a.ops.adapter import AdapterOp
+from ep_a2a.ops.adapter import KERNEL_FIELDS, AdapterOp
 from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
-from ep_a2a.ops.ignored_options import KERNEL_FIELDS
 from ep_a2a.routing import count_ids
 from tests.cases.configs import deepseek_v3
 from tests.cases.tables import read_table
