@@ -5,6 +5,12 @@ An op moves the tokens of one MoE layer between the W ranks of a group. Each ste
 1. `dispatch` sends each token of a rank once to every distinct rank that owns one of the token's experts.
 2. `combine` sends the experts' results back and adds them for each token.
 
+.. code-block:: python
+
+    received = op.dispatch(x, topk_weights, None, topk_ids)  # of [T, H], [T, K], [T, K]: rows [R, H], their ids, ...
+    results = experts(received)  # [R, H]: of each row the weighted sum over this rank's experts
+    sums = op.combine(results, None, None).tokens[:T]  # [T, H]
+
 The letters in shapes:
 
 - W: ranks of the group.
@@ -109,30 +115,28 @@ class DispatchCombineOp(Protocol):
         """Send each token once to every distinct rank that owns one of its experts; return the rows received.
 
         Args:
-            input: [T, H] of data_type; with a cast inside dispatch also fp8 tokens that are cast already.
-            weights: [T, K] float32, given by all ranks or by none. They travel with the tokens; only combine in layout
-                expert_major, which requires them, multiplies by them.
-            scales: [T, S], given by all ranks or by none: the scales of tokens that are quantised already. With
-                quant_type fp8_static the cast's scale, float32 of one element, from 2**-126 to 2**126 (else rows are
-                undefined; no call looks at it on the host): a rank's rows are tokens / scale. A rank without tokens
-                gives it, too. The launch reads it, so a graph's replay takes the value of then. It does not travel:
-                a receiver must know each source's, so ranks should give the same. Nothing compares them.
+            input: [T, H] of data_type, or fp8 that is cast already where dispatch casts.
+            weights: [T, K] float32, or None on all ranks. They travel with the tokens. Layout expert_major requires
+                them, and its combine multiplies by them.
+            scales: [T, S] of tokens that are quantised already, or None on all ranks. With quant_type fp8_static the
+                cast's scale, float32 of one element from 2**-126 to 2**126, also on a rank without tokens: rows are
+                tokens / scale, undefined for other scales. A graph's replay reads it anew. It does not travel and is
+                not compared, so give the same on all ranks.
             indices: [T, K] int32 global expert ids. An id outside [0, num_experts) is a dropped slot.
             block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
             rdma_block_num: without effect.
             call_local_expert_count: also fill `local_expert_count`.
             step_tokens: the most tokens that any rank brings to this step, equal on all ranks; None is M.
             pad_id: the id in the returned indices of rows without a token.
-            tag: a number of this call, at least 0, equal on all ranks: that of the layer, where layers share the op.
-                Ranks whose tags differ get ConfigMismatchError, with the tags, instead of rows of another layer. It
-                travels modulo 2**(28 - n), where M has n bits (16384 for M = 8192). Other libraries' backends ignore
-                it.
+            tag: a number of this call, at least 0, equal on all ranks, such as its layer's. Ranks whose tags differ get
+                ConfigMismatchError instead of rows of another layer. It travels modulo 2**(28 - n), where M has n bits
+                (16384 for M = 8192). Other libraries' backends ignore it.
 
         Raises:
             InputError: an argument does not fit; nothing was sent.
             AlternationError: the step before has not been combined.
-            ConfigMismatchError, CapacityError, RankTimeoutError: ranks disagree, a rank would receive more rows than
-                the cap, a rank did not come. Only ops that wait on the host raise these here.
+            ConfigMismatchError, CapacityError, RankTimeoutError: by an op that waits on the host, where ranks disagree,
+                one would receive more rows than the cap, or one did not come.
         """
 
     def dispatch_send(
@@ -174,11 +178,11 @@ class DispatchCombineOp(Protocol):
         A token without a valid expert becomes zeros, or the sum of its biases.
 
         Args:
-            input: the experts' results, combine_dtype, in the shape and order of DispatchResult.tokens. A row is the
-                sum over this rank's experts, multiplied by the router's weights. In layout expert_major a row is one
-                expert's result without weights: combine multiplies and adds. Rows without a token may hold anything.
-            weights: None, or weights in the shape and order of DispatchResult.weights, to be summed per token. Must be
-                None in layout expert_major.
+            input: the experts' results, combine_dtype, in the shape and order of DispatchResult.tokens: of each row
+                the weighted sum over this rank's experts, in layout expert_major one expert's result without weights.
+                Rows without a token may hold anything.
+            weights: None, or in the shape and order of DispatchResult.weights, to be summed per token; None in layout
+                expert_major.
             indices: None, or the ids that this rank gave to dispatch; others are an error.
             block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
             rdma_block_num, use_external_inp_buf, call_reset: MORI's arguments, without effect.
@@ -188,7 +192,7 @@ class DispatchCombineOp(Protocol):
         Raises:
             InputError, ForeignIndicesError: an argument does not fit; nothing was sent.
             AlternationError: there is no dispatch to combine.
-            RankTimeoutError: a rank did not come. Only ops that wait on the host raise it here.
+            RankTimeoutError: by an op that waits on the host, where a rank did not come.
         """
 
     def combine_send(
@@ -236,11 +240,7 @@ class DispatchCombineOp(Protocol):
         """[total_recv] int32: source rank * (W * M) + source token of each received row. The host waits for the GPU."""
 
     def get_launch_config(
-        self,
-        is_dispatch: bool = True,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
+        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
     ) -> tuple[int, int, int]:
         """(programs, those that exchange chunks between nodes, warps per program) of a call with M tokens."""
 
