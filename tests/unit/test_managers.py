@@ -405,22 +405,6 @@ def test_a_closed_handle_is_made_anew(manager):
     again.check()
 
 
-@pytest.mark.parametrize("name", MANAGERS)
-def test_ops_built_in_inference_mode_work_outside_of_it(group, name):
-    with MANAGERS[name](group) as manager:
-        manager.device = "cpu"
-        with torch.inference_mode():
-            op = manager.get_handle(small_kwargs())
-        for number in range(2):
-            tokens, ids = torch.ones(3, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 2, dtype=torch.int32)
-            scales = torch.ones(3, 1)
-            with torch.inference_mode(number == 1):
-                rows, *_ = op.dispatch(tokens, torch.ones(3, 2), scales, ids)
-                result, _ = op.combine(rows.to(torch.bfloat16), None, None)
-            assert torch.equal(result[:3], torch.ones(3, 128, dtype=torch.bfloat16))
-            op.reset()
-
-
 def test_a_dispatch_that_is_refused_at_launch_holds_no_memory(group, monkeypatch):
     def refuse(*_: Any) -> None:
         raise StateError("a form of the call that has run before a graph captures it", "its first use")
