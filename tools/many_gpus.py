@@ -53,7 +53,6 @@ PARTS: dict[str, tuple[Command, ...]] = {
     ),
     "more": (
         Command("cold", 120, f"{BENCH} --ranks {{ranks}} {OURS} --cold-cache --output {{rows}}"),
-        Command("room", 120, f"{BENCH} --ranks {{ranks}} {OURS},ep_a2a_bounded --max-tokens 8192 --output {{rows}}"),
         Command("compact", 120, f"{BENCH} --ranks {{ranks}} {OURS} --layout compact --output {{rows}}"),
         Command("expert_major", 120, f"{BENCH} --ranks {{ranks}} {OURS} --layout expert_major --output {{rows}}"),
         Command("fp8", 120, f"{BENCH} --ranks {{ranks}} {OURS} --combine-quant fp8_blockwise --output {{rows}}"),

@@ -10,9 +10,8 @@ from ep_a2a.cli import options as opt
 from ep_a2a.commands.options import Device
 
 CONTENDER_NAMES = (
-    "reference_push, ep_a2a, ep_a2a_bounded (step_tokens given), ep_a2a_precast (tokens cast before), ep_a2a_v1, "
-    "ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem (only when named), nccl_agrs, nccl_all_to_all, "
-    "flashinfer, deepep"
+    "reference_push, ep_a2a, ep_a2a_v1, ep_a2a_v1_ll, ep_a2a_flat, ep_a2a_staged, ep_a2a_nvshmem (only when named), "
+    "nccl_agrs, flashinfer, deepep"
 )
 RANKS = "Processes; more than GPUs share them. Default: one per GPU, 2 on CPU, torchrun's."
 MAX_SMS = "Bounds on each rank's multiprocessors (CTAs), such as 8,16; 0 = none, or its share."
@@ -31,11 +30,9 @@ def bench(
     ranks: Annotated[Any, opt.numbers(RANKS)] = None,
     device: opt.OnDevice = Device.AUTO,
     tokens: Annotated[Any, opt.numbers("Tokens per rank; default: 1,16,32,128,512,4096 on GPUs.")] = None,
-    max_tokens: Annotated[Any, opt.names("What buffers are made for: numbers, or same (as tokens).")] = "same",
     hidden: Annotated[Any, opt.numbers("Hidden sizes; default: 7168 on GPUs.", opt.MOST_HIDDEN)] = None,
     topk: Annotated[Any, opt.numbers("Experts per token; default: 8 on GPUs.", opt.MOST_TOPK)] = None,
     experts: Annotated[Any, opt.numbers("Experts over all ranks; default: 256 on GPUs.", opt.MOST_EXPERTS)] = None,
-    dtype: Annotated[Any, opt.names("bfloat16, float16, float32.")] = "bfloat16",
     quant: Annotated[Any, opt.names("Cast of dispatch: none, fp8_per_token, fp8_per_1x128 (default), mxfp8.")] = None,
     combine_quant: Annotated[Any, opt.names("Cast of combine: none, fp8_blockwise, fp8_direct_cast.")] = "none",
     layout: Annotated[Any, opt.names("compact (default), rank_major (of layers), expert_major.")] = None,
@@ -46,9 +43,6 @@ def bench(
     gpus_per_node: Annotated[Any, opt.numbers("Cut virtual nodes of so many ranks; 0 = one node.")] = "0",
     contenders: Annotated[Any, opt.names(f"Default: all that make sense. Names: {CONTENDER_NAMES}.")] = None,
     iterations: Annotated[int | None, opt.number(ITERATIONS, opt.MOST_ITERATIONS)] = None,
-    warmups: Annotated[
-        int | None, opt.number("Untimed runs; default: 20, of layers 2, on CPU 0.", opt.MOST_ITERATIONS, least=0)
-    ] = None,
     as_json: opt.AsJson = False,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines, a header and a line per row.")] = None,
     seed: opt.Seed = None,
@@ -56,11 +50,8 @@ def bench(
         Path | None, typer.Option(dir_okay=False, help="Draw round trip over tokens, or bounds (PNG, SVG).")
     ] = None,
     layer: Annotated[bool, typer.Option("--layer", help=LAYER)] = False,
-    layers: Annotated[
-        int | None, opt.number("With --layer: layers in one CUDA graph; default: 4, on CPU 1.", opt.MOST_ITERATIONS)
-    ] = None,
     intermediate: Annotated[
-        Any, opt.numbers("With --layer: intermediate sizes of an expert; default: 2048 on GPUs.")
+        Any, opt.numbers("With --layer: intermediate sizes of an expert; default: 2048 on GPUs.", least=1)
     ] = None,
     micro_batches: Annotated[Any, opt.numbers(MICRO_BATCHES)] = None,
     rounds: Annotated[int | None, opt.number(ROUNDS, opt.MOST_ITERATIONS)] = None,

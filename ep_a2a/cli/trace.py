@@ -40,7 +40,7 @@ def trace(
     """Run kernels that note what they do, and write traces.
 
     Writes trace_RANK_<rank>.json for each rank and trace.json with all of them, which Perfetto opens, and
-    timeline.png with timeline.dark.png for dark pages.
+    timeline.png.
     Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
@@ -51,5 +51,5 @@ def trace(
     kind = choose_device(device)
     typed = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk, "seed": seed}
     sizes = SIZES[kind] | {"ranks": default_ranks(kind, SIZES[kind]["ranks"])} | given(typed)
-    workload = Workload(**sizes, max_tokens=sizes["tokens"], quant=quant.value, layout=layout)
+    workload = Workload(**sizes, quant=quant.value, layout=layout)
     execute(workload, kind, steps, output, plot=plot, as_json=as_json)

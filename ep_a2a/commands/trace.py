@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ep_a2a.telemetry.spans import TraceSpan
     from ep_a2a.testing.worker import RankContext
 
-WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline(\.dark)?\.png")
+WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline\.png")
 """Names of the files that the command writes."""
-PICTURES = ("timeline.png", "timeline.dark.png")
+PICTURE = "timeline.png"
 HOST_NAMES = ("dispatch", "combine")
 """Spans of the host: calls of the op."""
 NS_PER_US = 1000
@@ -60,7 +60,7 @@ def execute(
     make_config(workload, 0)
     check_folder(folder)
     if plot:
-        check_can_plot(folder / PICTURES[0])
+        check_can_plot(folder / PICTURE)
     with joined_pool(workload.ranks, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
         sharing = pool.note
@@ -71,9 +71,9 @@ def execute(
         shape = f"{workload.tokens} tokens per rank, hidden {workload.hidden}, top-{workload.topk} of "
         shape += f"{workload.experts} experts, {workload.quant}, {workload.layout}"
         note = f"{shape}, {device} · ep-a2a trace" + (f"\n{sharing}" if sharing else "")
-        plot_timeline(last_step(spans), folder / PICTURES[0], note, device=device)
+        plot_timeline(last_step(spans), folder / PICTURE, note, device=device)
     # Only now: an error before this line leaves what an earlier run has written.
-    removed = remove_earlier(folder, {*parts, *(PICTURES if plot else ())})
+    removed = remove_earlier(folder, {*parts, *([PICTURE] if plot else [])})
     if as_json:
         about = {"folder": str(folder), "device": device, "ranks": len(spans), "note": sharing}
         messages.print_json(about | {"spans": _summary(spans)})
@@ -146,7 +146,7 @@ def _show(spans: dict[int, list[TraceSpan]], device: str) -> None:
 
 def plot_timeline(
     spans_by_rank: Mapping[int, Sequence[TraceSpan]], path: Path, note: str = "", *, device: str = "cuda"
-) -> tuple[Path, Path]:
+) -> None:
     """Draws the given spans, from the first start on; the programs of a rank lie over each other.
 
     Args:
@@ -173,7 +173,7 @@ def plot_timeline(
                 group = ""
     reading = CPU_READING if device == "cpu" else GPU_READING
     caption = Caption("What each rank does in the last step", f"{KEY}; {reading}", note)
-    return plots.write(path, plots.bars, rows, f"{unit} since the first bar", caption)
+    plots.write(path, plots.bars, rows, f"{unit} since the first bar", caption)
 
 
 def last_step(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[int, list[TraceSpan]]:

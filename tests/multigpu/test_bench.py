@@ -6,34 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, LAYERS, MICRO_BATCHES
-from ep_a2a.commands.bench.layer import LayerWorkload
-from ep_a2a.commands.bench.runner import Status, main_us, run_contender
+from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, LAYERS, micro_batch_names
+from ep_a2a.commands.bench.runner import Status, main_us, run_in_turn
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
 from tests.integration.programs import run_cli, succeeded
 
 QUICK = TimingSettings(num_warmups=2, num_runs=5, num_round_trips=2, num_host_calls=10)
-ALWAYS_THERE = ("ep_a2a", "ep_a2a_bounded", "ep_a2a_precast")
-if torch.cuda.device_count() > 1:
-    ALWAYS_THERE += ("reference_push", "nccl_agrs")
+ALWAYS_THERE = ("ep_a2a", "reference_push", "nccl_agrs") if torch.cuda.device_count() > 1 else ("ep_a2a",)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 200])
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
-    workload = Workload(
-        2,
-        num_tokens,
-        256,
-        hidden=1024,
-        topk=4,
-        experts=16,
-        quant="fp8_per_1x128",
-        gpus_per_node=int(name in BETWEEN_NODES),
-        layout="compact",
-    )
-    row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
+    shape = {"hidden": 1024, "topk": 4, "experts": 16, "quant": "fp8_per_1x128"}
+    workload = Workload(2, num_tokens, gpus_per_node=int(name in BETWEEN_NODES), **shape)
+    (row,) = ranks(run_in_turn, 2, workload, [name], QUICK, device="cuda")[0]
     if row["status"] == Status.UNAVAILABLE and name not in ALWAYS_THERE:
         pytest.skip(row["reason"])
     assert (row["status"], row.get("reason")) == (Status.OK, None)
@@ -41,10 +29,11 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
     assert row["in_graph"]
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *MICRO_BATCHES[:2], "overlapped/8", "overlapped/0", "shared"])
+@pytest.mark.parametrize("name", [*LAYERS, *micro_batch_names([8, 0])[1:]])
 def test_layers_are_checked_and_timed(ranks, name):
-    workload = LayerWorkload(2, 64, 64, hidden=1024, topk=4, experts=16, quant="fp8_per_1x128", layout="rank_major")
-    row = ranks(run_contender, 2, workload, name, QUICK, device="cuda")[0]
+    shape = {"hidden": 1024, "topk": 4, "experts": 16, "quant": "fp8_per_1x128", "intermediate": 2048}
+    workload = Workload(2, 64, layout="rank_major", **shape)
+    (row,) = ranks(run_in_turn, 2, workload, [name], QUICK, device="cuda")[0]
     if row["status"] == Status.UNAVAILABLE:
         pytest.skip(row["reason"])
     assert (row["status"], row.get("reason")) == (Status.OK, None)

@@ -25,120 +25,77 @@ from ep_a2a.testing.worker import RankContext
 from tests.integration.programs import run_cli, run_python, succeeded
 
 QUICK = TimingSettings(num_warmups=0, num_runs=2, num_round_trips=1, num_host_calls=0)
-ON_CPU = ("reference_push", "ep_a2a", "ep_a2a_bounded", "ep_a2a_precast", "nccl_agrs", "nccl_all_to_all")
-NEED_GPUS = ("flashinfer", "deepep")
+ON_CPU = ("reference_push", "ep_a2a", "nccl_agrs")
 
 
-def workload_of(world_size: int, **changes: Any) -> Workload:
-    values: dict[str, Any] = {
-        "ranks": world_size,
-        "tokens": 3,
-        "max_tokens": 4,
-        "hidden": 128,
-        "topk": 2,
-        "experts": 2 * world_size + 1,
-        "quant": "fp8_per_1x128",
-    }
-    return Workload(**{**values, **changes})
+def workload_of(ranks: int, **changes: Any) -> Workload:
+    values = {"tokens": 3, "hidden": 128, "topk": 2, "experts": 2 * ranks + 1, "quant": "fp8_per_1x128"}
+    return Workload(ranks, **values | changes)
 
 
-def assert_ok(row: dict[str, Any]) -> None:
-    assert (row["status"], row.get("reason")) == (Status.OK, None)
+def measured(ranks: Any, world_size: int, names: tuple[str, ...] = ON_CPU, **changes: Any) -> list[dict[str, Any]]:
+    """The records of contenders, which are equal on all ranks."""
+    on_ranks = ranks(run_in_turn, world_size, workload_of(world_size, **changes), names, QUICK)
+    assert all(records == on_ranks[0] for records in on_ranks)
+    found: list[dict[str, Any]] = on_ranks[0]
+    return found
 
 
-def test_every_contender_is_known_here():
-    assert {*ON_CPU, *contenders.BETWEEN_NODES, *NEED_GPUS} == set(contenders.CONTENDERS)
-
-
-@pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
-def test_virtual_nodes(ranks, name):
-    workload = workload_of(4, gpus_per_node=2, layout="rank_major")
-    assert_ok(ranks(runner.run_contender, 4, workload, name, QUICK)[0])
-
-
-@pytest.mark.parametrize("name", contenders.BETWEEN_NODES)
-def test_one_node_has_no_exchange_between_nodes(name):
-    reason = contenders.make_contender(name).unavailable(workload_of(2), torch.device("cpu"))
-    assert reason == "all ranks are on one node"
-
-
-@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
+    ("world_size", "names", "changes"),
     [
-        (2, {"layout": "rank_major"}),
-        (3, {"routing": "some_dropped", "quant": "fp8_per_token"}),
+        pytest.param(2, ON_CPU, {"layout": "rank_major"}, id="rank_major"),
+        pytest.param(3, ON_CPU, {"routing": "some_dropped", "quant": "fp8_per_token"}, id="some_dropped"),
+        pytest.param(2, ("ep_a2a",), {"layout": "expert_major", "routing": "some_dropped"}, id="weighed_on_the_way"),
+        pytest.param(2, ("ep_a2a",), {"layout": "expert_major", "quant": "none", "experts": 2}, id="expert_each"),
+        pytest.param(4, ON_CPU[::2], {"routing": "all_to_one", "quant": "none"}, id="all_to_one"),
+        pytest.param(4, ON_CPU[::2], {"routing": "all_dropped", "tokens": 1}, id="all_dropped"),
+        pytest.param(4, ON_CPU[::2], {"routing": "out_of_range", "tokens": 40}, id="out_of_range"),
     ],
 )
-def test_contenders_are_checked_and_timed(ranks, name, world_size, changes):
-    rows = ranks(runner.run_contender, world_size, workload_of(world_size, **changes), name, QUICK)
-    for row in rows:
-        assert_ok(row)
-        assert row == rows[0]
+def test_contenders_are_checked_and_timed(
+    ranks: Any, world_size: int, names: tuple[str, ...], changes: dict[str, Any]
+) -> None:
+    for row in measured(ranks, world_size, names, **changes):
+        assert (row["status"], row.get("reason")) == (Status.OK, None)
         assert row["round_trip_p99_us"] >= row["round_trip_us"] > 0
         assert not row["in_graph"]
 
 
-@pytest.mark.parametrize("name", ["ep_a2a", "ep_a2a_bounded", "ep_a2a_precast"])
-@pytest.mark.parametrize("changes", [{"routing": "some_dropped"}, {"quant": "none", "experts": 2}], ids=str)
-def test_rows_by_expert_are_weighed_on_the_way(ranks, name, changes):
-    workload = workload_of(2, layout="expert_major", **changes)
-    row = ranks(runner.run_contender, 2, workload, name, QUICK)[0]
-    if name == "ep_a2a_precast" and workload.quant == "none":
-        assert row["status"] == Status.UNAVAILABLE
-    else:
-        assert_ok(row)
+@pytest.mark.parametrize("name", ["ep_a2a", *contenders.BETWEEN_NODES])
+def test_virtual_nodes(ranks: Any, name: str) -> None:
+    (row,) = measured(ranks, 4, (name,), gpus_per_node=2, layout="rank_major")
+    assert (row["status"], row.get("reason")) == (Status.OK, None)
 
 
-@pytest.mark.parametrize("name", ["reference_push", "nccl_agrs", "nccl_all_to_all"])
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "world_size", "reason"),
     [
-        {"routing": "all_to_one", "dtype": torch.float32, "quant": "none"},
-        {"routing": "all_dropped", "tokens": 1},
-        {"routing": "out_of_range", "dtype": torch.float16, "tokens": 40, "max_tokens": 40},
+        *((name, 2, "all ranks are on one node") for name in contenders.BETWEEN_NODES),
+        *((name, 2, "needs GPUs") for name in ("flashinfer", "deepep")),
+        ("reference_push", 1, "one rank has no peers"),
     ],
-    ids=lambda changes: changes["routing"],
 )
-def test_skew_and_dropped_tokens(ranks, name, changes):
-    row = ranks(runner.run_contender, 4, workload_of(4, **changes), name, QUICK)[0]
-    assert_ok(row)
+def test_what_cannot_run_says_why(name: str, world_size: int, reason: str) -> None:
+    said = contenders.make_contender(name).unavailable(workload_of(world_size), torch.device("cpu"))
+    assert said == reason
 
 
-@pytest.mark.parametrize("name", NEED_GPUS)
-def test_what_needs_gpus_says_so(ranks, name):
-    row = ranks(runner.run_contender, 2, workload_of(2), name, QUICK)[0]
-    assert row["status"] == Status.UNAVAILABLE
-    assert "GPU" in row["reason"]
-
-
-def test_variants_that_would_be_the_same_are_left_out(ranks):
-    same = workload_of(2, max_tokens=3, quant="none")
-    for name in ("ep_a2a_bounded", "ep_a2a_precast"):
-        assert ranks(runner.run_contender, 2, same, name, QUICK)[0]["status"] == Status.UNAVAILABLE
-    alone = workload_of(1)
-    assert "no peers" in (contenders.make_contender("reference_push").unavailable(alone, torch.device("cpu")) or "")
-
-
-def run_on_a_shared_gpu(context: RankContext, workload: Workload) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
-    """The push's record as where all ranks share a GPU, the sources of its dispatch, and its remarks."""
+def run_on_a_shared_gpu(context: RankContext, workload: Workload) -> tuple[dict[str, Any], list[int]]:
+    """The push's record as where all ranks share a GPU, and the sources of its dispatch."""
     sharing = replace(context, ranks_per_gpu=context.world_size)
-    row = runner.run_contender(sharing, workload, "reference_push", QUICK)
-    if row["status"] != Status.OK:
-        return row, [], {}
+    (row,) = run_in_turn(sharing, workload, ["reference_push"], QUICK)
     with contextlib.closing(ReferencePush(workload, sharing)) as session:
-        session.check()
-        return row, sorted(session._dispatch.received), session.details
+        return row, sorted(session._dispatch.received)
 
 
-@pytest.mark.parametrize("changes", [{}, {"routing": "all_to_one"}, {"tokens": 40, "max_tokens": 40}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"routing": "all_to_one"}], ids=str)
 def test_on_a_shared_gpu_the_push_counts_local_rows(ranks, changes):
-    for row, sources, details in ranks(run_on_a_shared_gpu, 3, workload_of(3, max_sms=8, **changes)):
-        assert_ok(row)
+    for row, sources in ranks(run_on_a_shared_gpu, 3, workload_of(3, max_sms=8, **changes)):
+        assert (row["status"], row.get("reason")) == (Status.OK, None)
         # its own rows, too, from all three ranks
         assert sources == [0, 1, 2]
-        assert details == row["details"]
-        assert details["counts_local_rows"]
+        assert row["details"]["counts_local_rows"]
 
 
 def lose_a_byte(context: RankContext) -> str:
@@ -181,8 +138,8 @@ class LosesAFlag(ReferencePush):
 
 
 def lose_a_flag(context: RankContext) -> dict[str, Any]:
-    with mock.patch.object(runner, "make_contender", lambda name: Contender(name, LosesAFlag)):
-        return runner.run_contender(context, workload_of(2), "reference_push", QUICK)
+    with mock.patch.object(runner, "make_contender", return_value=Contender(LosesAFlag)):
+        return run_in_turn(context, workload_of(2), ["reference_push"], QUICK)[0]
 
 
 def test_a_flag_that_does_not_come_is_seen_after_the_timing(ranks):
@@ -216,9 +173,9 @@ class Misbehaving(RoundTrip):
 
 
 def run_misbehaving(context: RankContext, how: str) -> dict[str, Any]:
-    contender = Contender("misbehaving", lambda workload, context: Misbehaving(how, context))
+    contender = Contender(lambda workload, context: Misbehaving(how, context))
     with mock.patch.object(runner, "make_contender", return_value=contender):
-        return runner.run_contender(context, workload_of(2), "misbehaving", QUICK)
+        return run_in_turn(context, workload_of(2), ["misbehaving"], QUICK)[0]
 
 
 @pytest.mark.parametrize(
@@ -239,22 +196,20 @@ def test_one_rank_decides_for_all(ranks, how, status, text):
     assert rows[0] == rows[1]
 
 
-def run_or_die(context: RankContext, workload: Workload, names: list[str], *args: Any, **kwargs: Any) -> Any:
+def run_or_die(context: RankContext, workload: Workload, names: list[str], settings: TimingSettings) -> Any:
     if names == ["dies"] and context.rank == 1:
         os._exit(7)
-    return run_in_turn(context, workload, names, *args, **kwargs)
+    return run_in_turn(context, workload, names, settings)
 
 
 def test_neither_errors_nor_dead_processes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "run_in_turn", run_or_die)
-    seen: list[dict[str, Any]] = []
     with contextlib.closing(runner.Runner("cpu")) as ranks:
-        names = ["smoke_signals", "nccl_agrs", "dies", "nccl_all_to_all"]
-        rows = next(runner.run_sweep([workload_of(2)], names, QUICK, ranks, seen.append))
+        names = ("smoke_signals", "nccl_agrs", "dies", "reference_push")
+        rows = [ranks.run(workload_of(2), [name], QUICK)[0] for name in names]
     assert [row["status"] for row in rows] == [Status.ERROR, Status.OK, Status.ERROR, Status.OK]
     assert "UnknownNameError" in rows[0]["reason"]
     assert "exit code 7" in rows[2]["reason"]
-    assert [row["reason"] for row in seen if "reason" in row] == [rows[0]["reason"], rows[2]["reason"]]
 
 
 SHAPE = "--tokens 1,2 --hidden 128 --topk 2 --experts 4"
@@ -263,9 +218,9 @@ SMALL = ("bench", "--device", "cpu", "--ranks", "2", *SHAPE.split())
 
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "result.jsonl"
-    measured = ["--contenders", "reference_push,nccl_agrs,nccl_all_to_all,deepep", "--iterations", "2", "--cold-cache"]
+    measured = ["--contenders", "reference_push,nccl_agrs,deepep", "--iterations", "2", "--cold-cache"]
     printed = succeeded(run_cli(*SMALL, *measured, f"--output={path}"))
-    assert printed.startswith("Right: 6 of 6 results on 2 CPU processes.")
+    assert printed.startswith("Right: 4 of 4 results on 2 CPU processes.")
     assert printed.count("functional check") == 1
     assert printed.count("deepep unavailable (T = 1, 2): needs GPUs") == 1
     header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -277,12 +232,11 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
         for name, status in (
             ("reference_push", "ok"),
             ("nccl_agrs", "ok"),
-            ("nccl_all_to_all", "ok"),
             ("deepep", "unavailable"),
         )
     ]
     # asked for, but there is no such time on CPU
-    assert [row.get("round_trip_cold_us", "absent") for row in rows] == [None, None, None, "absent"] * 2
+    assert [row.get("round_trip_cold_us", "absent") for row in rows] == [None, None, "absent"] * 2
     # ratios of CPU times would say nothing about GPUs
     compared = {"baselines_over_this", "dispatch_gb_per_s", "dispatch_fraction_of_limit"}
     assert not any(compared & set(row) for row in rows)

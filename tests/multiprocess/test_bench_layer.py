@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from ep_a2a.cli.app import app
 from ep_a2a.commands.bench import runner
-from ep_a2a.commands.bench.contenders import LAYERS, MICRO_BATCHES
-from ep_a2a.commands.bench.layer import Layer, LayerWorkload, require_rows
+from ep_a2a.commands.bench.contenders import LAYERS, micro_batch_names
+from ep_a2a.commands.bench.layer import Layer, require_rows
 from ep_a2a.commands.bench.report import compare, make_table
-from ep_a2a.commands.bench.runner import Runner, run_in_turn, run_sweep
+from ep_a2a.commands.bench.runner import run_in_turn
 from ep_a2a.commands.measure.session import OpRoundTrip
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
@@ -23,39 +23,28 @@ from ep_a2a.errors import CheckFailedError, EpA2AError
 from ep_a2a.testing import RankContext
 from tests.integration.programs import run_cli, succeeded
 
-ONCE = TimingSettings(num_warmups=0, num_runs=1, num_round_trips=1, num_host_calls=0)
+TWICE = TimingSettings(num_warmups=0, num_runs=1, num_round_trips=1, num_host_calls=0, num_rounds=2)
 
 
-def workload(num_tokens: int, quant_type: str = "none", routing: str = "uniform") -> LayerWorkload:
+def workload(tokens: int, **changes: Any) -> Workload:
     """Five experts on two ranks."""
-    return LayerWorkload(
-        ranks=2,
-        tokens=num_tokens,
-        max_tokens=num_tokens,
-        hidden=128,
-        topk=3,
-        experts=5,
-        quant=quant_type,
-        layout="rank_major",
-        routing=routing,
-        intermediate=32,
-    )
+    return Workload(2, tokens, hidden=128, topk=3, experts=5, layout="rank_major", intermediate=32, **changes)
 
 
 @pytest.mark.parametrize(
-    ("quant_type", "combine_quant", "routing"),
+    ("quant", "combine_quant", "routing"),
     [("none", "none", "zipf"), ("fp8_per_1x128", "none", "uniform"), ("fp8_per_1x128", "fp8_blockwise", "uniform")],
 )
-def test_each_layer_is_the_dense_layer(ranks: Any, quant_type: str, combine_quant: str, routing: str) -> None:
-    layer = replace(workload(4, quant_type, routing), combine_quant=combine_quant)
-    everyone = ranks(run_in_turn, 2, layer, LAYERS, ONCE, 2)
+def test_each_layer_is_the_dense_layer(ranks: Any, quant: str, combine_quant: str, routing: str) -> None:
+    layer = workload(4, quant=quant, combine_quant=combine_quant, routing=routing)
+    everyone = ranks(run_in_turn, 2, layer, LAYERS, TWICE)
     assert everyone[0] == everyone[1]
     push, own, flashinfer, gloo = everyone[0]
-    assert flashinfer[0]["reason"] == "needs GPUs"
-    assert [each["status"] for each in (*push, *own, *gloo)] == ["ok"] * 6, [*push, *own, *gloo]
-    assert all(min(each["layer_us"], each["experts_us"], each["exchange_us"]) > 0 for each in (*own, *gloo))
-    assert all(each["exchange_us"] > 0 for each in push)
-    assert all(first["exchange_us"] == second["exchange_us"] for first, second in (push, own, gloo)), "timed once"
+    assert flashinfer["reason"] == "needs GPUs"
+    assert [each["status"] for each in (push, own, gloo)] == ["ok"] * 3, everyone[0]
+    assert all(min(each["layer_us"], each["experts_us"], each["exchange_us"]) > 0 for each in (own, gloo))
+    assert [len(each["rounds_us"]) for each in (push, own, gloo)] == [2] * 3
+    assert push["least_us"] == push["most_us"] == push["exchange_us"], "timed once"
 
 
 def test_layers_take_turns_the_other_way_round_in_every_second_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,17 +54,17 @@ def test_layers_take_turns_the_other_way_round_in_every_second_round(monkeypatch
         def time(self, timer: object) -> None:
             timed.append(self._name)
 
-    monkeypatch.setattr(runner, "_Run", lambda context, workload, name: NotedRun(_name=name, records=[]))
+    monkeypatch.setattr(runner, "_Run", lambda context, workload, name: NotedRun(_name=name))
     monkeypatch.setattr(runner, "Timer", mock.Mock())
-    run_in_turn(mock.Mock(), workload(1), ("a", "b", "c"), ONCE, 3)
+    run_in_turn(mock.Mock(), workload(1), ("a", "b", "c"), replace(TWICE, num_rounds=3))
     assert timed == [*"abc", *"cba", *"abc"]
 
 
 def test_micro_batches_are_dense_layers_however_they_run(ranks: Any) -> None:
-    names = (*MICRO_BATCHES[:2], "overlapped/8", "shared")
-    rounds = ranks(run_in_turn, 2, workload(3, "fp8_per_1x128"), names, ONCE, 2)[0]
-    assert [record["status"] for records in rounds for record in records] == ["ok"] * 8, rounds
-    series, whole, *overlapped = compare([records[-1] for records in rounds])
+    names = micro_batch_names([8])[1:]
+    records = ranks(run_in_turn, 2, workload(3, quant="fp8_per_1x128"), names, TWICE)[0]
+    assert [record["status"] for record in records] == ["ok"] * 4, records
+    series, whole, *overlapped = compare(records)
     for row in (series, whole, *overlapped):
         assert row["exposed_us"] == row["layer_us"] - row["experts_us"]
         assert row["exposed_share"] == row["exposed_us"] / row["exchange_us"]
@@ -86,28 +75,9 @@ def test_micro_batches_are_dense_layers_however_they_run(ranks: Any) -> None:
 
 def test_one_that_fails_leaves_the_others_their_times(ranks: Any) -> None:
     names = ("flashinfer", "none_such", "nccl_agrs")
-    unavailable, unknown, gloo = ranks(run_in_turn, 2, workload(2), names, ONCE, 2)[0]
-    assert [len(records) for records in (unavailable, unknown, gloo)] == [1, 1, 2]
-    assert (unavailable[0]["status"], unknown[0]["status"], gloo[1]["status"]) == ("unavailable", "error", "ok")
-    assert "none_such" in unknown[0]["reason"]
-
-
-def test_layers_are_merged_over_rounds() -> None:
-    class MadeUpRunner(Runner):
-        def run_in_turn(
-            self, workload: Workload, names: Any, settings: TimingSettings, num_rounds: int
-        ) -> list[list[dict[str, Any]]]:
-            timed = [{"status": "ok", "layer_us": us, "experts_us": 1.0} for us in (10.0, 60.0, 40.0)[:num_rounds]]
-            return [timed, [{"status": "unavailable", "reason": "needs GPUs"}]]
-
-    seen: list[Any] = []
-    (rows,) = run_sweep(
-        [workload(3)], ("ep_a2a", "flashinfer"), replace(ONCE, num_rounds=3), MadeUpRunner("cpu"), seen.append
-    )
-    assert rows == seen
-    assert rows[1]["status"] == "unavailable"
-    assert rows[0]["rounds_us"] == [10.0, 60.0, 40.0]
-    assert (rows[0]["layer_us"], rows[0]["least_us"], rows[0]["most_us"]) == (40.0, 10.0, 60.0)
+    unavailable, unknown, gloo = ranks(run_in_turn, 2, workload(2), names, TWICE)[0]
+    assert [each["status"] for each in (unavailable, unknown, gloo)] == ["unavailable", "error", "ok"]
+    assert "none_such" in unknown["reason"]
 
 
 def a_wrong_layer_is_found(context: RankContext) -> None:
@@ -125,7 +95,7 @@ def test_a_wrong_layer_is_found(ranks: Any) -> None:
 
 
 SHAPE = "bench --layer --ranks 2 --device cpu --tokens 2 --hidden 128 --intermediate 32 --experts 4 --topk 2"
-SMALL = (*SHAPE.split(), "--layers", "1", "--warmups", "0", "--iterations", "1")
+SMALL = (*SHAPE.split(), "--iterations", "1")
 
 
 def test_layer_from_the_command_line(tmp_path: Path) -> None:
@@ -135,10 +105,9 @@ def test_layer_from_the_command_line(tmp_path: Path) -> None:
     header, row = [json.loads(line) for line in file.read_text().splitlines()]
     assert "times say nothing" in header["note"]
     assert (row["tokens"], row["quant"], row["contender"]) == (2, "fp8_per_1x128", "ep_a2a")
-    assert row["details"]["experts"] == "float32 products on CPU"
     headings, cells, _ = make_table([row | {"device": "cuda"}])
     shown = dict(zip(headings, cells[0], strict=True))
-    assert (shown["T"], shown["contender"], shown["layer µs"]) == ("2", "ep_a2a", f"{row['layer_us']:.1f}")
+    assert (shown["tokens"], shown["contender"], shown["layer µs"]) == ("2", "ep_a2a", f"{row['layer_us']:.1f}")
     assert shown["in series µs"] == f"{row['exchange_us']:.1f}"
 
 
@@ -146,7 +115,7 @@ def test_micro_batches_from_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     assert "overlapped/8" in succeeded(run_cli(*SMALL, "--micro-batches", "8", "--output", str(file)))
     _, *rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["contender"] for row in rows] == ["reference_push", *MICRO_BATCHES[:2], "overlapped/8", "shared"]
+    assert [row["contender"] for row in rows] == [*micro_batch_names([8])]
     assert all("exposed_us" in row for row in rows[1:])
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_a2a.commands.bench.flashinfer import FlashInferRoundTrip
+from ep_a2a.commands.bench.libraries import FlashInferRoundTrip
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.testing import RankContext, run_ranks
@@ -139,7 +139,7 @@ def test_flashinfer_gets_an_expert_in_every_slot_or_a_rank_that_is_none(
 
 
 def flashinfer_round_trip(context: RankContext, *, changes: dict[str, Any], one_sided: type[NVLinkAlltoAll]) -> None:
-    workload = Workload(WORLD_SIZE, 3, 4, 512, 2, NUM_EXPERTS, **changes)
+    workload = Workload(WORLD_SIZE, 3, 512, 2, NUM_EXPERTS, **changes)
     with (
         mock.patch.dict(sys.modules, flashinfer_modules(one_sided)),
         mock.patch("torch.cuda.synchronize"),

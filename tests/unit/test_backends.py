@@ -277,7 +277,7 @@ def test_our_deep_ep_is_not_deep_ep(monkeypatch):
     for library in (BUFFER, ELASTIC_BUFFER):
         assert "own stand-in in this process, ep_a2a.compat.deep_ep" in (library.problem() or "")
     # nor is it measured under the name
-    reason = make_contender("deepep").unavailable(Workload(2, 1, 1), torch.device("cuda"))
+    reason = make_contender("deepep").unavailable(Workload(2, 1), torch.device("cuda"))
     assert (reason or "").startswith(BUFFER.problem() or "?")
 
 

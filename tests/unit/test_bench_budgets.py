@@ -50,7 +50,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(command, "execute", lambda runner, workloads, *_: made.append((runner, workloads)))
+    monkeypatch.setattr(command, "measure", lambda sweep, runner, output: made.append((runner, sweep.workloads)))
 
     def call(*arguments: str) -> Any:
         ended = CliRunner().invoke(app, ["bench", "--device", "cuda", *arguments])
@@ -64,7 +64,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_all_ranks_take_the_first_gpu_with_each_budget(bench: Callable[..., Any]) -> None:
     runner, workloads = bench("--shared-gpu", "--max-sms", "8,16,24,32,64")
     assert (runner.num_gpus, {each.ranks for each in workloads}) == (1, {2})
-    assert "2 ranks share 1 GPU" in runner.note(2)
+    assert "2 ranks share 1 GPU" in runner.note(2)["note"]
     assert [each.max_sms for each in workloads][:5] == [8, 16, 24, 32, 64]
     runner, workloads = bench()
     assert (runner.num_gpus, {each.ranks for each in workloads}) == (4, {4})
@@ -74,7 +74,7 @@ def test_all_ranks_take_the_first_gpu_with_each_budget(bench: Callable[..., Any]
     ("typed", "expected"),
     [
         ("--shared-gpu --ranks 8 --max-sms 8,24", "--max-sms from 4 to 16"),
-        ("--shared-gpu --device cpu", "GPUs with --shared-gpu"),
+        ("--shared-gpu --device cpu", "no --shared-gpu on CPU"),
         ("--shared-gpu --ranks 1", "--ranks of 2 or more with --shared-gpu"),
         ("--shared-gpu --ranks 100", "100 ranks"),
         # without the option, too, where ranks exceed GPUs

@@ -8,23 +8,22 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_a2a.commands.bench.contenders import make_contender
+from ep_a2a.commands.bench import experts
+from ep_a2a.commands.bench.contenders import CONTENDERS
 from ep_a2a.commands.bench.experts import (
     FP8,
     Matrices,
     MoEWeights,
-    begin_experts,
     dense_experts,
     grouped_product,
     make_weights,
     place_pairs,
-    programs_of_product,
     quantize_rows,
     quantize_whole_rows,
     run_experts,
     tile_of,
 )
-from ep_a2a.commands.bench.layer import Gate, LayerWorkload
+from ep_a2a.commands.bench.layer import Gate
 from ep_a2a.commands.bench.layer_kernels import (
     count_pairs_kernel,
     grouped_product_kernel,
@@ -35,7 +34,6 @@ from ep_a2a.commands.bench.layer_kernels import (
 )
 from ep_a2a.commands.measure.session import Received
 from ep_a2a.commands.measure.workload import Workload
-from ep_a2a.errors import UnsupportedError
 from ep_a2a.managers.external.library import Library
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.reference import expert_mlp_rows
@@ -84,14 +82,6 @@ def test_experts_are_the_dense_ones(num_rows: int, quantised: bool) -> None:
     assert not out[-2:].any()
 
 
-def test_only_the_second_product_and_sums_are_left_for_the_second_half() -> None:
-    weights, ids = make_expert_weights(), make_ids(7)
-    received = Received(torch.randn(7, HIDDEN).bfloat16(), None, ids, torch.rand(7, TOPK), torch.empty(7, HIDDEN))
-    activated = begin_experts(received, weights)
-    num_slots = place_pairs(ids, FIRST, NUM_LOCAL).num_slots
-    assert (activated.values.dtype, activated.values.shape) == (FP8, (num_slots, WIDTH))
-
-
 def test_rows_without_own_experts() -> None:
     out = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16)
     received = Received(
@@ -103,7 +93,7 @@ def test_rows_without_own_experts() -> None:
 
 def test_pairs_have_slots_by_expert() -> None:
     ids = make_ids(50)
-    positions, bounds, num_slots = place_pairs(ids, FIRST, NUM_LOCAL)
+    positions, bounds = place_pairs(ids, FIRST, NUM_LOCAL)
     local = ids - FIRST
     own = (local >= 0) & (local < NUM_LOCAL)
     assert torch.equal(positions >= 0, own)
@@ -112,41 +102,19 @@ def test_pairs_have_slots_by_expert() -> None:
         of_expert = positions[own & (local == expert)]
         assert of_expert.sort().values.tolist() == list(range(int(counts[expert])))
     assert bounds.tolist() == [0, *(-(-counts // 16) * 16).cumsum(0).tolist()]
-    assert int(bounds[-1]) <= num_slots
-    assert num_slots % 16 == 0
     assert (positions.dtype, bounds.dtype) == (torch.int32,) * 2
 
 
-def test_slots_are_enough_for_any_routing() -> None:
-    for ids in (torch.arange(FIRST, FIRST + NUM_LOCAL)[:, None].int(), torch.full((4, TOPK), FIRST).int()):
-        _, bounds, num_slots = place_pairs(ids, FIRST, NUM_LOCAL)
-        assert int(bounds[-1]) <= num_slots
-
-
-def test_grouped_product_with_empty_groups() -> None:
-    rows, scales = quantize_whole_rows(torch.randn(48, 16))
-    values, matrix_scales = quantize_whole_rows(torch.randn(4 * 8, 16))
-    matrices = Matrices(values.view(4, 8, 16), matrix_scales.view(4, 8))
-    product = grouped_product(rows, scales, matrices, torch.tensor([0, 0, 16, 16, 32], dtype=torch.int32), 16)
-    wide = rows.float() * scales[:, None]
-    torch.testing.assert_close(product[:16], (wide[:16] @ matrices.of(1).T).bfloat16())
-    torch.testing.assert_close(product[16:32], (wide[16:32] @ matrices.of(3).T).bfloat16())
-
-
-def test_kernel_of_the_product() -> None:
+def test_the_product_has_more_rows_than_a_tile_none_and_a_part_of_one() -> None:
     width, depth = 64, 256
     rows, scales = quantize_whole_rows(torch.randn(112, depth))
     values, matrix_scales = quantize_whole_rows(torch.randn(4 * width, depth))
     matrices = Matrices(values.view(4, width, depth), matrix_scales.view(4, width))
-    # More rows than a tile has, none, and a part of a tile.
     bounds = torch.tensor([0, 80, 80, 96, 96], dtype=torch.int32)
-    out = torch.full((112, width), 7.0, dtype=torch.bfloat16)
-    parts = (rows, scales, matrices.values, matrices.scales, bounds, out, 4)
-    grouped_product_kernel.interpret(
-        (3,), *parts, EXPERT_LANES=4, WIDTH=width, DEPTH=depth, ROWS=32, COLUMNS=32, STEP=128
-    )
-    torch.testing.assert_close(out[:96], grouped_product(rows, scales, matrices, bounds, 16)[:96])
-    assert bool((out[96:] == 7.0).all())
+    product = grouped_product(rows, scales, matrices, bounds, 16)
+    wide = rows.float() * scales[:, None]
+    for expert, span in ((0, slice(0, 80)), (2, slice(80, 96))):
+        torch.testing.assert_close(product[span], (wide[span] @ matrices.of(expert).T).bfloat16())
 
 
 @pytest.mark.parametrize(("num_rows", "rows"), [(1, 64), (512, 128)])
@@ -162,8 +130,13 @@ def test_product_compiles_to_fp8_of_the_tensor_cores(num_rows: int, rows: int) -
 
 
 def test_a_product_leaves_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(multi_processor_count=132))
-    assert [programs_of_product(torch.device("cuda"), free) for free in (0, 8, 200)] == [132, 124, 1]
+    grids: list[int] = []
+    monkeypatch.setattr(experts, "num_sms", lambda device: 132)
+    monkeypatch.setattr(experts, "launch", lambda kernel, work, *args, **sizes: grids.append(work))
+    matrices = Matrices(torch.empty(1, 16, 16), torch.empty(1, 16))
+    for free in (0, 8, 200):
+        grouped_product(torch.empty(16, 16), torch.empty(16), matrices, torch.zeros(2), 16, free)
+    assert grids == [132, 124, 1]
 
 
 def test_tiles_divide_small_matrices() -> None:
@@ -190,8 +163,7 @@ def test_cast_is_the_reference_s() -> None:
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "all_to_one"])
 def test_gate_takes_the_workload_s_experts(routing: str) -> None:
-    layer = LayerWorkload(2, 6, 6, hidden=128, topk=3, experts=8, layout="rank_major", routing=routing)
-    layer.check()
+    layer = Workload(2, 6, hidden=128, topk=3, experts=8, layout="rank_major", routing=routing)
     gate = Gate(layer, 1, torch.randn(128, 8).bfloat16())
     addresses = gate.weights.data_ptr(), gate.ids.data_ptr()
     gate()
@@ -236,10 +208,6 @@ def test_kernels_compile_to_wide_accesses(name: str) -> None:
     assert "st.global.v4" in ptx
 
 
-def workload() -> Workload:
-    return Workload(ranks=4, tokens=4, max_tokens=4)
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
@@ -247,41 +215,15 @@ def workload() -> Workload:
         ("flashinfer", {"layout": "expert_major"}, None),
         ("flashinfer", {"topk": 3}, "num_experts_per_token out of 1, 2, 4"),
         ("flashinfer", {"combine_quant": "fp8_blockwise"}, "fp8_direct_cast"),
-        ("flashinfer", {"combine_quant": "fp8_direct_cast", "dtype": torch.float16}, "bfloat16"),
         ("flashinfer", {"routing": "some_dropped"}, "dropped"),
         ("flashinfer", {"quant": "fp8_per_token"}, "bytes of a token's scales that is a multiple of 16"),
         ("flashinfer", {"experts": 3, "topk": 2}, "multiple of 4"),
-        ("deepep", {"tokens": 512, "max_tokens": 512}, None),
+        ("deepep", {"tokens": 512}, None),
         ("deepep", {"quant": "fp8_per_token"}, "fp8_per_1x128"),
     ],
 )
 def test_what_libraries_cannot_do(name: str, changes: dict[str, Any], reason: str | None) -> None:
     with mock.patch.object(Library, "problem", return_value=None):
-        said = make_contender(name).unavailable(replace(workload(), **changes), torch.device("cuda"))
+        said = CONTENDERS[name].unavailable(replace(Workload(4, 4), **changes), torch.device("cuda"))
     assert (said is None) == (reason is None)
     assert reason is None or reason in str(said)
-
-
-def test_libraries_need_gpus() -> None:
-    for name in ("flashinfer", "deepep"):
-        assert make_contender(name).unavailable(workload(), torch.device("cpu")) == "needs GPUs"
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"layout": "compact"}, "layout rank_major of a layer"),
-        ({"quant": "fp8_per_token"}, "quant none or fp8_per_1x128 of a layer"),
-        ({"combine_quant": "fp8_direct_cast"}, "combine_quant none or fp8_blockwise of a layer"),
-        ({"dtype": torch.float16}, "dtype torch.bfloat16 of a layer"),
-        ({"max_tokens": 8}, "max_tokens 4 of a layer"),
-        ({"routing": "some_dropped"}, "uniform or zipf or all_to_one"),
-        ({"routing": "all_to_one", "experts": 8}, "rank 0"),
-        ({"hidden": 192, "quant": "none"}, "multiple of 128"),
-    ],
-)
-def test_what_the_layer_refuses(changes: dict[str, Any], expected: str) -> None:
-    layer = LayerWorkload(ranks=4, tokens=4, max_tokens=4, layout="rank_major")
-    layer.check()
-    with pytest.raises(UnsupportedError, match=expected):
-        replace(layer, **changes).check()

@@ -40,7 +40,7 @@ def test_what_a_pool_says_of_its_gpus(
     backend = "gloo" if ranks_per_gpu > 1 else "cpu:gloo,cuda:nccl"
     assert (pool.ranks_per_gpu, pool.backend, pool.note) == (ranks_per_gpu, backend, note)
     runner = Runner("cuda", shared_gpu=num_gpus == 1)
-    assert runner.note(num_ranks) == ("" if num_gpus == 2 else note)
+    assert runner.note(num_ranks).get("note", "") == ("" if num_gpus == 2 else note)
 
 
 def test_a_pool_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_ranks_of_other_hosts_are_not_counted() -> None:
     # 16 ranks of two hosts with eight GPUs each: this host's number of GPUs says nothing about the job
     joined = JoinedRunner.__new__(JoinedRunner)
     joined.num_gpus = 16
-    assert joined.note(16) == ""
+    assert joined.note(16) == {}
 
 
 class Meeting:

@@ -15,7 +15,7 @@ from ep_a2a.errors import ConfigError, EpA2AError
 @pytest.mark.parametrize(
     ("command", "field", "named"),
     [
-        ("bench", "max_tokens", "--max-tokens"),
+        ("bench", "max_tokens", "--tokens"),
         ("bench", "num_tokens", "--tokens"),
         ("demo", "max_num_tokens_per_dp_rank", "--tokens"),
         ("plan", "num_nodes", "--nodes"),

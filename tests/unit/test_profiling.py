@@ -73,7 +73,7 @@ def test_the_last_step_is_drawn(tmp_path: Path):
 
 
 def test_only_the_commands_own_files_are_removed(tmp_path: Path):
-    own = {"timeline.png", "timeline.dark.png", "trace.json", "trace_RANK_0.json", "trace_RANK_12.json"}
+    own = {"timeline.png", "trace.json", "trace_RANK_0.json", "trace_RANK_12.json"}
     others = {"trace_RANK_0.json.gz", "trace_RANK_a.json", "my_trace.json", "ll_dispatch_RANK_0.json", "timeline.svg"}
     for name in own | others:
         (tmp_path / name).touch()

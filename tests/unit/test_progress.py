@@ -5,9 +5,6 @@ from typing import Any
 
 from rich.console import Console
 
-from ep_a2a.commands.bench.runner import Runner, Status, make_record, run_sweep
-from ep_a2a.commands.measure.timing import TimingSettings
-from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.progress import Progress
 
 
@@ -39,22 +36,3 @@ def test_a_terminal_has_a_bar_that_names_the_part_and_goes_at_the_end() -> None:
 def test_a_quiet_console_shows_nothing() -> None:
     assert run_two_parts(console_of(quiet=True)) == ""
     assert run_two_parts(console_of(quiet=True, force_terminal=True)) == ""
-
-
-class MadeUpRunner(Runner):
-    def run(self, workload: Workload, name: str, settings: TimingSettings) -> dict[str, Any]:
-        return make_record(workload, name, Status.UNAVAILABLE, "made up")
-
-
-def test_a_sweep_names_each_row_before_and_after_it_is_measured() -> None:
-    seen: list[tuple[str, str]] = []
-    rows = run_sweep(
-        [Workload(2, 8, 8, 256, 2, 4)],
-        ["reference_push", "ep_a2a"],
-        TimingSettings(),
-        MadeUpRunner("cpu"),
-        lambda row: seen.append(("row", row["contender"])),
-        lambda workload, name: seen.append(("begin", name)),
-    )
-    assert len(next(rows)) == 2
-    assert seen == [("begin", "reference_push"), ("row", "reference_push"), ("begin", "ep_a2a"), ("row", "ep_a2a")]

@@ -1,13 +1,11 @@
 """The benchmark layer's experts: fp8 weights and grouped fp8 products with a scale per row, SwiGLU, sums per row.
 
-Nothing waits on the host and shapes are fixed, so a CUDA graph can capture them. On CPU, float32 products stand for
-those of fp8.
+Nothing waits on the host and shapes are fixed, so a CUDA graph can capture them.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -114,33 +112,21 @@ def quantize_whole_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return (rows / scales[:, None]).to(FP8), scales
 
 
-class Slots(NamedTuple):
-    """Places of (row, own expert) pairs in the order of experts; S slots in all, R rows.
-
-    Attributes:
-        positions: int32 `[R, K]`, number of a pair among those of its expert; -1 where the expert is not own.
-        bounds: int32 `[E + 1]`, first slot of each own expert, multiples of SLOT_ALIGNMENT; the last is their end.
-        num_slots: S, enough for any routing.
-    """
-
-    positions: torch.Tensor
-    bounds: torch.Tensor
-    num_slots: int
-
-
 class Activated(NamedTuple):
     """Rows for the second product.
 
     Attributes:
         values: float8_e4m3fn `[S, F]`. scales: float32 `[S]`.
         slots: int32 `[R, K]`, slot of each pair; -1 where the expert is not own.
-        bounds: as of Slots.
+        bounds: int32 `[E + 1]`, first slot of each own expert, multiples of SLOT_ALIGNMENT; the last is their end.
+        rows_of_expert: where all experts get as many: the received rows are those of all ranks, or padding.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     slots: torch.Tensor
     bounds: torch.Tensor
+    rows_of_expert: int
 
 
 def run_experts(received: Received, weights: MoEWeights) -> None:
@@ -156,61 +142,45 @@ def begin_experts(received: Received, weights: MoEWeights, num_free: int = 0) ->
         num_free: multiprocessors that the product leaves to others.
     """
     rows, scales, ids, row_weights, _ = received
-    hidden_dim = rows.shape[1]
-    topk, device = ids.shape[1], rows.device
-    positions, bounds, num_slots = place_pairs(ids, weights.first_expert, weights.w1.values.shape[0])
+    hidden, topk, device = rows.shape[1], ids.shape[1], rows.device
+    num_local, width = len(weights.w1.values), weights.w2.values.shape[2]
+    positions, bounds = place_pairs(ids, weights.first_expert, num_local)
+    num_slots = -(-ids.numel() // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + num_local * SLOT_ALIGNMENT
     slots = torch.empty_like(positions)
-    inputs = torch.empty(num_slots, hidden_dim, dtype=torch.uint8, device=device)
+    inputs = torch.empty(num_slots, hidden, dtype=torch.uint8, device=device)
     input_scales, slot_weights = torch.empty(num_slots, device=device), torch.full((num_slots,), NO_PAIR, device=device)
     scattered = (positions, bounds, slots, inputs, input_scales, slot_weights, weights.first_expert, len(rows))
     parts = (rows, row_weights if scales is None else scales, ids, row_weights, *scattered)
-    groups = {"GROUPS_LANES": lanes(hidden_dim // FP8_GROUP_SIZE), "GROUP": FP8_GROUP_SIZE}
-    sizes = {"TOPK": topk, "TOPK_LANES": lanes(topk), "HIDDEN": hidden_dim, "HAS_SCALES": scales is not None} | groups
+    groups = {"GROUPS_LANES": lanes(hidden // FP8_GROUP_SIZE), "GROUP": FP8_GROUP_SIZE}
+    sizes = {"TOPK": topk, "TOPK_LANES": lanes(topk), "HIDDEN": hidden, "HAS_SCALES": scales is not None} | groups
     launch(scatter_rows_kernel, len(rows), *parts, **sizes, num_warps=WIDE_WARPS)
-    num_rows = rows_of_expert(received, weights)
-    projected = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, num_rows, num_free)
-    return Activated(*activate(projected, slot_weights, bounds), slots, bounds)
-
-
-def activate(
-    projected: torch.Tensor, slot_weights: torch.Tensor, bounds: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns SwiGLU of rows times their router weights, in fp8 `[S, F]`, and the scales, float32 `[S]`.
-
-    Args:
-        projected: bf16 `[S, 2F]`, gate and up side by side.
-        slot_weights: float32 `[S]`, router weight of the pair in each slot; NO_PAIR where there is none.
-        bounds: as of Slots.
-    """
-    num_slots, width = projected.shape[0], projected.shape[1] // 2
-    activated = torch.empty(num_slots, width, dtype=torch.uint8, device=projected.device)
-    scales = torch.empty(num_slots, device=projected.device)
-    parts = (projected, slot_weights, bounds[-1:], activated, scales)
-    launch(swiglu_kernel, num_slots, *parts, WIDTH=width, LANES=lanes(width))
-    return activated.view(FP8), scales
+    rows_of_expert = ids.numel() // weights.router.shape[1]
+    projected = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, rows_of_expert, num_free)
+    activated = torch.empty(num_slots, width, dtype=torch.uint8, device=device)
+    activated_scales = torch.empty(num_slots, device=device)
+    gated = (projected, slot_weights, bounds[-1:], activated, activated_scales)
+    launch(swiglu_kernel, num_slots, *gated, WIDTH=width, LANES=lanes(width))
+    return Activated(activated.view(FP8), activated_scales, slots, bounds, rows_of_expert)
 
 
 def finish_experts(activated: Activated, received: Received, weights: MoEWeights, num_free: int = 0) -> None:
     """Runs the rest: the product by w2, sums per row into `received.out`; num_free: as of `begin_experts`."""
-    values, scales, slots, bounds = activated
-    num_rows, out = rows_of_expert(received, weights), received.out
-    contributions = grouped_product(values, scales, weights.w2, bounds, num_rows, num_free)
-    hidden_dim = out.shape[1]
-    sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden_dim, "BLOCK": min(lanes(hidden_dim), MAX_BLOCK)}
+    values, scales, slots, bounds, rows_of_expert = activated
+    contributions = grouped_product(values, scales, weights.w2, bounds, rows_of_expert, num_free)
+    out, hidden = received.out, received.out.shape[1]
+    sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden, "BLOCK": min(lanes(hidden), MAX_BLOCK)}
     launch(sum_rows_kernel, len(out), contributions, slots, out, len(out), **sizes)
 
 
-def rows_of_expert(received: Received, weights: MoEWeights) -> int:
-    """Returns the rows of an expert where all get as many: the received rows are those of all ranks, or padding."""
-    return received.ids.numel() // weights.router.shape[1]
-
-
-def place_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> Slots:
-    """Returns a slot for each pair of this rank's experts, expert after expert. The order inside an expert is open.
+def place_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns places of (row, own expert) pairs, expert after expert. The order inside an expert is open.
 
     Args:
         ids: global expert ids int32 `[R, K]`.
         first_expert, num_local: this rank's experts.
+
+    Returns:
+        int32 `[R, K]`, number of a pair among those of its expert, -1 where the expert is not own; bounds of Activated.
     """
     num_pairs = ids.numel()
     numbers = torch.zeros(2 * num_local + 1, dtype=torch.int32, device=ids.device)
@@ -220,8 +190,7 @@ def place_pairs(ids: torch.Tensor, first_expert: int, num_local: int) -> Slots:
     launch(count_pairs_kernel, -(-num_pairs // MAX_BLOCK), ids, counts, positions, first_expert, num_pairs, **sizes)
     aligned = (counts + (SLOT_ALIGNMENT - 1)) & -SLOT_ALIGNMENT
     torch.cumsum(aligned, 0, dtype=torch.int32, out=bounds[1:])
-    num_slots = num_pairs + num_local * SLOT_ALIGNMENT
-    return Slots(positions, bounds, -(-num_slots // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
+    return positions, bounds
 
 
 def grouped_product(
@@ -237,7 +206,7 @@ def grouped_product(
     Args:
         rows: float8_e4m3fn `[S, in]`. scales: float32 `[S]`, of the rows.
         matrices: of the experts.
-        bounds: int32 `[E + 1]`, each expert's rows are bounds[e] ... bounds[e + 1] - 1.
+        bounds: as of Activated.
         rows_of_expert: rows of an expert, about.
         num_free: multiprocessors that are left to others: programs on all the rest stay to the end.
 
@@ -246,23 +215,10 @@ def grouped_product(
     """
     num_experts, width, depth = matrices.values.shape
     out = torch.empty(rows.shape[0], width, dtype=torch.bfloat16, device=rows.device)
-    if rows.device.type == "cuda":
-        tile = tile_of(rows_of_expert, width, depth)
-        parts = (rows, scales, matrices.values, matrices.scales, bounds, out, num_experts)
-        sizes = {"EXPERT_LANES": lanes(num_experts), "WIDTH": width, "DEPTH": depth}
-        kernel: Any = grouped_product_kernel
-        kernel[(programs_of_product(rows.device, num_free),)](*parts, **sizes, **tile)
-        return out
-    edges = bounds.tolist()
-    for expert, (start, end) in enumerate(itertools.pairwise(edges)):
-        wide = rows[start:end].to(torch.float32) * scales[start:end, None]
-        out[start:end] = (wide @ matrices.of(expert).T).bfloat16()
+    parts = (rows, scales, matrices.values, matrices.scales, bounds, out, num_experts)
+    sizes = {"EXPERT_LANES": lanes(num_experts), "WIDTH": width, "DEPTH": depth} | tile_of(rows_of_expert, width, depth)
+    launch(grouped_product_kernel, max(1, num_sms(rows.device) - num_free), *parts, **sizes)
     return out
-
-
-def programs_of_product(device: torch.device, num_free: int) -> int:
-    """Returns a program for each multiprocessor of the GPU but for `num_free`, which are left to others."""
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - num_free)
 
 
 def tile_of(num_rows: int, width: int, depth: int) -> dict[str, int]:
@@ -277,21 +233,15 @@ def tile_of(num_rows: int, width: int, depth: int) -> dict[str, int]:
     return sizes | {"num_warps": WIDE_WARPS, "num_stages": 4 if few else 3}
 
 
-def product_of(device: torch.device) -> str:
-    """Returns what multiplies on the device, for reports.
-
-    Raises:
-        UnsupportedError: the GPU multiplies no fp8.
-    """
-    if device.type == "cpu":
-        return "float32 products on CPU"
-    capability = torch.cuda.get_device_capability(device)
+def check_device(device: torch.device) -> None:
+    """Raises UnsupportedError where the GPU multiplies no fp8."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ADA
     if capability < ADA:
-        got = f"compute capability {capability[0]}.{capability[1]}"
         raise UnsupportedError(
-            "a GPU that multiplies fp8, of compute capability 8.9 or later", got, "Leave --layer out."
+            "a GPU that multiplies fp8, of compute capability 8.9 or later",
+            "compute capability {}.{}".format(*capability),
+            "Leave --layer out.",
         )
-    return "grouped fp8 products in Triton"
 
 
 def dense_experts(x: torch.Tensor, ids: torch.Tensor, row_weights: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
@@ -333,14 +283,19 @@ def quantize_rows(rows: torch.Tensor, quantized: torch.Tensor, scales: torch.Ten
     launch(quantize_rows_kernel, len(rows), *parts, len(rows), **sizes)
 
 
-def launch(kernel: Any, work: int, *args: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
+def launch(kernel: Any, work: int, *args: Any, num_warps: int = NUM_WARPS, num_stages: int = 3, **sizes: Any) -> None:
     """Runs a kernel of layer_kernels.py with at most a program for each unit of work; on CPU in the interpreter."""
     device = args[0].device
     if device.type == "cpu":
-        kernel.interpret((min(work, INTERPRETED_PROGRAMS),), *args, **constants)
+        kernel.interpret((min(work, INTERPRETED_PROGRAMS),), *args, **sizes)
         return
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    kernel[(max(1, min(work, num_sms * PROGRAMS_PER_SM)),)](*args, **constants, num_warps=num_warps)
+    grid = (max(1, min(work, num_sms(device) * PROGRAMS_PER_SM)),)
+    kernel[grid](*args, **sizes, num_warps=num_warps, num_stages=num_stages)
+
+
+def num_sms(device: torch.device) -> int:
+    """Returns the multiprocessors of a GPU; 1 on CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def lanes(width: int) -> int:

@@ -6,29 +6,27 @@ communication. Nothing waits on the host, so a CUDA graph can capture a layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ep_a2a.commands.bench.experts import dense_experts, make_weights, product_of, quantize_rows, run_experts
+from ep_a2a.commands.bench.experts import check_device, dense_experts, make_weights, quantize_rows, run_experts
 from ep_a2a.commands.measure.session import Received, Session
-from ep_a2a.commands.measure.workload import Inputs, Workload
-from ep_a2a.config import FP8_GROUP_SIZE, Layout, QuantType, num_owned_experts
-from ep_a2a.errors import CheckFailedError, ConfigError, UnsupportedError
+from ep_a2a.commands.measure.workload import Inputs
+from ep_a2a.config import QuantType
+from ep_a2a.errors import CheckFailedError
 from ep_a2a.quantization import dequantize, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ep_a2a.commands.bench.experts import MoEWeights
     from ep_a2a.commands.measure.session import InputsRoundTrip
     from ep_a2a.commands.measure.timing import CallsInARow, Timer
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
-PAD_ID = -1
 CHOSEN = 32.0
 """Added to the logits of the experts that the workload's routing names: far above all others."""
 MAX_CHECKED_TOKENS = 32
@@ -36,47 +34,6 @@ MAX_CHECKED_TOKENS = 32
 TOLERANCES = {QuantType.NONE: 5e-2, QuantType.FP8_BLOCKWISE: 8e-2}
 """By cast of combine, norm of a row's error over the norm of the row: fp8 products add in few bits, sums are rounded to
 bf16 or fp8."""
-
-
-@dataclass(frozen=True)
-class LayerWorkload(Workload):
-    """A layer: bfloat16 tokens, layout rank_major.
-
-    Attributes:
-        intermediate: F, intermediate size of an expert.
-    """
-
-    is_layer: ClassVar[bool] = True
-    intermediate: int = 2048
-
-    def weights(self, context: RankContext) -> MoEWeights:
-        """Returns the weights of a rank's experts; layers of one shape share them."""
-        sizes = self.experts, self.hidden, self.intermediate, self.ranks
-        return make_weights(*sizes, context.rank, context.device)
-
-    def check(self) -> None:
-        """Raises ConfigError or UnsupportedError where no layer can run this workload, as `Workload.check` does."""
-        super().check()
-        if self.intermediate < 1 or self.intermediate % 16:
-            raise ConfigError("a multiple of 16, >= 16", str(self.intermediate), field="intermediate")
-        if self.hidden % FP8_GROUP_SIZE:
-            expected = f"a multiple of {FP8_GROUP_SIZE} of a layer"
-            raise UnsupportedError(expected, str(self.hidden), field="hidden")
-        takes = {
-            "layout": (Layout.RANK_MAJOR,),
-            "dtype": (torch.bfloat16,),
-            "quant": (QuantType.NONE, QuantType.FP8_PER_1X128),
-            "combine_quant": tuple(TOLERANCES),
-            "routing": ("uniform", "zipf", "all_to_one"),
-            "max_tokens": (self.tokens,),
-            "gpus_per_node": (0,),
-        }
-        for name, values in takes.items():
-            if getattr(self, name) not in values:
-                expected = f"{' or '.join(map(str, values))} of a layer"
-                raise UnsupportedError(expected, str(getattr(self, name)), field=name)
-        if self.routing == "all_to_one" and self.topk > num_owned_experts(self.experts, self.ranks, 0):
-            raise UnsupportedError("experts of rank 0 for all of top-k", str(self.topk), field="topk")
 
 
 class Gate:
@@ -95,7 +52,7 @@ class Gate:
         weights: float32 `[T, K]`. ids: int32 `[T, K]`.
     """
 
-    def __init__(self, workload: LayerWorkload, rank: int, router: torch.Tensor) -> None:
+    def __init__(self, workload: Workload, rank: int, router: torch.Tensor) -> None:
         self.x, ids, self.weights = workload.inputs(rank, router.device)
         self._router, self.ids, self._wide_ids = router, ids, ids.long()
         self._bias = torch.zeros(len(ids), workload.experts, dtype=torch.bfloat16, device=router.device)
@@ -123,9 +80,11 @@ class Layer:
         received: the rows of the last dispatch.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext, make: Callable[..., InputsRoundTrip]) -> None:
+    def __init__(self, workload: Workload, context: RankContext, make: Callable[..., InputsRoundTrip]) -> None:
         self.workload, self._context = workload, context
-        self.weights = workload.weights(context)
+        sizes = workload.experts, workload.hidden, workload.intermediate, workload.ranks
+        # layers of one shape share them
+        self.weights = make_weights(*sizes, context.rank, context.device)
         self.gate = Gate(workload, context.rank, self.weights.router)
         # Communication is made with ids and weights that could come.
         self.gate()
@@ -203,7 +162,8 @@ class Layers(Session):
     def __init__(self, context: RankContext, batches: Sequence[Layer]) -> None:
         super().__init__()
         self._context, self.batches = context, batches
-        self.details = batches[0].communication.details | {"experts": product_of(context.device)}
+        check_device(context.device)
+        self.details = batches[0].communication.details
         self._queued: dict[str, CallsInARow] = {}
         self._timed_once: dict[str, float] = {}
 
@@ -252,15 +212,6 @@ class Layers(Session):
 def _each(calls: Sequence[Callable[[], Any]]) -> None:
     for call in calls:
         call()
-
-
-def layer_over(make: Callable[..., InputsRoundTrip]) -> Callable[..., Layers]:
-    """Returns what makes a layer over the round trips that `make` makes."""
-
-    def layer(workload: LayerWorkload, context: RankContext) -> Layers:
-        return Layers(context, [Layer(workload, context, make)])
-
-    return layer
 
 
 def require_rows(got: torch.Tensor, want: torch.Tensor, tolerance: float = TOLERANCES[QuantType.NONE]) -> None:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.commands.bench.experts import begin_experts, finish_experts, run_experts
-from ep_a2a.commands.bench.layer import Layer, Layers, LayerWorkload
+from ep_a2a.commands.bench.layer import Layer, Layers
 from ep_a2a.commands.measure.session import OpRoundTrip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ep_a2a.commands.measure.workload import Workload
     from ep_a2a.testing.worker import RankContext
 
 
@@ -65,7 +66,7 @@ class Pair:
         context: this rank.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext) -> None:
+    def __init__(self, workload: Workload, context: RankContext) -> None:
         self.batches = make_batches(workload, context)
         self.lanes = Lanes(context.device)
         for batch in self.batches:
@@ -110,7 +111,7 @@ class Pair:
 
 
 @functools.lru_cache(maxsize=1)
-def _pair(workload: LayerWorkload, context: RankContext) -> Pair:
+def _pair(workload: Workload, context: RankContext) -> Pair:
     """Returns the pair that all numbers of multiprocessors share."""
     return Pair(workload, context)
 
@@ -124,7 +125,7 @@ class Overlapped(Layers):
         num_sms, shares_sm: as of `Pair.run`.
     """
 
-    def __init__(self, workload: LayerWorkload, context: RankContext, num_sms: int, *, shares_sm: bool = False) -> None:
+    def __init__(self, workload: Workload, context: RankContext, num_sms: int = 0, *, shares_sm: bool = False) -> None:
         self._pair, self._num_sms, self._shares_sm = _pair(workload, context), num_sms, shares_sm
         super().__init__(context, self._pair.batches)
 
@@ -148,17 +149,16 @@ class Overlapped(Layers):
                 batch.communication.close()
 
 
-def make_batches(workload: LayerWorkload, context: RankContext) -> list[Layer]:
+def make_batches(workload: Workload, context: RankContext) -> list[Layer]:
     """Returns a layer for each micro-batch, with tokens of its own. Collective."""
     return [Layer(replace(workload, seed=workload.seed + number), context, OpRoundTrip) for number in range(2)]
 
 
-def in_turn(workload: LayerWorkload, context: RankContext) -> Layers:
+def in_turn(workload: Workload, context: RankContext) -> Layers:
     """Makes two micro-batches whose layers follow one another."""
     return Layers(context, make_batches(workload, context))
 
 
-def unsplit(workload: LayerWorkload, context: RankContext) -> Layers:
+def unsplit(workload: Workload, context: RankContext) -> Layers:
     """Makes one batch of twice the tokens."""
-    size = 2 * workload.tokens
-    return Layers(context, [Layer(replace(workload, tokens=size, max_tokens=size), context, OpRoundTrip)])
+    return Layers(context, [Layer(replace(workload, tokens=2 * workload.tokens), context, OpRoundTrip)])

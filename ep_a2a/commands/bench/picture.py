@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.commands import plots
 from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH
-from ep_a2a.commands.bench.report import FIELDS, constant_fields, is_of_layers, varying_fields
+from ep_a2a.commands.bench.report import constant_fields, is_of_layers, varying_fields
 from ep_a2a.commands.bench.runner import Status, main_us
 
 if TYPE_CHECKING:
@@ -38,31 +38,30 @@ def plot_bench(records: Sequence[Record], path: Path, header: Record) -> None:
     values = sorted({x for line in lines.values() for x in line})
     # only a bound can be 0, which means that there is none
     places = {value: value or 2 * max(values) or 1 for value in values}
-    ticks = {place: f"{value:,}" if value or x_field == "tokens" else "all" for value, place in places.items()}
+    ticks = {place: f"{value:,}" if value else "all" for value, place in places.items()}
     size, unit = plots.unit_for(min(us for line in lines.values() for us in line.values()), plots.TIME_UNITS)
-    measured = "layer" if is_of_layers(records) else "round trip"
-    panel = plots.Panel(X_LABELS[x_field], f"{measured} ({unit})", ticks, log_y=True)
+    drawn = []
     for number, label in enumerate(sorted(lines, key=lambda label: not label.startswith(NATIVE))):
         style = {"marker": MARKERS[number % len(MARKERS)]}
         if label.startswith(REFERENCE_PUSH):
             style = {"color": "gray", "linestyle": "--"}
-        panel.lines.append((label, sorted((places[x], us / size) for x, us in lines[label].items()), style))
+        drawn.append((label, sorted((places[x], us / size) for x, us in lines[label].items()), style))
+    measured = "layer" if is_of_layers(records) else "round trip"
     gpus = header.get("gpus") or []
     hardware = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    tokens = f"T {records[0]['tokens']}, " if x_field == "max_sms" else ""
+    tokens = f"tokens {records[0]['tokens']}, " if x_field == "max_sms" else ""
     footer = (
         f"{tokens}{constant_fields(records)}\n{hardware} · ep_a2a {header.get('ep_a2a')} ({header.get('commit')}), "
+        f"ep-a2a bench\n{header.get('note') or ''}"
     )
-    footer += f"ep-a2a bench\n{header.get('note') or ''}"
     caption = plots.Caption(f"{measured.capitalize()} of dispatch and combine", READING, footer)
-    plots.write(path, plots.lines, [panel], caption)
+    plots.write(path, plots.lines, drawn, X_LABELS[x_field], f"{measured} ({unit})", ticks, caption)
 
 
 def choose_x(records: Sequence[Record]) -> str:
-    """Returns the field of the x axis: max_sms where nothing else varies, else num_tokens."""
-    if len({record["tokens"] for record in records}) == 1 and varying_fields(records) == ["tokens", "max_sms"]:
-        return "max_sms"
-    return "tokens"
+    """Returns the field of the x axis: max_sms where nothing else varies, else tokens."""
+    only_bounds = varying_fields(records) == ["tokens", "max_sms"] and len({each["tokens"] for each in records}) == 1
+    return "max_sms" if only_bounds else "tokens"
 
 
 def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
@@ -75,7 +74,8 @@ def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
     lines: dict[str, dict[int, float]] = {}
     for record in sorted(records, key=lambda record: int(record[x_field])):
         if record["status"] == Status.OK:
-            fields = [f"{FIELDS[name]} {record[name]}" for name in varying]
-            line = lines.setdefault(", ".join([record["contender"], *fields]), {})
+            line = lines.setdefault(
+                ", ".join([record["contender"], *(f"{name} {record[name]}" for name in varying)]), {}
+            )
             line[record[x_field]] = min(line.get(record[x_field], float("inf")), main_us(record))
     return lines

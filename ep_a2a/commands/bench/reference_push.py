@@ -42,7 +42,7 @@ class ReferencePush(RoundTrip):
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
         super().__init__()
-        self._context, self._is_layer = context, workload.is_layer
+        self._context, self._is_layer = context, workload.intermediate > 0
         self._exchange_us: float | None = None
         self._rendezvous = Rendezvous(context.group)
         shares = context.ranks_per_gpu > 1

@@ -13,7 +13,7 @@ import torch
 from rich.text import Text
 
 import ep_a2a
-from ep_a2a.commands.bench.contenders import MICRO_BATCHES, NATIVE, REFERENCE_PUSH
+from ep_a2a.commands.bench.contenders import IN_TURN, NATIVE, REFERENCE_PUSH
 from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.files import write_text
 from ep_a2a.commands.programs import command_output, package_version
@@ -28,24 +28,11 @@ if TYPE_CHECKING:
 
 CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
 
-FIELDS = {
-    "ranks": "EP",
-    "tokens": "T",
-    "max_tokens": "M",
-    "hidden": "H",
-    "topk": "K",
-    "experts": "experts",
-    "dtype": "dtype",
-    "quant": "dispatch cast",
-    "combine_quant": "combine cast",
-    "layout": "layout",
-    "routing": "routing",
-    "max_sms": "max SMs",
-    "gpus_per_node": "GPUs per node",
-    "seed": "seed",
-    "intermediate": "F",
-}
-"""Fields of a workload and their headings."""
+FIELDS = (
+    *("ranks", "tokens", "hidden", "topk", "experts", "quant", "combine_quant", "layout", "routing", "max_sms"),
+    *("gpus_per_node", "seed", "intermediate"),
+)
+"""Fields of a workload in a table, which has a column for each that varies."""
 ROUND_TRIP = {
     "dispatch µs": "{dispatch_us:.1f}",
     "combine µs": "{combine_us:.1f}",
@@ -122,18 +109,13 @@ def commit() -> str | None:
     return command_output("git", "-C", str(root), *describe_commit).strip() or None
 
 
-def shown_name(contender: str, device: str) -> str:
-    """Returns a contender's name in reports: on CPU torch.distributed's collectives run over gloo, not NCCL."""
-    return contender.replace("nccl_", "gloo_", 1) if device == "cpu" and contender.startswith("nccl_") else contender
-
-
 def is_baseline(contender: str) -> bool:
     """Returns whether reports compare others with this contender: neither the push nor one of this package's."""
     return contender != REFERENCE_PUSH and not contender.startswith(NATIVE)
 
 
-def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
-    """Returns the records of one workload with what follows from their times, each marked with the device.
+def compare(records: Sequence[Record]) -> list[Record]:
+    """Returns the records of one workload with what follows from their times. What was not measured is absent.
 
     Of round trips, not on CPU, where ratios would say nothing about GPUs:
 
@@ -143,19 +125,17 @@ def compare(records: Sequence[Record], device: str = "cuda") -> list[Record]:
     baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
     Of layers `exposed_us`, which is what they take beyond their gates and experts, and `exposed_share`, by their
-    exchanges alone; overlapped ones take both from those in turn. What was not measured is absent.
+    exchanges alone; overlapped ones take both from those in turn.
     """
-    series: Record = next((each for each in records if each["contender"] == MICRO_BATCHES[0]), {})
-    taken = {name: series[name] for name in ("experts_us", "exchange_us") if name in series}
-    if any("layer_us" in each for each in records):
-        return [_exposed(taken | each if "layer_us" in each else each) | {"device": device} for each in records]
-    timed = {each["contender"]: each for each in records if "round_trip_us" in each}
-    return [each | _comparisons(each, timed if device != "cpu" else {}) | {"device": device} for each in records]
+    series: Record = next((each for each in records if each["contender"] == IN_TURN), {})
+    alone = {name: series[name] for name in ("experts_us", "exchange_us") if name in series}
+    timed = {each["contender"]: each for each in records if "round_trip_us" in each and each["device"] != "cpu"}
+    return [_exposed(alone | each) if "layer_us" in each else each | _comparisons(each, timed) for each in records]
 
 
 def _exposed(record: Record) -> Record:
     """Returns a layer's record with what it takes beyond its experts, where that is known."""
-    if not {"layer_us", "experts_us", "exchange_us"} <= record.keys():
+    if not {"experts_us", "exchange_us"} <= record.keys():
         return record
     exposed_us = record["layer_us"] - record["experts_us"]
     return record | {"exposed_us": exposed_us, "exposed_share": exposed_us / record["exchange_us"]}
@@ -183,25 +163,14 @@ def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
 
 
 def varying_fields(records: Sequence[Record]) -> list[str]:
-    """Returns the fields of the workload that differ between records.
-
-    num_tokens is always among them, max_tokens only where a record has another one than num_tokens.
-    """
-    differing = [name for name in FIELDS if len({each.get(name) for each in records}) > 1 or name == "tokens"]
-    return [name for name in differing if name != "max_tokens" or not _bounds_are_tokens(records)]
-
-
-def _bounds_are_tokens(records: Sequence[Record]) -> bool:
-    return all(record["max_tokens"] == record["tokens"] for record in records)
+    """Returns the fields of the workload that differ between records, and tokens."""
+    return [name for name in FIELDS if name == "tokens" or len({each[name] for each in records}) > 1]
 
 
 def constant_fields(records: Sequence[Record]) -> str:
-    """Returns the fields that all records have in common, as text."""
-    varying = varying_fields(records)
-    constant = {name: records[0][name] for name in FIELDS if name in records[0] and name not in varying}
-    if _bounds_are_tokens(records):
-        constant["max_tokens"] = "= T"
-    return ", ".join(f"{FIELDS[name]} {value}" for name, value in constant.items())
+    """Returns the fields that all records have in common, as text; those that are 0 stand for no bound, or none."""
+    constant = {name: records[0][name] for name in FIELDS if name not in varying_fields(records)}
+    return ", ".join(f"{name} {value}" for name, value in constant.items() if value)
 
 
 def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], int]:
@@ -211,18 +180,16 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], i
     round trips are right. Contenders that were not available are left out; `reasons` has them.
     """
     shown = [record for record in records if record["status"] != Status.UNAVAILABLE]
-    fields = varying_fields(records)
-    columns = _times(shown)
-    cells = {heading: [_cell(form, record) for record in shown] for heading, form in columns.items()}
-    headings = [heading for heading, column in cells.items() if any(column)] or list(columns)[:1]
+    names = [*varying_fields(records), "contender"]
+    cells = {heading: [_cell(form, record) for record in shown] for heading, form in _times(shown).items()}
+    headings = [heading for heading, column in cells.items() if any(column)] or list(cells)[:1]
     rows = []
     for number, record in enumerate(shown):
         times = [cells[heading][number] for heading in headings]
         if record["status"] != Status.OK:
             times[:1] = [record["status"].upper()]
-        names = [*(str(record[field]) for field in fields), shown_name(record["contender"], record["device"])]
-        rows.append([*names, *times])
-    return [*(FIELDS[field] for field in fields), "contender", *headings], rows, len(fields) + 1
+        rows.append([*(str(record[name]) for name in names), *times])
+    return [*names, *headings], rows, len(names)
 
 
 def _times(shown: Sequence[Record]) -> dict[str, str]:
@@ -252,7 +219,7 @@ def is_functional_check(records: Iterable[Record]) -> bool:
 
 def is_of_layers(records: Iterable[Record]) -> bool:
     """Returns whether the records are of whole layers."""
-    return any("intermediate" in record for record in records)
+    return any(record["intermediate"] for record in records)
 
 
 def reasons(records: Iterable[Record]) -> list[str]:
@@ -260,7 +227,7 @@ def reasons(records: Iterable[Record]) -> list[str]:
     found: dict[tuple[str, str, str], dict[int, None]] = {}
     for record in records:
         if record["status"] != Status.OK:
-            key = shown_name(record["contender"], record["device"]), record["status"], record["reason"]
+            key = record["contender"], record["status"], record["reason"]
             found.setdefault(key, {})[record["tokens"]] = None
     return [
         f"{contender} {status} (T = {', '.join(map(str, tokens))}): {reason}"
@@ -268,22 +235,17 @@ def reasons(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def explanation(records: Sequence[Record]) -> str:
-    """Returns what the columns of the table mean."""
-    if is_functional_check(records):
-        return CPU_EXPLANATION
-    return LAYER_EXPLANATION if is_of_layers(records) else EXPLANATION
-
-
 def show(console: Console, header: Record, records: Sequence[Record]) -> None:
     """Prints the table, the common fields, and why contenders are missing; on CPU the verdict first."""
+    explanation = LAYER_EXPLANATION if is_of_layers(records) else EXPLANATION
     if is_functional_check(records):
         console.print(_verdict(records), header["note"], sep="\n", highlight=False)
+        explanation = CPU_EXPLANATION
     console.print(constant_fields(records), markup=False, highlight=False)
     headings, rows, num_names = make_table(records)
     right = set(headings) - {"contender"}
     console.print(*fitting_tables("", headings, rows, num_names=num_names, width=console.width, right=right))
-    for text in [*reasons(records), explanation(records)]:
+    for text in [*reasons(records), explanation]:
         console.print(text, markup=False, highlight=False)
 
 

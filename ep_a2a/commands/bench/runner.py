@@ -24,7 +24,7 @@ from ep_a2a.testing.worker import RankContext
 from ep_a2a.topology.gpu_share import gpu_of, sharing_note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from ep_a2a.commands.bench.contenders import Contender
     from ep_a2a.commands.measure.timing import TimingSettings
@@ -57,28 +57,22 @@ class _UnavailableError(Exception):
     """Raised with the reason where a contender refuses a workload before it is made."""
 
 
-def run_contender(context: RankContext, workload: Workload, name: str, settings: TimingSettings) -> Record:
-    """Checks and times one contender, once. Collective; returns the same record on every rank.
+def run_in_turn(
+    context: RankContext, workload: Workload, names: Sequence[str], settings: TimingSettings
+) -> list[Record]:
+    """Checks contenders, then times them in turn in each round; all hold their memory until the end. Collective.
 
     A contender that raises becomes a record with the reason. After status ERROR the state of the process is unknown:
     the contender's memory stays allocated, and a GPU may be unusable.
-    """
-    return run_in_turn(context, workload, [name], settings)[0][0]
-
-
-def run_in_turn(
-    context: RankContext, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int = 1
-) -> list[list[Record]]:
-    """Checks contenders, then times them in turn in each round; all hold their memory until the end. Collective.
 
     Returns:
-        The records of each contender, one of each round, as `run_contender` makes them.
+        A record for each contender, the same on every rank.
     """
     timer = Timer(context, settings)
     runs = [_Run(context, workload, name) for name in names]
     for run in runs:
         run.prepare()
-    for number in range(num_rounds):
+    for number in range(settings.num_rounds):
         # The other way round each time: a GPU's clock follows the load of the contender before.
         for run in runs[:: -1 if number % 2 else 1]:
             run.time(timer)
@@ -86,7 +80,7 @@ def run_in_turn(
         run.finish()
     for run in runs:
         run.close()
-    return [run.records for run in runs]
+    return [run.record for run in runs]
 
 
 class _Run:
@@ -96,15 +90,16 @@ class _Run:
         self._context, self._workload, self._name = context, workload, name
         self._rendezvous = Rendezvous(context.group)
         self._session: Any = None
-        self._times: list[Record] = []
+        self._rounds: list[Record] = []
         self._status, self._reason = Status.OK, ""
 
     @property
-    def records(self) -> list[Record]:
-        """The record of each round; a single one where there are no times."""
-        details = {} if self._session is None else self._session.details
-        record = make_record(self._workload, self._name, self._status, self._reason, details)
-        return [record | times for times in self._times] if self._status == Status.OK else [record]
+    def record(self) -> Record:
+        """What is known of the contender: with its times where it has been timed and no step has failed."""
+        record = make_record(self._workload, self._context.device.type, self._name, self._status, self._reason)
+        if self._session is not None and self._session.details:
+            record["details"] = self._session.details
+        return record | over_rounds(self._rounds) if self._status == Status.OK else record
 
     def prepare(self) -> None:
         """Makes the session and checks its result."""
@@ -114,7 +109,7 @@ class _Run:
 
     def time(self, timer: Timer) -> None:
         """Adds the times of a round."""
-        self._times.append(self._step("timing", lambda: self._session.measure(timer)))
+        self._rounds.append(self._step("timing", lambda: self._session.measure(timer)))
 
     def finish(self) -> None:
         """Checks what was timed."""
@@ -126,9 +121,9 @@ class _Run:
             self._session.close()
 
     def _contender(self) -> Contender:
-        contender, context = make_contender(self._name), self._context
-        reason = contender.unavailable(self._workload, context.device)
-        if context.ranks_per_gpu > 1 and not contender.shares_gpus:
+        contender = make_contender(self._name)
+        reason = contender.unavailable(self._workload, self._context.device)
+        if self._context.ranks_per_gpu > 1 and not contender.shares_gpus:
             reason = "needs a GPU for each rank"
         if reason is not None:
             raise _UnavailableError(reason)
@@ -154,12 +149,28 @@ class _Run:
         return None if problems else value
 
 
-def make_record(
-    workload: Workload, name: str, status: Status, reason: str = "", details: Record | None = None
-) -> Record:
-    """Returns the record of a contender without its times."""
-    record = {"record": "row"} | workload.as_row() | {"contender": name, "status": status.value}
-    return record | {name: text for name, text in (("reason", reason), ("details", details)) if text}
+def make_record(workload: Workload, device: str, name: str, status: Status, reason: str = "") -> Record:
+    """Returns the record of a contender without its times; device: "cpu" or "cuda"."""
+    record = {"record": "row"} | workload.as_row() | {"contender": name, "status": status.value, "device": device}
+    return record | {"reason": reason} if reason else record
+
+
+def over_rounds(rounds: Sequence[Record]) -> Record:
+    """Returns the times of one round, or the medians of the times of several.
+
+    Of several, `rounds_us` has the layer, or the push's exchange, of each round, `least_us` and `most_us` its ends.
+    """
+    if len(rounds) == 1:
+        return rounds[0]
+    medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    rounds_us = [main_us(each) for each in rounds]
+    return medians | {"least_us": min(rounds_us), "most_us": max(rounds_us), "rounds_us": rounds_us}
+
+
+def main_us(record: Record) -> float:
+    """Returns the time that tells a timed record from others: of a layer, else of a round trip or an exchange."""
+    us: float = next(record[name] for name in ("layer_us", "round_trip_us", "exchange_us") if name in record)
+    return us
 
 
 def _status_of(error: Exception, label: str) -> Status:
@@ -192,17 +203,12 @@ class Runner:
         self.num_gpus = min(visible, 1) if shared_gpu else visible
         self._pool: RankPool | None = None
 
-    def note(self, num_ranks: int) -> str:
-        """Returns what a reader of times must know where so many ranks share GPUs; else ""."""
-        return sharing_note(num_ranks, self.num_gpus)
+    def note(self, num_ranks: int) -> Record:
+        """Returns what a reader of times must know, as `note`, where so many ranks share GPUs."""
+        note = sharing_note(num_ranks, self.num_gpus)
+        return {"note": note} if note else {}
 
-    def run(self, workload: Workload, name: str, settings: TimingSettings) -> Record:
-        """Returns the contender's record; status ERROR where ranks died or did not finish."""
-        return self.run_in_turn(workload, [name], settings)[0][0]
-
-    def run_in_turn(
-        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int = 1
-    ) -> list[list[Record]]:
+    def run(self, workload: Workload, names: Sequence[str], settings: TimingSettings) -> list[Record]:
         """Returns what `run_in_turn` does; status ERROR for all where ranks died or did not finish."""
         if self._pool is None or self._pool.world_size != workload.ranks:
             self.close()
@@ -213,11 +219,11 @@ class Runner:
                 num_gpus=self.num_gpus or None,
             )
         try:
-            found: list[list[Record]] = self._pool.run(run_in_turn, workload, names, settings, num_rounds)[0]
+            found: list[Record] = self._pool.run(run_in_turn, workload, names, settings)[0]
         except RankFailure as failure:
             reason = failure.summary[:MAX_REASON_CHARACTERS]
-            found = [[make_record(workload, name, Status.ERROR, reason)] for name in names]
-        if any(records[-1]["status"] == Status.ERROR for records in found):
+            found = [make_record(workload, self._device, name, Status.ERROR, reason) for name in names]
+        if any(record["status"] == Status.ERROR for record in found):
             self.close()
         return found
 
@@ -253,63 +259,12 @@ class JoinedRunner(Runner):
         self._context = RankContext(rank, self.world_size, place, group, most)
         self.shows_results = rank == 0
 
-    def run_in_turn(
-        self, workload: Workload, names: Sequence[str], settings: TimingSettings, num_rounds: int = 1
-    ) -> list[list[Record]]:
+    def run(self, workload: Workload, names: Sequence[str], settings: TimingSettings) -> list[Record]:
         """Returns what `run_in_turn` does; the workload is for the ranks of the job."""
-        return run_in_turn(self._context, workload, names, settings, num_rounds)
+        return run_in_turn(self._context, workload, names, settings)
 
     def close(self) -> None:
         """Leaves the process group where this runner has joined it."""
         if self._owns_group:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-
-
-def run_sweep(
-    workloads: Sequence[Workload],
-    names: Sequence[str],
-    settings: TimingSettings,
-    runner: Runner,
-    on_record: Callable[[Record], None] = lambda record: None,
-    on_begin: Callable[[Workload, str], None] = lambda workload, name: None,
-) -> Iterator[list[Record]]:
-    """Yields the records of each workload, in the order of `names`. Layers are all prepared first, and share weights.
-
-    Calls `on_begin` with the workload and the contender before each run, and `on_record` with its record.
-    """
-    for workload in workloads:
-        note = runner.note(workload.ranks)
-        noted = {"note": note} if note else {}
-        records: list[Record] = []
-        if workload.is_layer:
-            on_begin(workload, names[0])
-            in_turn = runner.run_in_turn(workload, names, settings, settings.num_rounds)
-            for of_rounds in in_turn:
-                records.append(over_rounds(of_rounds) | noted)
-                on_record(records[-1])
-        else:
-            for name in names:
-                on_begin(workload, name)
-                records.append(runner.run(workload, name, settings) | noted)
-                on_record(records[-1])
-        yield records
-
-
-def main_us(record: Record) -> float:
-    """Returns the time that tells a timed record from others: of a layer, else of a round trip or an exchange."""
-    us: float = next(record[name] for name in ("layer_us", "round_trip_us", "exchange_us") if name in record)
-    return us
-
-
-def over_rounds(records: Sequence[Record]) -> Record:
-    """Returns one record of all rounds: the last if it could not be timed, else with the medians of the times.
-
-    `rounds_us` has the layer, or the push's exchange, of each round, `least_us` and `most_us` its ends.
-    """
-    last = records[-1]
-    if last["status"] != Status.OK:
-        return last
-    medians = {name: statistics.median(each[name] for each in records) for name in last if name.endswith("_us")}
-    rounds_us = [main_us(each) for each in records]
-    return last | medians | {"least_us": min(rounds_us), "most_us": max(rounds_us), "rounds_us": rounds_us}

@@ -122,7 +122,7 @@ def _wire(wire: dict[str, int]) -> str:
     return f"{total} between ranks: dispatch {dispatch}, combine {combine}"
 
 
-def plot_traffic(report: Report, path: Path) -> tuple[Path, Path]:
+def plot_traffic(report: Report, path: Path) -> None:
     """Writes a heat map of the rows that each rank sends to each rank; raises as `plots.write`.
 
     Args:
@@ -138,4 +138,4 @@ def plot_traffic(report: Report, path: Path) -> tuple[Path, Path]:
         f"backend {report['backend']}, {sum(report['tokens_per_rank'])} tokens, {layer} · "
         f"ep_a2a {ep_a2a.__version__}, ep-a2a demo",
     )
-    return plots.write(path, plots.cells, rows, caption, "rows")
+    plots.write(path, plots.cells, rows, caption, "rows")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -113,27 +112,32 @@ class InputsRoundTrip(RoundTrip):
         context: this rank.
         inputs: tokens, ids and weights of a layer, at addresses from which each dispatch reads them again; None draws
             those of the workload.
-        casts_before: whether dispatch takes tokens that have been cast. A round trip casts them once, untimed.
 
     Attributes:
+        casts_before: whether dispatch takes tokens that have been cast. A round trip casts them once, untimed.
         sent, scales: what dispatch sends of the tokens; scales are None without a cast before.
     """
 
-    def __init__(
-        self, workload: Workload, context: RankContext, inputs: Inputs | None = None, *, casts_before: bool = True
-    ) -> None:
+    casts_before: ClassVar[bool] = True
+
+    def __init__(self, workload: Workload, context: RankContext, inputs: Inputs | None = None) -> None:
         super().__init__()
         self._workload, self._context = workload, context
         self._x, self._ids, self._weights = inputs or workload.inputs(context.rank, context.device)
         self.sent: torch.Tensor = self._x
         self.scales: torch.Tensor | None = None
-        if casts_before and workload.quant != QuantType.NONE:
+        if self.casts_before and workload.quant != QuantType.NONE:
             self.sent, self.scales = quantize(self._x, workload.quant)
         self._rows = torch.empty(0)
 
     @abc.abstractmethod
     def run_identity_experts(self, dispatched: Any) -> None:
         """Leaves the rows that dispatch has brought, as they are, where combine reads them. Not timed."""
+
+    def received(self, dispatched: Any) -> Received:
+        """Returns what dispatch has brought, for a layer's experts."""
+        found: Received = dispatched
+        return found
 
     def check(self) -> None:
         """Compares a round trip on the rows that will be timed: every dispatch gives the same ones."""
@@ -146,28 +150,12 @@ class InputsRoundTrip(RoundTrip):
         return self._workload.num_distinct_ranks(self._context.rank)
 
     def _rows_of(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """Returns received tokens `[..., H]` in the workload's dtype, times their scales where they have any."""
+        """Returns a copy of received tokens `[..., H]` in bf16, times their scales, if any."""
         if scales is None:
-            return tokens
+            return tokens.clone()
         flat_scales = scales.reshape(-1, scales.shape[-1])
-        rows = dequantize(tokens.flatten(0, -2), flat_scales, self._workload.quant, self._workload.dtype)
+        rows = dequantize(tokens.flatten(0, -2), flat_scales, self._workload.quant, torch.bfloat16)
         return rows.view(tokens.shape)
-
-
-@dataclass(frozen=True)
-class OpVariant:
-    """How an engine calls the op.
-
-    Attributes:
-        bounds_step: dispatch gets step_tokens=T instead of M.
-        casts_before: tokens are cast to fp8 before dispatch, as other libraries want them.
-        kernel_type, internode_transport: of the op's config, on several nodes; None leaves the kernel to the policy.
-    """
-
-    bounds_step: bool = False
-    casts_before: bool = False
-    kernel_type: EpDispatchCombineKernelType | None = None
-    internode_transport: str = "auto"
 
 
 class OpRoundTrip(InputsRoundTrip):
@@ -175,33 +163,32 @@ class OpRoundTrip(InputsRoundTrip):
 
     Args:
         workload, context, inputs: as of InputsRoundTrip.
-        variant: how the op is called.
+        changes: fields of the op's config.
 
     Attributes:
         op: the op.
     """
 
-    def __init__(
-        self, workload: Workload, context: RankContext, inputs: Inputs | None = None, variant: OpVariant = OpVariant()
-    ) -> None:
-        super().__init__(workload, context, inputs, casts_before=variant.casts_before)
-        self._step_bound = workload.tokens if variant.bounds_step else None
+    casts_before = False
+
+    def __init__(self, workload: Workload, context: RankContext, inputs: Inputs | None = None, **changes: Any) -> None:
+        super().__init__(workload, context, inputs)
         self._arena = Arena(context.group, context.device)
         # It makes arenas and transports between nodes where the op needs them.
         self._factory = OpFactory(self._arena)
         try:
-            config = make_config(workload, context.rank, variant)
-            topology = classify(gather_report(context.group), workload.gpus_per_node or context.world_size)
+            config = make_config(workload, context.rank, **changes)
+            topology = classify(gather_report(context.group), config.gpu_per_node)
             self.op = self._factory.make(config, topology, None)
         except Exception:
             self._close_memory()
             raise
         if inputs is not None:
-            self._rows = self.op.get_registered_combine_input_buffer(workload.dtype)
+            self._rows = self.op.get_registered_combine_input_buffer(torch.bfloat16)
 
     def dispatch(self) -> DispatchResult:
         """Sends tokens, ids and router weights to the experts' ranks."""
-        return self.op.dispatch(self.sent, self._weights, self.scales, self._ids, step_tokens=self._step_bound)
+        return self.op.dispatch(self.sent, self._weights, self.scales, self._ids)
 
     def combine(self, dispatched: Any) -> torch.Tensor:
         """Combines the experts' rows, which lie ready."""
@@ -213,8 +200,11 @@ class OpRoundTrip(InputsRoundTrip):
         layout = self._workload.layout
         counts = self.op.expert_recv_count if layout == Layout.EXPERT_MAJOR else self.op.recv_counts
         if layout == Layout.COMPACT:
-            counts = counts.sum(0, keepdim=True)
-        self._rows = identity_experts(self._workload, dispatched.tokens, dispatched.scales, counts)
+            counts = counts.sum()
+        self._rows = self._rows_of(dispatched.tokens, dispatched.scales)
+        # NaN, so that the check finds a combine that reads rows which were not received.
+        is_received = torch.arange(self._rows.shape[-2], device=counts.device) < counts[..., None]
+        self._rows.masked_fill_(~is_received[..., None], torch.nan)
 
     def received(self, dispatched: DispatchResult) -> Received:
         """Returns the results of dispatch, row after row, and the op's own memory for the experts' rows."""
@@ -246,62 +236,37 @@ class OpRoundTrip(InputsRoundTrip):
         self._arena.close()
 
 
-def make_config(workload: Workload, rank: int, variant: OpVariant = OpVariant()) -> EpDispatchCombineConfig:
-    """Returns the op's config for a workload.
+def make_config(workload: Workload, rank: int, **changes: Any) -> EpDispatchCombineConfig:
+    """Returns the op's config for a workload, with changes by field.
 
     Raises:
         ConfigError: no op can have it.
     """
     kernel_type = EpDispatchCombineKernelType.IntraNode
     if workload.num_nodes > 1:
-        kernel_type = variant.kernel_type or inter_node_kernel(workload.max_tokens)
-    has_combine_cast = workload.combine_quant != QuantType.NONE
-    return EpDispatchCombineConfig(
-        data_type=workload.dtype,
-        rank=rank,
-        world_size=workload.ranks,
-        hidden_dim=workload.hidden,
-        scale_dim=0,
-        scale_type_size=0,
-        max_token_type_size=workload.dtype.itemsize,
-        max_num_inp_token_per_rank=workload.max_tokens,
-        num_experts_per_rank=num_owned_experts(workload.experts, workload.ranks, rank),
-        num_experts_per_token=workload.topk,
-        num_experts=workload.experts,
-        quant_type=workload.combine_quant if has_combine_cast else workload.quant,
-        dispatch_quant_type=workload.quant if has_combine_cast else None,
+        kernel_type = inter_node_kernel(workload.tokens)
+    values: dict[str, Any] = {
+        "data_type": torch.bfloat16,
+        "rank": rank,
+        "world_size": workload.ranks,
+        "hidden_dim": workload.hidden,
+        "scale_dim": 0,
+        "scale_type_size": 0,
+        "max_token_type_size": torch.bfloat16.itemsize,
+        "max_num_inp_token_per_rank": workload.tokens,
+        "num_experts_per_rank": num_owned_experts(workload.experts, workload.ranks, rank),
+        "num_experts_per_token": workload.topk,
+        "num_experts": workload.experts,
+        "quant_type": workload.quant if workload.combine_quant == QuantType.NONE else workload.combine_quant,
+        "dispatch_quant_type": None if workload.combine_quant == QuantType.NONE else workload.quant,
         # Only these calls are made. Each further form takes seconds to compile.
-        compiled_calls=CompiledCalls.SERVING,
-        layout=workload.layout,
-        max_sms=workload.max_sms,
-        kernel_type=kernel_type,
-        gpu_per_node=workload.ranks // workload.num_nodes,
-        internode_transport=variant.internode_transport,
-    )
-
-
-def identity_experts(
-    workload: Workload, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
-) -> torch.Tensor:
-    """Returns each received row as a row to combine; NaN where none was received.
-
-    Args:
-        workload: gives the cast and the dtype of the result.
-        tokens: [..., R, H], in blocks of R rows that are dense from the front. scales: [..., R, S], or None.
-        counts: rows of each block. Synchronises.
-    """
-    # NaN, so that the check finds a combine that reads rows which were not received.
-    results = torch.full(tokens.shape, float("nan"), dtype=workload.dtype, device=tokens.device)
-    flat_tokens, flat_results = tokens.view(-1, workload.hidden), results.view(-1, workload.hidden)
-    num_rows = tokens.shape[-2]
-    for block, count in enumerate(counts.tolist()):
-        span = slice(block * num_rows, block * num_rows + count)
-        rows = flat_tokens[span]
-        if scales is not None:
-            flat_scales = scales.view(-1, scales.shape[-1])[span]
-            rows = dequantize(rows, flat_scales, workload.quant, workload.dtype)
-        flat_results[span] = rows
-    return results
+        "compiled_calls": CompiledCalls.SERVING,
+        "layout": workload.layout,
+        "max_sms": workload.max_sms,
+        "kernel_type": kernel_type,
+        "gpu_per_node": workload.ranks // workload.num_nodes,
+    }
+    return EpDispatchCombineConfig(**values | changes)
 
 
 def check_round_trip(workload: Workload, x: torch.Tensor, copies: torch.Tensor, got: torch.Tensor) -> None:

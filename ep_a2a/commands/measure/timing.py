@@ -128,9 +128,6 @@ class Timer:
     Args:
         context: this rank.
         settings: numbers of runs.
-
-    Attributes:
-        on_gpu: whether calls in a row are replayed from a CUDA graph.
     """
 
     def __init__(self, context: RankContext, settings: TimingSettings) -> None:
@@ -138,8 +135,7 @@ class Timer:
         # Graphs that are replayed one after another need the memory of the largest only.
         self._pool = torch.cuda.graph_pool_handle() if self._clock.on_gpu else None
         self._rendezvous = Rendezvous(context.group)
-        self.on_gpu = self._clock.on_gpu
-        self._is_cold = self.on_gpu and (settings.cold_cache or context.ranks_per_gpu > 1)
+        self._is_cold = self._clock.on_gpu and (settings.cold_cache or context.ranks_per_gpu > 1)
 
     def median_us(self, call: Callable[[], Any]) -> float:
         """Returns microseconds of one of `num_round_trips` calls in a row: medians of each rank, the slowest rank."""
@@ -168,22 +164,22 @@ class Timer:
 
         clock, settings = self._clock, self._settings
         dispatch_us, combine_us = time_apart(dispatch, combine, clock, settings)
-        round_trip_us = time_calls(round_trip, clock, settings)
-        cold_us, period_us, host = None, None, {}
+        times_us = {"dispatch": dispatch_us, "combine": combine_us}
+        times_us["round_trip"] = time_calls(round_trip, clock, settings)
+        found: dict[str, Any] = {"round_trip_cold_us": None, "pair_period_us": None, "in_graph": clock.on_gpu}
         if self._is_cold:
-            cold_us = self._over_ranks(time_calls(round_trip, clock, settings, flushes=True))[0]
-        if self.on_gpu:
+            found["round_trip_cold_us"] = self._over_ranks(time_calls(round_trip, clock, settings, flushes=True))[0]
+        if clock.on_gpu:
             # Ranks that share cores slow each other down here, as they do in an engine.
             own = time_on_host(dispatch, combine, clock, settings.num_host_calls)
             slowest = map(max, zip(*self._rendezvous.exchange("host time", own)))
-            host = dict(zip(("dispatch_host_us", "combine_host_us"), slowest, strict=True))
+            found["dispatch_host_us"], found["combine_host_us"] = slowest
             periods_us = self._rendezvous.exchange("periods", pair_periods(round_trip, clock))
             # A rate, which ranks that wait for each other share: the median, where a latency is that of the slowest.
-            period_us = statistics.median(map(statistics.median, periods_us))
-        found: dict[str, Any] = {}
-        for phase, times_us in (("dispatch", dispatch_us), ("combine", combine_us), ("round_trip", round_trip_us)):
-            found[f"{phase}_us"], found[f"{phase}_p99_us"] = self._over_ranks(times_us)
-        return found | {"round_trip_cold_us": cold_us, "pair_period_us": period_us, "in_graph": self.on_gpu} | host
+            found["pair_period_us"] = statistics.median(map(statistics.median, periods_us))
+        for phase, own_us in times_us.items():
+            found[f"{phase}_us"], found[f"{phase}_p99_us"] = self._over_ranks(own_us)
+        return found
 
     def _over_ranks(self, times_us: list[float]) -> tuple[float, float]:
         return summarize(self._rendezvous.exchange("times", times_us))
@@ -253,27 +249,22 @@ class CallsInARow:
 
         With flushes, the cache is flushed before the barrier, outside the time.
         """
-        clock = self._clock
         for _ in range(settings.num_warmups):
             self._run()
-        clock.synchronize()
-        marks = []
-        for _ in range(settings.num_runs):
-            if flushes:
-                clock.flush_cache()
-            clock.align()
-            start = clock.mark()
-            self._run()
-            marks.append((start, clock.mark()))
-        clock.synchronize()
-        return [clock.elapsed_us(start, end) / self._num_calls for start, end in marks]
+        self._clock.synchronize()
+        before = [self._clock.flush_cache] if flushes else []
+        return self._times(settings.num_runs, [*before, self._clock.align])
 
     def periods_us(self, num_chains: int) -> list[float]:
         """Returns microseconds of one call of a row that follows another row at once, per chain, on this rank."""
+        return self._times(num_chains, [self._clock.align, self._run])
+
+    def _times(self, num_runs: int, before: Sequence[Callable[[], None]]) -> list[float]:
+        """Returns microseconds of one call per run, each run behind what `before` queues."""
         clock, marks = self._clock, []
-        for _ in range(num_chains):
-            clock.align()
-            self._run()
+        for _ in range(num_runs):
+            for prepare in before:
+                prepare()
             start = clock.mark()
             self._run()
             marks.append((start, clock.mark()))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ep_a2a.commands.options import Quant, check_topk
 from ep_a2a.config import (
     ALIGNMENT_BYTES,
-    COMBINE_DTYPES,
     COMBINE_QUANT_TYPES,
     FP8_GROUP_SIZE,
     GROUP_SIZES,
     MX_GROUP_SIZE,
     Layout,
     QuantType,
+    num_owned_experts,
 )
 from ep_a2a.errors import ConfigError, UnknownNameError
 from ep_a2a.routing import ROUTINGS, num_distinct_ranks, traffic_matrix
@@ -28,12 +28,23 @@ if TYPE_CHECKING:
 
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""
-SAME = "same"
-"""Value of --max-tokens that stands for --tokens."""
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMBINE_DTYPES}
+CHOICES = {
+    "quant": tuple(Quant),
+    "combine_quant": COMBINE_QUANT_TYPES,
+    "layout": tuple(Layout),
+    "routing": ROUTINGS,
+}
+"""What a field that has a name may be."""
+OF_LAYERS = {
+    "layout": (Layout.RANK_MAJOR,),
+    "quant": (QuantType.NONE, QuantType.FP8_PER_1X128),
+    "combine_quant": (QuantType.NONE, QuantType.FP8_BLOCKWISE),
+    "routing": ("uniform", "zipf", "all_to_one"),
+    "gpus_per_node": (0,),
+}
+"""What a field of a layer may be."""
 _MAX_CACHED_ROUTINGS = 4
-_SCALE_BYTES = 4
-_FP8_BYTES = 1
+BFLOAT16_BYTES, SCALE_BYTES = 2, 4
 
 
 class Inputs(NamedTuple):
@@ -56,10 +67,8 @@ class Workload:
 
     Attributes:
         ranks: W, ranks.
-        tokens: T, tokens of each rank.
-        max_tokens: M >= T, the most tokens of a rank, which sizes buffers and strides.
+        tokens: T, tokens of each rank, bfloat16; also what buffers are made for.
         hidden: H. topk: K. experts: experts over all ranks, owned linearly.
-        dtype: of the tokens given to dispatch and of the rows that combine sums.
         quant: cast on the dispatch wire: "none", "fp8_per_1x128", "fp8_per_token" or "mxfp8".
         combine_quant: cast on the combine wire: "none", "fp8_blockwise" (1x128 scales) or "fp8_direct_cast".
         layout: how contenders that can choose arrange received rows.
@@ -67,17 +76,14 @@ class Workload:
         max_sms: bound on the multiprocessors of contenders that have one; 0 = none.
         gpus_per_node: ranks of each node, in ascending order of ranks; 0 = all ranks are on one.
         seed: of tokens, ids and weights.
-        is_layer: whether these are the tokens of a whole layer, not of dispatch and combine alone.
+        intermediate: F, intermediate size of an expert of a whole layer; 0 = dispatch and combine alone.
     """
 
-    is_layer: ClassVar[bool] = False
     ranks: int
     tokens: int
-    max_tokens: int
     hidden: int = 7168
     topk: int = 8
     experts: int = 256
-    dtype: torch.dtype = torch.bfloat16
     quant: str = "none"
     combine_quant: str = "none"
     layout: str = "compact"
@@ -85,6 +91,7 @@ class Workload:
     max_sms: int = 0
     gpus_per_node: int = 0
     seed: int = 1234
+    intermediate: int = 0
 
     def inputs(self, rank: int, device: torch.device | str = "cpu") -> Inputs:
         """Returns the rank's tokens, ids and weights, drawn on the CPU to be equal on every machine."""
@@ -92,7 +99,7 @@ class Workload:
         x = torch.randn(self.tokens, self.hidden, generator=generator) * INPUT_SCALE
         weights = torch.rand(self.tokens, self.topk, generator=generator) + 1.0 / self.topk
         weights /= weights.sum(1, keepdim=True)
-        return Inputs(x.to(self.dtype).to(device), self.ids(rank).to(device), weights.to(device))
+        return Inputs(x.bfloat16().to(device), self.ids(rank).to(device), weights.to(device))
 
     def ids(self, rank: int) -> torch.Tensor:
         """Returns a fresh tensor of the rank's expert ids, int32 `[T, K]` on the CPU."""
@@ -138,23 +145,12 @@ class Workload:
         return int(torch.maximum(remote.sum(0), remote.sum(1)).max())
 
     @property
-    def dispatch_bytes(self) -> int:
-        """Bytes that the busiest rank must send or receive in dispatch, whichever is more."""
-        return self.busiest_remote_rows * self.dispatch_row_bytes
-
-    @property
-    def combine_bytes(self) -> int:
-        """Bytes that the busiest rank must send or receive in combine, whichever is more."""
-        return self.busiest_remote_rows * self.combine_row_bytes
-
-    @property
     def tolerance(self) -> tuple[float, float]:
         """Allowed error of a round trip: relative to an element, and relative to the largest element of its row.
 
         The error is twice the rounding of each format that a row goes through: 8 bits for bf16, 4 for fp8.
         """
-        relative = max(2.0**-7, 2 * torch.finfo(self.dtype).eps) if self.dtype != torch.float32 else 2.0**-18
-        absolute = 0.0
+        relative, absolute = 2.0**-6, 0.0
         for cast in (self.quant, self.combine_quant):
             if cast != QuantType.NONE:
                 relative += 2.0**-3
@@ -163,42 +159,49 @@ class Workload:
         return relative, absolute
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the fields for a report, and what the busiest rank moves: numbers and text by name."""
-        moved = {"dispatch_bytes": self.dispatch_bytes, "combine_bytes": self.combine_bytes}
-        moved["remote_rows"] = self.busiest_remote_rows
-        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")} | moved
+        """Returns the fields for a report, numbers and text by name, with the bytes that the busiest rank must move."""
+        rows = self.busiest_remote_rows
+        moved = {"dispatch_bytes": rows * self.dispatch_row_bytes, "combine_bytes": rows * self.combine_row_bytes}
+        return asdict(self) | moved | {"remote_rows": rows}
 
     def check(self) -> None:
         """Checks that something can move this.
 
         Raises:
-            ConfigError, TopKError, UnsupportedError: nothing can; the text names the field.
+            ConfigError, TopKError: nothing can; the text names the field.
         """
         casts = {self.quant, self.combine_quant}
-        step = ALIGNMENT_BYTES // (self.dtype.itemsize if casts == {QuantType.NONE} else 1)
+        step = ALIGNMENT_BYTES // (BFLOAT16_BYTES if casts == {QuantType.NONE} else 1)
         step = max(GROUP_SIZES.get(QuantType(cast), step) for cast in casts)
-        size, tokens = self.gpus_per_node, self.tokens
-        divides = size == 0 or (size > 0 and self.ranks % size == 0)
         for name in ("ranks", "tokens", "hidden", "topk", "experts"):
             _require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name))
-        _require(self.max_sms >= 0, "max_sms", ">= 0", self.max_sms)
-        _require(divides, "gpus_per_node", f"to divide {self.ranks} ranks, or 0 for one node", size)
-        bound, expected = self.max_tokens, f">= {tokens}, the tokens of a rank"
-        _require(bound >= tokens, "max_tokens", expected, bound, f"Raise it, or say {SAME!r}.")
+        size = self.gpus_per_node
+        _require(size == 0 or self.ranks % size == 0, "gpus_per_node", f"to divide {self.ranks} ranks", size)
         check_topk(self.topk, self.experts)
         expected = f"to be a multiple of {step} with these casts"
         _require(self.hidden % step == 0, "hidden", expected, self.hidden)
+        if self.intermediate:
+            self._check_layer()
+
+    def _check_layer(self) -> None:
+        for name, allowed in OF_LAYERS.items():
+            got = getattr(self, name)
+            _require(got in allowed, name, f"{' or '.join(map(str, allowed))} of a layer", got)
+        for name, step in (("intermediate", 16), ("hidden", FP8_GROUP_SIZE)):
+            _require(getattr(self, name) % step == 0, name, f"a multiple of {step} of a layer", getattr(self, name))
+        most = num_owned_experts(self.experts, self.ranks, 0) if self.routing == "all_to_one" else self.experts
+        _require(self.topk <= most, "topk", f"at most {most}, the experts of rank 0", self.topk)
 
     def _row_bytes(self, cast: str) -> int:
         if cast == QuantType.NONE:
-            return self.hidden * self.dtype.itemsize
-        by_groups = self.hidden // FP8_GROUP_SIZE * _SCALE_BYTES
+            return self.hidden * BFLOAT16_BYTES
+        by_groups = self.hidden // FP8_GROUP_SIZE * SCALE_BYTES
         other_casts = {
-            QuantType.FP8_PER_TOKEN: _SCALE_BYTES,
+            QuantType.FP8_PER_TOKEN: SCALE_BYTES,
             QuantType.MXFP8: self.hidden // MX_GROUP_SIZE,
             QuantType.FP8_DIRECT_CAST: 0,
         }
-        return self.hidden * _FP8_BYTES + other_casts.get(QuantType(cast), by_groups)
+        return self.hidden + other_casts.get(QuantType(cast), by_groups)
 
     def seed_of(self, rank: int, purpose: str) -> int:
         """Returns the seed of one rank's generator; `purpose` is "ids" or "tokens".
@@ -218,39 +221,25 @@ def _all_ids(workload: Workload) -> list[torch.Tensor]:
     return ids
 
 
-def make_workloads(values: Mapping[str, Sequence[Any]], kind: type[Workload] = Workload) -> list[Workload]:
+def make_workloads(values: Mapping[str, Sequence[Any]]) -> list[Workload]:
     """Returns a workload for each combination of values; the last field varies fastest.
 
     Args:
-        values: by field of `kind`. dtype holds names in DTYPES; max_tokens holds numbers as text, or SAME.
+        values: by field.
 
     Raises:
         ConfigError, TopKError, UnknownNameError: nothing can move a combination; the text names the field.
     """
-    return [_workload(dict(zip(values, chosen)), kind) for chosen in itertools.product(*values.values())]
+    for field, allowed in CHOICES.items():
+        for value in values.get(field, ()):
+            if value not in allowed:
+                raise UnknownNameError(f"to be one of {', '.join(map(str, allowed))}", repr(value), field=field)
+    workloads = [Workload(**dict(zip(values, chosen))) for chosen in itertools.product(*values.values())]
+    for workload in workloads:
+        workload.check()
+    return workloads
 
 
-def _workload(values: dict[str, Any], kind: type[Workload]) -> Workload:
-    for name, allowed in (
-        ("dtype", DTYPES),
-        ("quant", tuple(Quant)),
-        ("combine_quant", COMBINE_QUANT_TYPES),
-        ("layout", tuple(Layout)),
-        ("routing", ROUTINGS),
-    ):
-        if name in values and values[name] not in allowed:
-            raise UnknownNameError(f"to be one of {', '.join(map(str, allowed))}", repr(values[name]), field=name)
-    bound = values.get("max_tokens", SAME)
-    if bound != SAME and not bound.isdecimal():
-        raise ConfigError(f"to be a number or {SAME!r}", repr(bound), field="max_tokens")
-    values["max_tokens"] = values["tokens"] if bound == SAME else int(bound)
-    if "dtype" in values:
-        values["dtype"] = DTYPES[values["dtype"]]
-    workload = kind(**values)
-    workload.check()
-    return workload
-
-
-def _require(condition: bool, field: str, expected: str, got: int, remedy: str | None = None) -> None:
+def _require(condition: bool, field: str, expected: str, got: object) -> None:
     if not condition:
-        raise ConfigError(expected, str(got), remedy, field=field)
+        raise ConfigError(expected, str(got), field=field)
