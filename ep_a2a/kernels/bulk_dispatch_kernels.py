@@ -1,8 +1,16 @@
 """IntraNode bulk dispatch: writes rows where their experts read them, then raises one flag per peer.
 
 Each program owns a contiguous chunk of this rank's tokens, so that row numbers follow from a prefix count and rows
-land in (source rank, source token) order. It sends them one by one with all its warps, or, where tokens are many or
-programs few, in tiles. The last program to finish posts the flags and waits for those of the peers.
+land in (source rank, source token) order. The steps of a launch, by which the code is marked:
+
+- D1. Each program asks for its first token, its cast or its words, before it knows where the row goes.
+- D2. It counts the rows of the tokens before its own: alone, of all ids, or by the counts of the programs before it.
+- D3. One program posts how many rows this rank sends to each rank. Layout compact waits here for all ranks' counts.
+- D4. The program sends its tokens one by one with all warps, or, where tokens are many or programs few, in tiles. It
+  records which row went where, for combine.
+- D5. The last program to get here raises one flag at each peer, which says that all rows lie there.
+- D6. That program waits for the counts and then for the flags of all peers.
+- D7. A failed step looks empty: nothing was received.
 """
 
 from typing import NamedTuple
@@ -89,6 +97,7 @@ def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.con
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     table, rank = step.table, step.rank
     begin_span(FORM.SPANS, table, ACCEPT_ROWS, S.WORLD_SIZE)
+    # D6
     if poison == 0:
         poison = accept_counts(step, S, BULK.COUNT_LANES)
     next_span(FORM.SPANS, table, ACCEPT_ROWS, WAIT, S.WORLD_SIZE)
@@ -97,6 +106,7 @@ def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.con
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
         poison = wait_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, patience)
     next_span(FORM.SPANS, table, WAIT, FINISH, S.WORLD_SIZE)
+    # D7
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, step.epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -277,23 +287,26 @@ def send_rows(
     chunk = (step.num_tokens + num_programs - 1) // num_programs
     first = tl.minimum(program * chunk, step.num_tokens)
     last = tl.minimum(first + chunk, step.num_tokens)
-    # a tile of many tokens has no registers left for what is on its way
+    # D1; a tile of many tokens has no registers left for what is on its way
     loaded = ()
     if TILE.TOKENS == 0:
         loaded = load_first(given, first, last, S, ROW, LINE, FORM)
     elif TILE.TOKENS == 1:
         loaded = load_parts(given.x, first, last, ROW, TILE)
+    # D2
     before, first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, S, BULK, TILE)
     if program == 0:
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
     bases = full_like(tl.arange(0, S.WORLD_LANES), rank * step.step_tokens)
     poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    # D3
     if poison == 0:
         publish_counts(given.ids, step, first_index, own_counts, OWNERS, S, BULK, TILE, FORM)
         if S.COMPACT:
             poison = wait_all_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
     next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
+    # D4
     if poison == 0:
         if TILE.TOKENS > 0:
             send_by_tiles(given, step, first, last, loaded, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
@@ -306,6 +319,7 @@ def send_rows(
 @portable
 def finish_sending(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
     """The last program to come here raises the flags, and receives if the launch does."""
+    # D5
     is_last, any_poisoned = arrive_last(step.table, step.rank, step.num_programs, poison, S.WORLD_SIZE)
     # only the last program ends the second one
     next_span(FORM.SPANS, step.table, ARRIVE, POST, S.WORLD_SIZE)

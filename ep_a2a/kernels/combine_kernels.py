@@ -2,7 +2,15 @@
 
 A row is its own flag: an element of it has arrived when it is not EMPTY, and the reader leaves EMPTY behind. So there
 is no fence, rows are added while later ones are still on the wire, and a step costs one hop. One flag per peer
-announces that the peer has begun its combine, which bounds how far ranks can run ahead of each other.
+announces that the peer has begun its combine, which bounds how far ranks can run ahead of each other. The steps:
+
+- C1. A sender asks for its first block of results before it knows whether the step is sound.
+- C2. Program 0 posts to every peer that this rank has begun, and whether it brings weights.
+- C3. Senders push results, cast if asked, to the ranks that the tokens came from.
+- C4. Program 0 waits until every peer has begun.
+- C5. Receivers, and senders that are done, wait for the elements of a token's rows, add them in ascending order of
+  ranks in float32, round once, and leave EMPTY behind.
+- C6. A failed step gives zeros.
 """
 
 import triton.language as tl
@@ -87,8 +95,10 @@ def send_results(
     first, given, step, share, poison, S: tl.constexpr, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
 ):
     """Do the sending part of a program: post to the peers, or send its share of the rows. first: from first_unit."""
+    # C2
     if step.signals & (poison == 0):
         post_to_peers(step.table, step.epoch, step.rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+    # C3
     if step.is_sender & (poison == 0):
         begin_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
         push_results(first, given, step, share, S, SENT, FORM.HAS_WEIGHTS, COMBINE.OWN_IN_PLACE)
@@ -116,13 +126,15 @@ def receive_results(
         begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     if step.signals:
         if poison == 0:
-            # then every peer's experts have read what this rank overwrites next
+            # C4; then every peer's experts have read what this rank overwrites next
             poison = await_peers(table, epoch, rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
+    # C5
     if adds & (poison == 0):
         own_row = own_row_of(step, S)
         poison = add_results(given, step, share, own_row, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
         end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
+    # C6
     if poison != 0:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -187,7 +199,7 @@ def combine_kernel(
     step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, signals, is_sender, pause_ns)
     sends = Share(sender, first_receiver - first_sender)
     if FORM.SEND:
-        # in flight together with what decides whether it is sent
+        # C1; in flight together with what decides whether it is sent
         first = first_unit(rows_in, step, sends, S, SENT, COMBINE.OWN_IN_PLACE)
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.SEND:

@@ -41,7 +41,8 @@ EMPTY_UNSIGNED = tl.constexpr(0xFFFFFFFF)
 
 # AddShare.shared_from where programs that send add nothing. No unit and no slot has this number.
 NEVER = tl.constexpr(1 << 30)
-# Rows of a token that are read, and are in a program's registers, at once.
+# Rows of a token that are read, and are in a program's registers, at once. With all ranks' rows at once 8 ranks took
+# 3,032 instructions and 312 bytes of stack (compute capability 9.0, max_sms, bf16); with four 2,320 and 40.
 ROWS_AT_ONCE = tl.constexpr(4)
 
 

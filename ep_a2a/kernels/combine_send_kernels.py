@@ -5,8 +5,8 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.config import FP8_GROUP_SIZE
-from ep_a2a.kernels.cast_kernels import line_words, quantize_lines
 from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.line_cast_kernels import line_words, quantize_lines
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, reduce_max, reduce_sum
 
@@ -15,7 +15,7 @@ COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
 COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
 LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
 
-# Elements of 2 bytes that a thread loads at once.
+# Elements of 2 bytes that a thread loads at once: 16 bytes, the widest load of a thread.
 MOST_LOADED = tl.constexpr(8)
 # Words of fp8 that share a scale.
 SCALED_WORDS = tl.constexpr(FP8_GROUP_SIZE // 4)

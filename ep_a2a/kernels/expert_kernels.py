@@ -1,8 +1,11 @@
 """Layout expert_major: local launches behind dispatch and before combine. Nothing here reaches other ranks.
 
-On the wire a token travels once per rank, as in layout rank_major, and the received rows lie by source. Behind dispatch
-number_expert_rows_kernel gives every local expert of a received row a row in the expert's block, and expand_kernel
-copies rows there. Before combine reduce_experts_kernel adds the experts' results for a row, each times its weight.
+On the wire a token travels once per rank, as in layout rank_major, and the received rows lie by source. The steps:
+
+- E1. Behind dispatch number_expert_rows_kernel gives every local expert of a received row a row in the expert's block.
+- E2. expand_kernel copies each received row, its scales and weights to its experts' rows.
+- E3. expand_kernel writes zeros behind each expert's rows, up to the alignment.
+- E4. Before combine reduce_experts_kernel adds the experts' results for a received row, each times its weight.
 
 An id that is repeated within a token has one row, which counts with the sum of its weights: a block has room for each
 token once. All work is bounded by received counts that are read on the device.
@@ -94,6 +97,7 @@ def number_expert_rows_kernel(
         BLOCK_ROWS: received rows looked at at once.
         SPANS: programs note when they begin and end, here and below.
     """
+    # E1
     begin_span(SPANS, table, NUMBER_ROWS, S.WORLD_SIZE)
     expert = tl.program_id(0)
     ids = tl.multiple_of(address(table, INDICES, rank, S.WORLD_SIZE, tl.int32), 16)
@@ -207,6 +211,7 @@ def expand_kernel(
         step_tokens: the bound of the step, rows per source.
         S: Shape. E: Expand.
     """
+    # E2
     begin_span(SPANS, table, COPY_ROWS, S.WORLD_SIZE)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -218,6 +223,7 @@ def expand_kernel(
         row = row_of(unit // num_blocks, counts, step_tokens, S)
         slots = topk_of(slots_at, row, S.TOPK)
         copy_block(table, row, slots, unit % num_blocks, rank, S, E)
+    # E3
     if E.ALIGNMENT > 1:
         clear_padding(table, step_tokens, rank, num_local_experts, program, num_programs, S, E)
     end_span(SPANS, table, COPY_ROWS, S.WORLD_SIZE)
@@ -237,6 +243,7 @@ def reduce_experts_kernel(
         rows_in: the experts' results, [num_local_experts, W * step_tokens, HIDDEN] of DTYPE.
         step_tokens: the bound of the step, rows per source.
     """
+    # E4
     begin_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))

@@ -64,7 +64,8 @@ NOBODY = tl.constexpr(0xFFFF)
 # One arrival, and one poisoned arrival in the upper half of the word.
 POISONED_ARRIVAL = tl.constexpr((1 << 16) + 1)
 
-# Reading the clock costs an atomic (see wait_all), so it is read once in this many polls.
+# Reading the clock costs an atomic (see wait_all), so it is read once in this many polls. Not timed: so many
+# polls take microseconds, a time-out seconds.
 POLLS_PER_CLOCK = tl.constexpr(32)
 # From here on polls are counted from half of it; both are multiples of POLLS_PER_CLOCK (see next_poll).
 MANY_POLLS = tl.constexpr(1 << 30)

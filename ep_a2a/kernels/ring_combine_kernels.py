@@ -1,9 +1,14 @@
 """InterNodeV1 combine: each node adds its ranks' rows first, one row per token crosses back, and the source adds nodes.
 
-Ranks offer their results where the others of their node can read them, cast to fp8 if that is asked for. The rank
-through which a token came adds its rows, in float32 and in ascending order of ranks, rounds the sum to the dtype of the
-results and sends it back in a chunk; the token's own rank adds the nodes' sums likewise. As in dispatch, a channel does
-its roles in turn and waits in none.
+Ranks have offered their results where the others of their node can read them (C1, C2 in ring_offer_kernels.py). Then:
+
+- C3. Wait until every rank has offered its results.
+- C4. The rank through which a token came adds the token's rows of its node, in float32 and in ascending order of ranks,
+  and rounds the sum to the dtype of the results. It sends chunks of sums back where the ring has room.
+- C5. The token's own rank adds the nodes' sums likewise, once a chunk has come back from all nodes.
+- C6. A failed step gives zeros.
+
+A channel does C4 and C5 in turn, and waits in neither.
 """
 
 from typing import NamedTuple
@@ -321,7 +326,9 @@ def return_channel(
     num_taken = tl.full((), 0, tl.int32)
     polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while ((reduce_sum(to_send - sent, 0) > 0) | (num_taken < num_own)) & (poison == 0):
+        # C4
         sent, moved = return_turn(table, channel, to_send, sent, sent_before, rank, S, R, A)
+        # C5
         if num_taken < num_own:
             missing, is_there = take_chunk(out, bias_0, bias_1, channel, num_taken, before_all, S, R, A)
             num_taken += is_there.to(tl.int32)
@@ -348,10 +355,12 @@ def return_kernel(
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     out = Results(table, result, ids, num_tokens, epoch, rank)
     forwarded = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32)
+    # C3
     if poison == 0:
         poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True)
     for channel in range(program, R.CHANNELS, num_programs):
         poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, S, R, A)
+    # C6
     if poison != 0:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)

@@ -1,7 +1,16 @@
 """InterNodeV1 dispatch: each token crosses once to every other node, in chunks that are forwarded as they come.
 
-A channel does all its roles in turn without waiting in any: it sends its next chunk where the ring has room, and
-forwards the next chunk that has come. So one program and a ring of one chunk are enough to finish.
+The steps of a dispatch, which has three launches:
+
+- D1. number_rows_kernel posts how many rows this rank sends to each rank, and numbers each token's row at every rank.
+- D2. exchange_kernel, in layout compact, waits for all ranks' counts, which say where rows begin.
+- D3. A channel sends its next chunk to a node whose ring has room: each token once for the node.
+- D4. It forwards the next chunk that has come from a node to the ranks of its own node that the tokens go to, and gives
+  the slot back. Behind a source's last chunk it raises that source's flags.
+- D5. A bulk_dispatch_kernel that only receives waits for the flags: its D6.
+
+A channel does D3 and D4 in turn for each node, and waits in neither. So one program and a ring of one chunk are enough
+to finish.
 """
 
 import triton.language as tl
@@ -68,6 +77,7 @@ def number_rows_kernel(ids, table, num_tokens, wire_word, rank, OWNERS: tl.const
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND, S.WORLD_SIZE)
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), N.POISON_LANES)
     poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    # D1
     if poison == 0:
         if program == 0:
             post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS, S, N)
@@ -149,10 +159,12 @@ def exchange_channel(
         for step in range(R.NODES):
             peer = (rank // R.GPUS + step) % R.NODES
             here = nodes == peer
+            # D3
             if X.SENDS:
                 sent, unsent, moved = send_turn(
                     source, table, channel, peer, here, sent, unsent, sent_before, num_own, moved, rank, S, R, ROW, LINE
                 )
+            # D4
             if X.FORWARDS:
                 taken, unfinished, moved = forward_turn(
                     table, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, rank, S, R, ROW,
@@ -184,6 +196,7 @@ def exchange_kernel(
     poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     source = Source(x, scales, weights, ids, num_tokens)
     places = Places(step_tokens, row_limit, positions_per_rank)
+    # D2
     if S.COMPACT and X.FORWARDS:
         if poison == 0:
             poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, X.COUNT_LANES)

@@ -1,4 +1,10 @@
-"""The first launch of a combine over rings: results move to where the other ranks of the node read them."""
+"""The first launch of a combine over rings: results move to where the other ranks of the node read them.
+
+- C1. Each program puts its share of the received rows' results there, cast to fp8 if that is asked for, and weights.
+- C2. The last program to get here posts to every peer that this rank's results are there.
+
+The steps from C3 on stand in ring_combine_kernels.py.
+"""
 
 import triton.language as tl
 
@@ -55,6 +61,7 @@ def offer_results_kernel(
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
     places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
+    # C1
     if poison == 0:
         first, before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         for source in range(S.WORLD_SIZE):
@@ -67,6 +74,7 @@ def offer_results_kernel(
                 offer_row(rows_in, weights_in, places, first + index, S, B, HAS_WEIGHTS)
             first += count
             before += count
+    # C2
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, S.WORLD_SIZE)
     if is_last:
         if not any_poisoned:

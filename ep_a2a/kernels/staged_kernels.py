@@ -1,9 +1,21 @@
 """Kernels around the host's exchange between nodes: they pack lines before it, and unpack them behind it.
 
-A rank packs one line per token and node, in the chunks of rings (ring_shape.py). The chunks of a step for a node lie
-behind one another, behind a head. The head carries this rank's counts, flags and failures. The host exchanges both with
-the ranks of the same local number. The receiver copies lines to the ranks of its node, and passes the head on to them.
-Combine is the mirror image.
+The chunks of rings (ring_shape.py) that a step sends to a node lie behind one another, behind a head with this rank's
+counts, flags and failures. Dispatch:
+
+- D1. number_rows_kernel (ring_dispatch_kernels.py) counts and numbers rows.
+- D2. pack_kernel packs one line per token and node, then the heads.
+- D3. The host exchanges heads and chunks with the ranks of the same local number.
+- D4. pass_on_kernel passes the heads of other nodes on to the ranks of this node.
+- D5. forward_kernel waits for all counts, copies the lines that have come to the ranks of this node, and raises flags.
+- D6. A bulk_dispatch_kernel that only receives waits for the flags: its own D6.
+
+Combine is the mirror image:
+
+- C1, C2. offer_results_kernel (ring_offer_kernels.py) puts results where the ranks of this node read them.
+- C3. pack_sums_kernel waits for the ranks of this node and packs the node's sums for what this rank has forwarded.
+- C4. The host exchanges, as in D3. pass_on_kernel passes the heads on.
+- C5. sum_nodes_kernel waits for all ranks and adds the nodes' sums of this rank's tokens.
 
 Lines that the host has exchanged are there, so no kernel waits for them. Kernels wait for ranks of their node, and for
 lines that those have received.
@@ -140,6 +152,7 @@ def pack_kernel(
     poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     source = Source(x, scales, weights, ids, num_tokens)
     for unit in range(program, num_chunks * R.NODES, num_programs):
+        # D2
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
             first, end = tokens_of_chunk(num_tokens, chunk, 0, R)
@@ -182,6 +195,7 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     A failure is passed on alone. Else, on the way to experts, the rank's counts are; on the way back its combine flag,
     and the epoch of its weights if HAS_WEIGHTS.
     """
+    # D4, C4
     node = (rank // R.GPUS + 1 + tl.program_id(0)) % R.NODES
     source = node * R.GPUS + rank % R.GPUS
     region: tl.constexpr = CHUNKS_BACK if R.DIRECTION == WAY_BACK else CHUNKS
@@ -243,6 +257,7 @@ def forward_kernel(
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
     poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     places = Places(step_tokens, row_limit, positions_per_rank)
+    # D5
     if poison == 0:
         poison = wait_for_all_counts(table, epoch, rank, S, R, COUNT_LANES)
     for unit in range(program, num_chunks * R.NODES, num_programs):
@@ -271,6 +286,7 @@ def pack_sums_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, 
     epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    # C3
     if poison == 0:
         poison = wait_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, 1, R.GPUS)
     for unit in range(program, num_chunks * R.NODES, num_programs):
@@ -301,6 +317,7 @@ def sum_nodes_kernel(
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     out = Results(table, result, ids, num_tokens, epoch, rank)
+    # C5
     if poison == 0:
         poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)  # fmt: skip
     for chunk in range(program, num_chunks, num_programs):

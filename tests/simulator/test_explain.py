@@ -25,7 +25,7 @@ def text_of(case: str, key: str) -> str:
 
 
 def test_a_store_that_no_release_covers_is_named():
-    text = text_of("low_latency_marks", "ll_dispatch_kernels.push_position barrier 0")
+    text = text_of("low_latency_marks", "ll_send_kernels.push_position barrier 0")
     # the schedule decides which rank is the first to look too early
     wrong = re.search(r"^The first wrong element is TOKENS of rank (\d) word \d+\.$", text, re.MULTILINE)
     assert wrong, text
@@ -33,10 +33,10 @@ def test_a_store_that_no_release_covers_is_named():
     store = rf"\d+: rank {writer} ll_dispatch\[\d\] of call 1: store past caches LOW_LATENCY_ROWS of rank {reader} word"
     load = rf"\d+: rank {reader} ll_dispatch.*: volatile load LOW_LATENCY_ROWS of rank {reader} word"
     for line in (
-        "repeat: python -m tests.simulator low_latency_marks steps .*'ll_dispatch_kernels.push_position barrier 0'",
+        "repeat: python -m tests.simulator low_latency_marks steps .*'ll_send_kernels.push_position barrier 0'",
         rf"Its value comes from \d+: rank {reader} ll_dispatch.*: store TOKENS of rank {reader} .*.py:\d+ receive_row",
         rf"The load {load} \d+ .* take_row",
-        rf"missed the store {store} \d+ .*, stored -?\d+, at ll_dispatch_kernels.py:\d+ push$",
+        rf"missed the store {store} \d+ .*, stored -?\d+, at ll_send_kernels.py:\d+ push$",
         r"The store had not landed: it did at operation \d+.",
         r"Behind the store, its program had .* release sys .* push_position; no barrier lies between.",
         r"Before the load, its program had .* acquire sys .* take_row_block; a barrier lies between.",

@@ -11,8 +11,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import MIN_AMAX, e4m3_bits, packed_e4m3, quantize_tile, quarters_of
+from ep_a2a.kernels.cast_kernels import MIN_AMAX, e4m3_bits, quantize_tile, quarters_of
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.line_cast_kernels import packed_e4m3
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import after_previous_launch, allow_next_launch, clock_ns, pause
 from ep_a2a.kernels.target import (

@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.cast_kernels import elements_of, quantize_lines
+from ep_a2a.kernels.cast_kernels import elements_of
 from ep_a2a.kernels.combine_receive_kernels import (
     NEVER,
     AddShare,
@@ -18,6 +18,7 @@ from ep_a2a.kernels.combine_receive_kernels import (
 )
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
 from ep_a2a.kernels.constants import Block
+from ep_a2a.kernels.line_cast_kernels import quantize_lines
 from ep_a2a.kernels.portable import portable
 from ep_a2a.quantization import quantize_groups
 from tests.unit.device import shape_of, table_of, untouched
