@@ -13,7 +13,9 @@ RUNS = (
     ("low_latency_compact", "steps"),
     ("low_latency_strides", "steps"),
     ("bulk", "steps"),
+    ("bulk_compact", "steps"),
     ("bulk_look_back", "steps"),
+    ("bounded_compact_cast", "steps"),
     ("expert_major", "late_weights"),
     ("fp8_results", "steps"),
     ("fp8", "steps"),
@@ -30,6 +32,7 @@ rank * (WORLD_SIZE + 1)
 rank * (S.WORLD_SIZE + 1)
 source * (S.WORLD_SIZE + 1)
 source * (WORLD_SIZE + 1)
+sources[:, None] * (WORLD_SIZE + 1)
 (rank // R.GPUS) * R.GPUS
 node * R.GPUS + rank % R.GPUS
 rank // GPUS * GPUS + peer % GPUS
@@ -63,11 +66,14 @@ rows * S.TOPK + slots
 tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 groups[:, None] * GROUP + elements[None, :]
 groups[:, None] * ROW.GROUP + elements[None, :]
+groups[:, None, None] * ROW.GROUP + elements
+groups[:, None, None] * words + (lanes // RUN
 tokens * S.TOPK + k
 % num_blocks) *
 block * E.BLOCK_WORDS
 nothing:
 vector * 0 + value
+copies[None, :, None] * 0
 """
 """What such products are, by part of their line, below what bounds them."""
 
@@ -76,7 +82,7 @@ vector * 0 + value
 def test_products_that_grow_with_an_op_have_64_bits(case, body):
     known = [line for line in SMALL_PRODUCTS.splitlines() if line and not line.endswith(":")]
     with narrow_products() as found:
-        run(case, body, CONDITIONS["late"])
+        run(case, body, CONDITIONS["many-sms" if case.startswith("bounded") else "late"])
     unknown = []
     for place in sorted(found):
         file, line = place.split(":")
