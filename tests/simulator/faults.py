@@ -1,16 +1,11 @@
-"""Ranks that die or stand still at any operation of their whole life, and what the others must hear of it.
-
-`python -m tests.simulator.faults 7` repeats the run of seed 7, `--runs 100` goes on with the seeds behind it.
-"""
+"""Ranks that die or stand still at any operation of their whole life, and what the others must hear of it."""
 
 import functools
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
@@ -306,20 +301,3 @@ def problems_of(run: Run) -> list[str]:
     found = [f"rank {rank}: {type(each).__name__}: {each}" for rank, each in enumerate(errors) if each]
     found += Judge(run, simulation.scheduler.struck, lives).problems()
     return [*found, str(run), describe(simulation)] if found else []
-
-
-def main(
-    seed: Annotated[int, typer.Argument(help="Of the first run.")],
-    runs: Annotated[int, typer.Option(help="Seeds to run.")] = 1,
-) -> None:
-    """Print what was wrong in runs; 1 if anything was."""
-    for number in range(seed, seed + runs):
-        found = problems_of(draw(number))
-        typer.echo(f"seed {number}, {draw(number).conditions.faults}: {'wrong' if found else 'right'}")
-        if found:
-            typer.echo("\n".join(found))
-            raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

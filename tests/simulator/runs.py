@@ -1,10 +1,10 @@
-"""Runs of the simulator by name, and what a failure prints: the command that repeats it, and the last operations."""
+"""Runs of the simulator by name, and what a failure prints."""
 
 import gc
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from tests.cases.op_cases import Case
@@ -14,7 +14,6 @@ from tests.simulator.explain import describe
 from tests.simulator.nodes import arena_of
 from tests.simulator.ranks import Conditions, Context, Outcome, Simulation
 from tests.simulator.scheduler import Fault
-from tests.simulator.sites import ordering_sites
 
 TIMEOUT_SECS, MOST_SECS = 10.0, 100.0
 """Of the ops of named runs, and of a whole run, by the simulated clock: a wait in vain takes many polls."""
@@ -60,18 +59,14 @@ def run(case: str, body: str, conditions: Conditions) -> Outcome:
     """
     given = replace(conditions, dependent=body == "chain", asynchronous=body == "behind_failure", limit_secs=MOST_SECS)
     timed = replace(CASES[case], options={"timeout_secs": TIMEOUT_SECS} | CASES[case].options)
-    repeat = f"repeat: {command_of(case, body, conditions)}"
-    return run_on_ranks(BODIES[body], timed.world_size, timed, conditions=given, note=repeat)
+    return run_on_ranks(BODIES[body], timed.world_size, timed, conditions=given)
 
 
-def run_on_ranks(
-    body: Callable[..., Any], world_size: int, *args: Any, conditions: Conditions = OP_TEST, note: str = ""
-) -> Outcome:
+def run_on_ranks(body: Callable[..., Any], world_size: int, *args: Any, conditions: Conditions = OP_TEST) -> Outcome:
     """Run body(context, *args) on every rank.
 
     Raises:
-        SimulationFailed: a rank or a kernel has failed. The text has its error, the note, and the last operations of
-            each rank.
+        SimulationFailed: a rank or a kernel has failed. The text has its error, and the last operations of each rank.
     """
     simulation = Simulation(world_size, conditions)
     try:
@@ -84,7 +79,7 @@ def run_on_ranks(
         gc.collect()
         errors = [f"{whose}{words_of(each)}" for whose, each in failed.items()]
         first = next(iter(failed.values()))
-        raise SimulationFailed("\n".join([*errors, note, describe(simulation)])) from first
+        raise SimulationFailed("\n".join([*errors, describe(simulation)])) from first
     return found
 
 
@@ -119,22 +114,3 @@ def words_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-
-
-def command_of(case: str, body: str, conditions: Conditions) -> str:
-    """The command that repeats a run."""
-    words = ["python -m tests.simulator", case, body]
-    for field in fields(Conditions):
-        value = getattr(conditions, field.name)
-        if value == field.default:
-            continue
-        if field.name == "weakened":
-            keys = {site.place: site.key for site in ordering_sites()}
-            words += [f"--weaken '{keys[place]}'" for place in sorted(value)]
-        elif field.name == "faults":
-            words += [f"--fault {':'.join(str(part) for part in fault if part is not None)}" for fault in value]
-        elif value is True:
-            words.append(f"--{field.name.replace('_', '-')}")
-        else:
-            words.append(f"--{field.name.replace('_', '-')} {value}")
-    return " ".join(words)

@@ -36,7 +36,6 @@ def with_fault(path: str, operation: int, secs: float | None = None, **condition
     ],
 )
 def test_survivors_name_exactly_those_that_are_gone(seed):
-    """`python -m tests.simulator.faults SEED` repeats it."""
     assert problems_of(faults.draw(seed)) == []
 
 

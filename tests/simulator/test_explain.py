@@ -33,7 +33,6 @@ def test_a_store_that_no_release_covers_is_named():
     store = rf"\d+: rank {writer} ll_dispatch\[\d\] of call 1: store past caches LOW_LATENCY_ROWS of rank {reader} word"
     load = rf"\d+: rank {reader} ll_dispatch.*: volatile load LOW_LATENCY_ROWS of rank {reader} word"
     for line in (
-        "repeat: python -m tests.simulator low_latency_marks steps .*'ll_send_kernels.push_position barrier 0'",
         rf"Its value comes from \d+: rank {reader} ll_dispatch.*: store TOKENS of rank {reader} .*.py:\d+ receive_row",
         rf"The load {load} \d+ .* take_row",
         rf"missed the store {store} \d+ .*, stored -?\d+, at ll_send_kernels.py:\d+ push$",

@@ -1,6 +1,6 @@
 """Every place that orders accesses is needed: without its order a run of the simulator fails.
 
-`python -m tests.simulator sites [PART]` searches the runs of this table anew.
+`python -m tests.simulator [PART]` searches the runs of this table anew.
 """
 
 from dataclasses import replace
