@@ -1,25 +1,23 @@
-"""Bodies of the tests of orders of calls: lists of actions on three ops, right and wrong ones, against a model.
+"""Orders of calls, right and wrong ones, of three ops against a model; run on every rank, with one list of actions.
 
-Run on every rank, with one list. Ops 0 and 2 share memory (one index), op 1 has its own, so that its steps may lie
-between the calls of others. What the model calls wrong must raise the documented error and change nothing; what it
-calls right is compared with the oracle.
+Ops 0 and 2 share memory (one index), op 1 has its own, so that its steps may lie between the calls of others. What the
+model calls wrong must raise the documented error and change nothing; what it calls right is compared with the oracle.
 """
 
 import gc
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ep_a2a.errors import AlternationError, ClosedError, EpA2AError, ForeignIndicesError, InputError, StateError
+from ep_a2a.errors import AlternationError, ClosedError, EpA2AError, StateError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, Step, assert_same_memory, make_inputs, make_op, reference_of, run_step
-from tests.cases.op_checks import raised, synchronize
+from tests.cases.op_cases import Case, Step, arena_of, make_op, run_step
+from tests.cases.op_checks import raised, refused
 
 INDEX_OF = (0, 1, 0)
-NUM_OPS = len(INDEX_OF)
 NEXT = {
     "dispatch": ("dispatch", "dispatch_send"),
     "dispatch_recv": ("dispatch_recv",) * 2,
@@ -36,313 +34,166 @@ AFTER = {
     "combine_recv": "dispatch",
 }
 STAGE_OF = {call: stage for stage, calls in NEXT.items() for call in calls}
-BAD_DISPATCHES = {"dtype", "width", "block_num", "pad_id"}
-BAD_COMBINES = {"dtype", "rows", "block_num", "ids"}
-GO_ON, GO_ON_IN_HALVES = "go on", "go on in halves"
-OTHERS = ("check", "reset", "close", "drop", "build", "foreign ids")
-CALLS = (*STAGE_OF, *OTHERS, *(f"bad {each}" for each in sorted(BAD_DISPATCHES | BAD_COMBINES)))
-
-
-@dataclass(frozen=True)
-class Action:
-    """What is done to an op; the ranks that try it where it is wrong, all of them where it is right."""
-
-    op: int
-    call: str
-    ranks: tuple[int, ...]
+GO_ON, GO_ON_IN_HALVES = "go_on", "go_on_in_halves"
+OTHERS = ("check", "reset", "close", "drop", "build")
+CALLS = (*STAGE_OF, *OTHERS)
+Action = tuple[int, str]
+"""The number of an op, and what is done to it."""
 
 
 @dataclass
-class OpModel:
-    """What an op must be in now, on all ranks.
+class Slot:
+    """An op on this rank, or where one was; what it must be in; its step.
 
     Attributes:
-        stage: the next call, as a key of NEXT. failed: ranks whose kernels have recorded a failure.
+        stage: the next call, as a key of NEXT. number: of the next step. spoilt: shared by the ops of an index:
+            whether a step was left in the middle of its memory.
     """
 
-    alive: bool = True
+    case: Case
+    index: int
+    spoilt: list[bool]
+    op: EpDispatchCombineOp | None = None
+    alive: bool = False
     stage: str = "dispatch"
-    failed: frozenset[int] = frozenset()
+    number: int = 0
+    step: Step | None = None
 
     @property
     def is_open(self) -> bool:
-        return self.stage != "dispatch"
+        """Whether the op has an open step."""
+        return self.alive and self.stage != "dispatch"
 
 
-@dataclass
 class Ops:
-    """Three ops on this rank, what they must be in, and their steps."""
+    """Three ops on this rank."""
 
-    context: RankContext
-    arena: Arena
-    cases: tuple[Case, ...]
-    ops: list[EpDispatchCombineOp | None] = field(default_factory=list)
-    models: list[OpModel] = field(default_factory=list)
-    steps: list[Step | None] = field(default_factory=lambda: [None] * NUM_OPS)
-    numbers: list[int] = field(default_factory=lambda: [0] * NUM_OPS)
-    promised: list[Any] = field(default_factory=lambda: [None] * NUM_OPS)
-    spoilt: list[set[int]] = field(default_factory=lambda: [set() for _ in INDEX_OF])
-    """Ranks on which the memory of an index was left in the middle of a step."""
+    def __init__(self, context: RankContext, arena: Arena, case: Case) -> None:
+        self.context, self.arena = context, arena
+        case, spoilt = replace(case, split=""), ([False], [False])
+        # they differ in data, and in shape where they share memory
+        cases = case, replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2, topk=case.topk + 1)
+        self.slots = [Slot(each, index, spoilt[index]) for each, index in zip(cases, INDEX_OF)]
+        for slot in self.slots:
+            self.build(slot)
 
-    def __post_init__(self) -> None:
-        self.ops = [self._make(which) for which in range(NUM_OPS)]
-        self.models = [OpModel() for _ in range(NUM_OPS)]
+    def _others_in_a_step(self, slot: Slot) -> bool:
+        return any(each.is_open for each in self.slots if each is not slot and each.index == slot.index)
 
-    @property
-    def rank(self) -> int:
-        return self.context.rank
-
-    def _make(self, which: int) -> EpDispatchCombineOp:
-        return make_op(self.context, self.cases[which], self.arena, index=INDEX_OF[which])
-
-    def _others_in_a_step(self, which: int) -> bool:
-        return any(
-            model.is_open
-            for other, model in enumerate(self.models)
-            if other != which and INDEX_OF[other] == INDEX_OF[which]
-        )
-
-    # --- what must come of a call ---
-
-    def expected_error(self, which: int, call: str, rank: int) -> type[EpA2AError] | None:
-        """The error that a rank must get, as the docstrings of EpDispatchCombineOp promise it."""
-        model = self.models[which]
-        if call == "bad block_num":
-            return InputError
-        if not model.alive:
+    def expected_error(self, slot: Slot, call: str) -> type[EpA2AError] | None:
+        """The error that a call must get, as the docstrings of EpDispatchCombineOp promise it."""
+        if not slot.alive:
             return ClosedError
-        if call == "reset":
+        if call in ("check", "reset"):
             return None
-        if rank in model.failed:
-            return ForeignIndicesError
-        stage = STAGE_OF.get(call, call)
-        if call.startswith("bad "):
-            stage = model.stage
-        elif call == "foreign ids":
-            stage = "combine"
-        if call == "check":
-            return None
-        if stage != model.stage:
+        if STAGE_OF[call] != slot.stage:
             return AlternationError
-        if stage == "dispatch" and call.startswith("bad "):
-            return InputError
-        if stage == "dispatch" and rank in self.spoilt[INDEX_OF[which]]:
+        if slot.stage == "dispatch" and slot.spoilt[0]:
             return StateError
-        if stage == "dispatch" and self._others_in_a_step(which):
-            return AlternationError
-        if call.startswith("bad "):
-            return ForeignIndicesError if call == "bad ids" else InputError
-        return None
+        return AlternationError if slot.stage == "dispatch" and self._others_in_a_step(slot) else None
 
-    # --- doing it ---
+    def do(self, place: int, which: int, call: str) -> None:
+        """The action at a place of the list; every other rank tries what must be refused.
 
-    def do(self, action: Action) -> None:
-        """One action, on whichever ranks can do it."""
-        which, model = action.op, self.models[action.op]
-        call = self._resolved(action)
-        if call is None:
-            return
-        if call in ("close", "drop", "build"):
-            getattr(self, call)(which)
-            return
-        errors = [self.expected_error(which, call, rank) for rank in range(self.context.world_size)]
-        if not any(errors):
-            getattr(self, call.replace(" ", "_"))(which)
-            return
-        # those who could go on would wait for those who cannot
-        error = errors[self.rank]
-        if error is None or self.rank not in action.ranks:
-            return
-        op = self.ops[which]
-        if op is None:
-            return
-        before, was_open = op.memory.steps.clone(), op.has_open_step
-        # a call at another's place names the one that is next
-        is_early = error is AlternationError and STAGE_OF.get(call, model.stage) != model.stage
-        words = (f"{model.stage} next", f"got {call}") if is_early else ()
-        raised(error, lambda: self._attempt(op, which, call), *words)
-        assert op.memory.steps.equal(before), f"{call} has launched something"
-        assert op.has_open_step == was_open
-        assert op.has_open_step == (model.is_open and model.alive)
-
-    def _resolved(self, action: Action) -> str | None:
-        """The call that an action stands for; None where it makes no sense."""
-        call, model = action.call, self.models[action.op]
+        A reset tells others of its error, so that all try it.
+        """
+        slot = self.slots[which]
         if call in (GO_ON, GO_ON_IN_HALVES):
-            if not model.alive:
-                return "build"
-            if model.failed or self.spoilt[INDEX_OF[action.op]]:
-                return None if self._others_in_a_step(action.op) else "reset"
-            return NEXT[model.stage][call == GO_ON_IN_HALVES]
-        if call.startswith("bad ") and model.stage in ("dispatch_recv", "combine_recv"):
-            return None
-        if call.startswith("bad ") and call[4:] not in (BAD_DISPATCHES if model.stage == "dispatch" else BAD_COMBINES):
-            return None
+            call = NEXT[slot.stage][call == GO_ON_IN_HALVES] if slot.alive else "build"
+            if call in NEXT["dispatch"] and slot.spoilt[0]:
+                call = "reset"
         # of ops that share memory nobody may reset one in another's step
-        if call == "reset" and self._others_in_a_step(action.op):
-            return None
-        return call
-
-    def _attempt(self, op: EpDispatchCombineOp, which: int, call: str) -> Any:
-        """A call that must raise."""
-        case, device = self.cases[which], self.context.device
-        mine = make_inputs(case, self.numbers[which], self.rank)
-        x, ids = mine.tokens.to(device), mine.ids.to(device)
-        weights = None if mine.weights is None else mine.weights.to(device)
-        scales = None if mine.scales is None else mine.scales.to(device)
-        stride = case.stride(self.numbers[which])
-        kind = call[4:] if call.startswith("bad ") else ""
-        if call in ("check", "reset", "dispatch_recv", "combine_recv"):
-            return getattr(op, call)()
-        if call in ("dispatch", "dispatch_send"):
-            return getattr(op, call)(x, weights, scales, ids, step_tokens=stride)
-        step = self.steps[which]
-        if kind and self.models[which].stage == "dispatch":
-            x = x.to(torch.float64) if kind == "dtype" else torch.cat([x, x], 1) if kind == "width" else x
-            options = {"block_num": 1 << 40} if kind == "block_num" else {}
-            pad_id = 1 << 40 if kind == "pad_id" else -1
-            return op.dispatch(x, weights, scales, ids, **options, step_tokens=stride, pad_id=pad_id)
-        lead = (1,) if step is None or step.got is None else step.got[0].shape[:-1]
-        rows = torch.zeros(*lead, case.hidden_dim, dtype=op.config.combined_dtype, device=device)
-        if kind == "ids":
-            return op.combine(rows, None, torch.zeros(case.max_tokens + 1, case.topk, dtype=torch.int32, device=device))
-        rows = rows.to(torch.float64) if kind == "dtype" else rows.flatten(0, -2)[1:] if kind == "rows" else rows
-        options = {"block_num": 1 << 40} if kind == "block_num" else {}
-        method = op.combine if kind or call == "foreign ids" else getattr(op, call)
-        return method(rows, None, None, **options)
-
-    # --- right calls, one method each ---
-
-    def check(self, which: int) -> None:
-        self.ops[which].check()
-
-    def reset(self, which: int) -> None:
-        self.ops[which].reset()
-        self.models[which] = OpModel()
-        self.steps[which] = None
-        self.spoilt[INDEX_OF[which]].clear()
-
-    def build(self, which: int) -> None:
-        """Where there is an op of this kind, no second one; else a new one, on all ranks together."""
-        if self.models[which].alive:
-            raised(StateError, lambda: self._make(which), "close it first")
+        if call == "reset" and self._others_in_a_step(slot):
             return
-        self.ops[which] = self._make(which)
-        self.models[which] = OpModel()
-        self.spoilt[INDEX_OF[which]].clear()
+        error = self.expected_error(slot, call) if call not in ("close", "drop", "build") else None
+        if error is None and call in STAGE_OF:
+            self.go_on(slot, call)
+        elif error is None:
+            getattr(self, call)(slot)
+        elif slot.op is not None and (call == "reset" or (place + self.context.rank) % 2):
+            self._refused(slot, call, error)
 
-    def close(self, which: int) -> None:
-        model, op = self.models[which], self.ops[which]
-        if op is not None:
-            op.close()
-        if model.alive:
-            everyone = set(range(self.context.world_size))
-            self.spoilt[INDEX_OF[which]] |= everyone if model.is_open else set(model.failed)
-        self._gone(which)
+    def _refused(self, slot: Slot, call: str, error: type[EpA2AError]) -> None:
+        def attempt() -> None:
+            self._attempt(slot, call)
 
-    def drop(self, which: int) -> None:
+        if not slot.alive:
+            raised(error, attempt)
+            return
+        # a call at another's place names the one that is next
+        is_early = error is AlternationError and STAGE_OF[call] != slot.stage
+        refused(slot.op, error, attempt, *((f"{slot.stage} next", f"got {call}") if is_early else ()))
+        assert slot.op.has_open_step == slot.is_open
+
+    def _attempt(self, slot: Slot, call: str) -> Any:
+        """A call that must raise."""
+        op, case = slot.op, slot.case
+        if call.startswith("dispatch") and call != "dispatch_recv":
+            return Step.begin(case, op, slot.number, self.context.device, half=call == "dispatch_send")
+        rows = torch.zeros(1, case.hidden_dim, dtype=op.config.combined_dtype, device=self.context.device)
+        return getattr(op, call)(*(rows, None, None) if call in ("combine", "combine_send") else ())
+
+    # --- right calls ---
+
+    def go_on(self, slot: Slot, call: str) -> None:
+        """The next call of a step."""
+        device = self.context.device
+        if STAGE_OF[call] == "dispatch":
+            slot.step = Step.begin(slot.case, slot.op, slot.number, device, half=call == "dispatch_send")
+        elif call == "combine":
+            # other ops' calls have come since
+            slot.step.check_dispatched()
+            slot.step.combine()
+        else:
+            getattr(slot.step, call)()
+        slot.stage = AFTER[call]
+        if slot.stage == "combine":
+            slot.step.check_dispatched()
+        slot.number += slot.stage == "dispatch"
+
+    def check(self, slot: Slot) -> None:
+        slot.op.check()
+
+    def reset(self, slot: Slot) -> None:
+        slot.op.reset()
+        slot.stage, slot.step, slot.spoilt[0] = "dispatch", None, False
+
+    def build(self, slot: Slot) -> None:
+        """A new op on all ranks together; no second one beside one of the same kind."""
+        if slot.alive:
+            raised(StateError, lambda: make_op(self.context, slot.case, self.arena, index=slot.index), "close it first")
+            return
+        slot.op = make_op(self.context, slot.case, self.arena, index=slot.index)
+        slot.alive, slot.stage, slot.spoilt[0] = True, "dispatch", False
+
+    def close(self, slot: Slot) -> None:
+        if slot.op is not None:
+            slot.op.close()
+        self._gone(slot)
+
+    def drop(self, slot: Slot) -> None:
         """Lets garbage collection take the op, closed or not."""
-        model = self.models[which]
-        if model.alive and model.is_open:
-            self.spoilt[INDEX_OF[which]] |= set(range(self.context.world_size))
-        self.ops[which] = None
-        self._gone(which)
+        slot.op = None
+        self._gone(slot)
 
-    def _gone(self, which: int) -> None:
-        self.models[which] = OpModel(alive=False)
-        self.steps[which] = self.promised[which] = None
+    def _gone(self, slot: Slot) -> None:
+        slot.spoilt[0] |= slot.is_open
+        slot.alive, slot.step = False, None
         gc.collect()
 
-    def dispatch(self, which: int) -> None:
-        self.steps[which] = Step.dispatch(self._whole(which), self.ops[which], self.numbers[which], self.context.device)
-        self._dispatched(which)
-
-    def dispatch_send(self, which: int) -> None:
-        case, number = self.cases[which], self.numbers[which]
-        everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
-        mine, device = everyone[self.rank], self.context.device
-        tensors = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
-        promised = self.ops[which].dispatch_send(*tensors, step_tokens=case.stride(number), pad_id=case.pad_id)
-        counts = [each.tokens.shape[0] for each in everyone]
-        ids = tensors[3]
-        reference = reference_of(case, number, everyone)
-        self.steps[which] = Step(case, self.ops[which], number, device, ids, counts, reference, promised)
-        # until dispatch_recv what was sent must stay
-        self.promised[which] = tensors
-        self._end(which, "dispatch_send")
-
-    def dispatch_recv(self, which: int) -> None:
-        step = self.steps[which]
-        got = self.ops[which].dispatch_recv()
-        assert_same_memory(step.got, got)
-        self._dispatched(which)
-
-    def _dispatched(self, which: int) -> None:
-        step = self.steps[which]
-        step.check_dispatched()
-        self.promised[which] = None
-        self._end(which, "dispatch")
-
-    def combine(self, which: int) -> None:
-        # other ops' calls have come since
-        self.steps[which].check_dispatched()
-        self.steps[which].combine()
-        self._end(which, "combine")
-
-    def foreign_ids(self, which: int) -> None:
-        """Ids that this rank's dispatch did not get: the sums are right, and the op fails where there is a token."""
-        step, op = self.steps[which], self.ops[which]
-        rows, weights, expected, sums = step.before_combine()
-        got = op.combine(rows, weights, step.ids + 1)
-        synchronize(self.context)
-        step.check_combined(got, expected, sums)
-        self._end(which, "combine")
-        self.models[which].failed = frozenset(rank for rank, count in enumerate(step.counts) if count)
-
-    def combine_send(self, which: int) -> None:
-        step = self.steps[which]
-        step.check_dispatched()
-        rows, weights, expected, sums = step.before_combine()
-        self.promised[which] = step.combine_send(rows, weights), expected, sums
-        self._end(which, "combine_send")
-
-    def combine_recv(self, which: int) -> None:
-        promised, expected, sums = self.promised[which]
-        got = self.ops[which].combine_recv()
-        assert_same_memory(promised, got)
-        self.steps[which].check_combined(got, expected, sums)
-        self._end(which, "combine_recv")
-
-    def _end(self, which: int, call: str) -> None:
-        self.models[which].stage = AFTER[call]
-        if AFTER[call] == "dispatch":
-            self.steps[which] = self.promised[which] = None
-            self.numbers[which] += 1
-
-    def _whole(self, which: int) -> Case:
-        return replace(self.cases[which], split="")
-
-    # --- the end ---
-
     def recover(self) -> None:
-        """Ends or resets every step, builds what is gone, and runs a step of each op."""
-        for which in range(NUM_OPS):
-            while self.models[which].is_open and not self.models[which].failed:
-                self.do(Action(which, GO_ON, ()))
-        for which, model in enumerate(self.models):
-            if not model.alive:
-                self.build(which)
-            elif model.failed or self.spoilt[INDEX_OF[which]]:
-                self.reset(which)
-        for which in range(NUM_OPS):
-            run_step(self._whole(which), self.ops[which], self.numbers[which], self.context.device)
-            self.ops[which].check()
-
-
-def three_cases(case: Case) -> tuple[Case, ...]:
-    """The cases of three ops that differ in data, and in shape where they share memory."""
-    case = replace(case, split="")
-    return case, replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2, topk=case.topk + 1)
+        """Ends every step, builds what is gone, and runs a step of each op."""
+        for slot in self.slots:
+            while slot.is_open:
+                self.go_on(slot, NEXT[slot.stage][0])
+        for slot in self.slots:
+            if not slot.alive:
+                self.build(slot)
+            elif slot.spoilt[0]:
+                self.reset(slot)
+        for slot in self.slots:
+            run_step(slot.case, slot.op, slot.number, self.context.device)
+            slot.op.check()
 
 
 def _everywhere(*calls: str) -> str:
@@ -377,22 +228,22 @@ a: op 1 on even ranks, op 2 on odd ones; b: the other one.
 """
 
 
-def run_order(context: RankContext, case: Case, name: str) -> None:
+def run_order(context: RankContext, case: Case, order: str) -> None:
     """An order of ORDERS on all ranks."""
-    everyone, is_odd = tuple(range(context.world_size)), context.rank % 2
+    is_odd = context.rank % 2
     numbers = {"0": 0, "1": 1, "2": 2, "a": 1 + is_odd, "b": 2 - is_odd}
-    actions = [each.split(":") for each in ORDERS[name].split()]
-    run_actions(context, case, [Action(numbers[which], call, everyone) for which, call in actions])
+    actions = [each.split(":") for each in ORDERS[order].split()]
+    run_actions(context, case, [(numbers[which], call) for which, call in actions])
 
 
 def run_actions(context: RankContext, case: Case, actions: list[Action]) -> None:
     """All actions in order; then every op must work."""
-    with Arena(context.group, context.device) as arena:
-        ops = Ops(context, arena, three_cases(case))
+    with arena_of(context, case) as arena:
+        ops = Ops(context, arena, case)
         for place, action in enumerate(actions):
             try:
-                ops.do(action)
+                ops.do(place, *action)
             except BaseException as error:
-                error.add_note(f"action {place}: {action}; models {ops.models}")
+                error.add_note(f"action {place}: {action}; {[(each.alive, each.stage) for each in ops.slots]}")
                 raise
         ops.recover()

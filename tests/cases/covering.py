@@ -14,13 +14,12 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.routing import ROUTINGS
-from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, run_case
-from tests.cases.ring_cases import SMALL_RINGS, by_puts
-from tests.cases.staged_cases import staged
+from tests.cases.op_cases import BY_HOSTS, BY_PUTS, Case
+from tests.cases.ring_cases import SMALL_RINGS
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 STORES, PUTS, STAGED = "rings-by-stores", "rings-by-puts", "staged"
+TRANSPORTS: dict[str, dict[str, Any]] = {STORES: {}, PUTS: BY_PUTS, STAGED: BY_HOSTS}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8_DTYPE}
 HIDDEN_DIMS = {"fp8_per_1x128": 256, "fp8_blockwise": 256}
 BY_GROUPS = ("fp8_per_1x128", "mxfp8", "fp8_static")
@@ -132,20 +131,9 @@ def case_of(choice: Choice, number: int) -> Case:
     )
     if choice.dtype == "fp8":
         case = replace(case, scale_dim=3, scale_dtype=(torch.float32, torch.uint8)[number % 2])
-    if choice.transport in (STORES, PUTS, STAGED):
-        kernel = RING_KERNELS[number % len(RING_KERNELS)]
-        return replace(case, num_nodes=NUM_NODES[choice.world_size], kernel=kernel, options=SMALL_RINGS)
+    if choice.transport in TRANSPORTS:
+        kernel, options = RING_KERNELS[number % len(RING_KERNELS)], SMALL_RINGS | TRANSPORTS[choice.transport]
+        return replace(case, num_nodes=NUM_NODES[choice.world_size], kernel=kernel, options=options)
     if choice.transport == "shared-memory" and number % 2:
         return replace(case, options={"flagged_max_tokens": 0})
     return case
-
-
-def run_choice(context: RankContext, choice: Choice, number: int) -> None:
-    """The steps of a choice against the oracle, over its transport."""
-    case = case_of(choice, number)
-    if choice.transport == STAGED:
-        staged(context, run_case, case)
-    elif choice.transport == PUTS:
-        by_puts(context, run_case, case)
-    else:
-        run_case(context, case)

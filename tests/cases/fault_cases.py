@@ -23,8 +23,7 @@ from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.failures import check_peers
 from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.testing import RankContext
-from tests.cases import op_cases
-from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, Step, arena_of, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.waiting import await_file, await_until
 
@@ -52,10 +51,7 @@ def step_with_fault(case: Case, op: EpDispatchCombineOp, number: int, call: str,
 
 def combine(step: Step) -> None:
     """A combine whose failure is raised before its result is looked at."""
-    rows, weights, expected, sums = step.before_combine()
-    got = step.op.combine(rows, weights, step.ids)
-    settle(step.op)
-    step.check_combined(got, expected, sums)
+    step.combine(lambda: settle(step.op))
 
 
 def settle(op: EpDispatchCombineOp) -> None:
@@ -155,7 +151,7 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
 
     before: the call before which it stops; "" stops it in the wait of a dispatch.
     """
-    with op_cases.Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
         op.set_timeout(TIMEOUT_SECS)

@@ -6,7 +6,7 @@ Every rank generates the data of all ranks from seeds, so the oracle needs no co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,11 @@ from ep_a2a.config import (
 )
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.primitives import STEP_SHIFT
+from ep_a2a.memory import nvshmem
 from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.memory.node_memory import NodeArena
+from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.quantization import dequantize, fp32_to_e4m3_bits, quantize
 from ep_a2a.reference import (
@@ -36,6 +40,12 @@ from tests.cases.tables import read_table
 
 POISON_BYTE = 0xC3
 NUM_EPOCHS = 2**32 - 1
+EXCHANGE_TIMEOUT_SECS = 60.0
+BY_PUTS, BY_HOSTS = ({"internode_transport": name} for name in ("nvshmem", "torch.distributed"))
+"""Options of cases whose ranks reach other nodes by puts, or by exchanges of whole blocks that the hosts make.
+
+On CPU copies of bytes stand for puts.
+"""
 
 
 @dataclass(frozen=True)
@@ -416,30 +426,42 @@ class Step:
     reference: list[DispatchReference]
     got: tuple[Any, ...]
     counts_experts: bool = False
+    promised: Any = None
 
     @classmethod
     def dispatch(cls, case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> Step:
+        """The dispatch of a step, in halves where the case says so."""
+        half = case.in_halves(number, op.config.rank, "dispatch")
+        step = cls.begin(case, op, number, device, half=half)
+        if half:
+            step.dispatch_recv()
+        return step
+
+    @classmethod
+    def begin(cls, case: Case, op: EpDispatchCombineOp, number: int, device: torch.device, *, half: bool) -> Step:
+        """A whole dispatch, or its first half, after which its inputs belong to the caller again."""
         everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
         mine = everyone[op.config.rank]
         inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
-        ids, counts_experts = inputs[3], False
+        ids, counts_experts = inputs[3], not half and number % 2 == 0
         wishes: dict[str, Any] = {"step_tokens": case.stride(number), "pad_id": case.pad_id}
-        if case.in_halves(number, op.config.rank, "dispatch"):
-            # after the first half they belong to the caller again
+        if half:
             inputs = [None if each is None else each.clone() for each in inputs]
-            promised = op.dispatch_send(*inputs, **wishes)
+            got = op.dispatch_send(*inputs, **wishes)
             for tensor in inputs:
                 if tensor is not None:
                     # a view as bytes refuses strides of 0, which a dimension of one element may have
                     memory = tensor.untyped_storage()
                     torch.empty(0, dtype=torch.uint8, device=device).set_(memory).fill_(POISON_BYTE)
-            got = op.dispatch_recv()
-            assert_same_memory(promised, got)
         else:
-            counts_experts = number % 2 == 0
             got = op.dispatch(*inputs, **wishes, call_local_expert_count=counts_experts)
         counts = [each.tokens.shape[0] for each in everyone]
         return cls(case, op, number, device, ids, counts, reference_of(case, number, everyone), got, counts_experts)
+
+    def dispatch_recv(self) -> None:
+        """The second half, which returns the same memory as the first."""
+        promised, self.got = self.got, self.op.dispatch_recv()
+        assert_same_memory(promised, self.got)
 
     def check_dispatched(self) -> None:
         config, reference = self.op.config, self.reference[self.op.config.rank]
@@ -450,26 +472,33 @@ class Step:
             counts = torch.tensor([slots.count(expert) for expert in local], dtype=torch.int32)
             same_bits(self.op.local_expert_count, counts, "tokens of local experts")
 
-    def combine(self) -> None:
-        rows, weights, expected, sums = self.before_combine()
+    def combine(self, settle: Callable[[], None] = lambda: None) -> None:
+        """The combine of the step, in halves where the case says so. Its result is compared behind `settle`."""
         if self.case.in_halves(self.number, self.op.config.rank, "combine"):
-            promised = self.combine_send(rows, weights)
-            got = self.op.combine_recv()
-            assert_same_memory(promised, got)
-            self.check_combined(got, expected, sums)
+            self.combine_send()
+            self.combine_recv(settle)
         else:
-            self.check_combined(self.op.combine(rows, weights, self.ids, **self.biases()), expected, sums)
+            rows, weights, *expected = self.before_combine()
+            got = self.op.combine(rows, weights, self.ids, **self.biases())
+            settle()
+            self.check_combined(got, *expected)
 
-    def combine_send(
-        self, rows: torch.Tensor, weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def combine_send(self) -> None:
         """The first half, after which its inputs belong to the caller again."""
+        rows, weights, *expected = self.before_combine()
         weights = None if weights is None else weights.clone()
-        promised = self.op.combine_send(rows, weights, self.ids, **self.biases())
+        self.promised = self.op.combine_send(rows, weights, self.ids, **self.biases()), expected
         for tensor in (rows, weights):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(POISON_BYTE)
-        return promised
+
+    def combine_recv(self, settle: Callable[[], None] = lambda: None) -> None:
+        """The second half, which returns the same memory as the first."""
+        promised, expected = self.promised
+        got = self.op.combine_recv()
+        assert_same_memory(promised, got)
+        settle()
+        self.check_combined(got, *expected)
 
     def biases(self) -> dict[str, torch.Tensor]:
         """What this rank's combine is given to add."""
@@ -531,6 +560,22 @@ def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.dev
     return tuple(None if tensor is None else tensor.data_ptr() for tensor in step.got)
 
 
+def arena_of(context: RankContext, case: Case) -> Arena:
+    """The memory of a case's op: of all ranks, or of those of a node where the hosts exchange blocks."""
+    transport = case.options.items()
+    if transport >= BY_HOSTS.items():
+        grid = NodeGrid(case.num_nodes, case.world_size // case.num_nodes, context.rank)
+        exchange = NodeAllToAll(context.group, grid, EXCHANGE_TIMEOUT_SECS)
+        return NodeArena(context.group, grid, context.device, exchange)
+    puts = transport >= BY_PUTS.items() and context.device.type == "cuda"
+    return Arena(context.group, context.device, nvshmem.allocate_symmetric if puts else None)
+
+
+def with_options(case: Case, **options: Any) -> Case:
+    """The case with more options."""
+    return replace(case, options=case.options | options)
+
+
 def make_op(
     context: RankContext, case: Case, arena: Arena, index: int | None = None, **changes: Any
 ) -> EpDispatchCombineOp:
@@ -559,7 +604,7 @@ def read_bodies(group: str, functions: dict[str, Any]) -> dict[str, tuple[Callab
 
 def run_case(context: RankContext, case: Case) -> None:
     """Every step of the case on one op, against the oracle; results keep their addresses."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         set_first_epoch(op, case, arena)
         addresses = {run_step(case, op, number, context.device) for number in range(case.num_steps)}

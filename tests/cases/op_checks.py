@@ -32,3 +32,12 @@ def raised(kind: type[errors.EpA2AError], work: Callable[[], Any], *words: str) 
             raise AssertionError(f"{absent} not in: {error}") from error
         return error
     raise AssertionError(f"no {kind.__name__}")
+
+
+def refused(op: Any, kind: type[errors.EpA2AError], work: Callable[[], Any], *words: str) -> errors.EpA2AError:
+    """As `raised`, of a call of an op that launches nothing and leaves the op's step as it is."""
+    before, was_open = op.memory.steps.clone(), op.has_open_step
+    error = raised(kind, work, *words)
+    assert op.memory.steps.equal(before), "something was launched"
+    assert op.has_open_step == was_open
+    return error

@@ -24,6 +24,7 @@ from tests.cases.call_orders import run_order
 from tests.cases.op_cases import (
     Case,
     Step,
+    arena_of,
     check_dispatched,
     combine_by_nodes,
     make_inputs,
@@ -50,7 +51,7 @@ from tests.replay import CapturedStep
 
 
 def late_rank(context: RankContext, case: Case) -> None:
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         for number in range(3):
             if number == 1:
@@ -64,7 +65,7 @@ def late_rank(context: RankContext, case: Case) -> None:
 
 def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
     """Ops of one index share their large blocks; an op of the same config gets the same addresses again."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         first = make_op(context, case, arena, index=0)
         small_case = replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2)
         smaller = make_op(context, small_case, arena, index=0)
@@ -108,7 +109,7 @@ def graph(context: RankContext, case: Case) -> None:
 
     With case.split "all" the step is four halves, between which the graph has other work.
     """
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         device, rank, halves = context.device, context.rank, case.split == "all"
         mine = make_inputs(case, 0, rank)
@@ -177,7 +178,7 @@ def _arguments(inputs: Any) -> list[Any]:
 def missing_rank(context: RankContext, case: Case, phase: str) -> None:
     """The last rank skips a phase: all others get a RankTimeoutError that calls it late; reset makes the op usable."""
     absent = case.world_size - 1
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
         op.set_timeout(ABSENT_TIMEOUT_SECS)
@@ -225,7 +226,7 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
 def late_in_the_first_step(context: RankContext, case: Case) -> None:
     """The last rank comes late: nobody minds in the op's first step, and all others do in the second."""
     last = case.world_size - 1
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena, timeout_secs=BRIEF_TIMEOUT_SECS, first_timeout_secs=60.0)
         arena.rendezvous.barrier("before one is late")
         if context.rank == last:
@@ -248,7 +249,7 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
 
 def dropped_in_a_step(context: RankContext, case: Case) -> None:
     """One rank forgets its op after a dispatch, the other's combine sends to it: the next op there begins clean."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena, index=0, timeout_secs=ENOUGH_SECS)
         step = Step.dispatch(case, op, 0, context.device)
         if context.rank == 1:
@@ -267,7 +268,7 @@ def dropped_in_a_step(context: RankContext, case: Case) -> None:
 
 def device_failures(context: RankContext, case: Case) -> None:
     """What only the device can know: recorded, raised at the next call, and over after reset."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
         inputs = make_inputs(case, 0, context.rank)
         tokens, ids = inputs.tokens.to(context.device), inputs.ids.to(context.device)
@@ -302,7 +303,7 @@ def device_failures(context: RankContext, case: Case) -> None:
 
 def graphs_of_other_steps(context: RankContext, case: Case) -> None:
     """A combine graph of another step_tokens than the dispatch graph before it: rows lie elsewhere."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         inputs = make_inputs(case, 0, context.rank)
         tokens, weights, ids = (each.to(context.device) for each in (inputs.tokens, inputs.weights, inputs.ids))
@@ -335,7 +336,7 @@ def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
 
 def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
     """What dispatch returned holds the next step's rows once a peer has gone on: it is copied, or refused."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         num_tokens = case.tokens[0][context.rank]
         x = torch.full((num_tokens, case.hidden_dim), 1.0 + context.rank, device=context.device).to(op.config.data_type)
@@ -370,7 +371,7 @@ def cap_overflow(context: RankContext, case: Case) -> None:
     # the cap is a multiple of the ranks, of which one alone brings a token more
     cap, tokens = 2 * case.world_size, ((3, *[2] * (case.world_size - 1)), (2,))
     case = replace(case, routing="all_to_one", tokens=tokens)
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena, max_total_recv_tokens=cap)
         inputs = make_inputs(case, 0, context.rank)
         op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
@@ -389,7 +390,7 @@ def cap_overflow(context: RankContext, case: Case) -> None:
 def host_checks(context: RankContext, case: Case) -> None:
     """Every mistake that the host can see, each with its own class, raised before anything is launched."""
     device, rank = context.device, context.rank
-    with Arena(context.group, device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         good = make_inputs(case, 0, rank)
         x, ids = good.tokens.to(device), good.ids.to(device)
@@ -472,7 +473,7 @@ def host_checks(context: RankContext, case: Case) -> None:
 
 def combine_inputs_in_rank_major(context: RankContext, case: Case) -> None:
     """Rows of another arrangement than dispatch's are refused, also where their number is right."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         step = Step.dispatch(case, op, 0, context.device)
         dtype, hidden = op.config.combined_dtype, case.hidden_dim
@@ -487,7 +488,7 @@ def combine_inputs_in_rank_major(context: RankContext, case: Case) -> None:
 
 def weights_on_some_ranks(context: RankContext, case: Case) -> None:
     """A rank that sums weights finds out that another rank brought none."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         step = Step.dispatch(case, op, 0, context.device)
         rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
@@ -511,7 +512,7 @@ def weights_on_some_ranks(context: RankContext, case: Case) -> None:
 
 def memory_of_closed_ops_is_used_again(context: RankContext, case: Case) -> None:
     """Ops made without an index have memory of their own, which the next one gets after close."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         sizes = []
         for number in range(3):
             with make_op(context, case, arena) as op:
@@ -525,7 +526,7 @@ def memory_of_closed_ops_is_used_again(context: RankContext, case: Case) -> None
 
 def construction_mismatches(context: RankContext, case: Case) -> None:
     """Ranks that build different ops, or do not come, are found at construction, with field and ranks named."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         changes: dict[str, Any] = {"hidden_dim": case.hidden_dim * 2} if context.rank == 1 else {}
         raised(errors.ConfigMismatchError, lambda: make_op(context, case, arena, **changes), "hidden_dim", "[1]")
         other_rank = {"rank": (context.rank + 1) % case.world_size}
@@ -546,7 +547,7 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
 
 def expert_major_checks(context: RankContext, case: Case) -> None:
     """Layout expert_major: weights that the host misses in dispatch or refuses in combine, and rows turned round."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         x, _, ids = (t.to(context.device) for t in _tensors(make_inputs(case, 0, context.rank)))
         raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
@@ -567,10 +568,10 @@ def group_without_rank_0(context: RankContext, case: Case) -> None:
     dist.barrier()
 
 
-interleaved = functools.partial(run_order, name="interleaved")
-order_of_calls = functools.partial(run_order, name="of-calls")
-overlapping_halves = functools.partial(run_order, name="overlapping-halves")
-closed_in_the_middle = functools.partial(run_order, name="closed-in-the-middle")
+interleaved = functools.partial(run_order, order="interleaved")
+order_of_calls = functools.partial(run_order, order="of-calls")
+overlapping_halves = functools.partial(run_order, order="overlapping-halves")
+closed_in_the_middle = functools.partial(run_order, order="closed-in-the-middle")
 BODIES = {
     **read_bodies("op_special", globals()),
     # programs that fail have told their counts to those behind them

@@ -7,10 +7,9 @@ import torch
 
 from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.memory.arena import Arena
 from ep_a2a.reference import combine_reference
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, Step, make_inputs, make_op, read_bodies, run_step
+from tests.cases.op_cases import Case, Step, arena_of, make_inputs, make_op, read_bodies, run_step
 from tests.cases.op_checks import raised, synchronize
 
 
@@ -20,7 +19,7 @@ def _on(context: RankContext, *tensors: torch.Tensor | None) -> list[Any]:
 
 def cast_by_some_ranks(context: RankContext, case: Case) -> None:
     """Tokens that come cast may hold any byte, those that dispatch casts may not: ranks must agree on who casts."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         num_scales = op.config.num_scales
         cast = replace(case, dtype=FP8_DTYPE, scale_dim=num_scales, quant_type="none", options={})
@@ -41,7 +40,7 @@ def cast_by_some_ranks(context: RankContext, case: Case) -> None:
 
 def cast_before(context: RankContext, case: Case) -> None:
     """Tokens come cast, in a config that could cast them: a rank without tokens moves other ranks' scales, too."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         cast = replace(case, dtype=FP8_DTYPE, scale_dim=op.config.num_scales, quant_type="none", options={})
         for number in range(case.num_steps):
@@ -52,7 +51,7 @@ def cast_before(context: RankContext, case: Case) -> None:
 
 def built_under_another_default_device(context: RankContext, case: Case) -> None:
     """As engines do that build layers under "meta"."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         with torch.device("meta"):
             op = make_op(context, case, arena)
         for number in range(case.num_steps):
@@ -61,7 +60,7 @@ def built_under_another_default_device(context: RankContext, case: Case) -> None
 
 def error_of_fp8(context: RankContext, case: Case) -> None:
     """Results that are sent as fp8 are as near to the exact ones as MORI asks of its own: rtol 7e-2."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         for number in range(case.num_steps):
             step = Step.dispatch(case, op, number, context.device)

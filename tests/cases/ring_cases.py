@@ -1,22 +1,18 @@
 """Cases and bodies of the kernels that send chunks between nodes, for virtual nodes on CPU and on GPUs."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.log_once import log_once
-from ep_a2a.memory import arena, nvshmem
-from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import ring_launches
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, Step, check_dispatched, make_inputs, make_op, reference_of
+from tests.cases.op_cases import Case, Step, arena_of, check_dispatched, make_inputs, make_op, reference_of
 from tests.cases.op_checks import synchronize
 from tests.cases.op_matrix import CASES, UNEVEN, listed
 from tests.cases.tables import read_table
@@ -106,27 +102,9 @@ CAST_BEFORE = Case(
 """For cast_before: the ranks of one node bring nothing, and pass on what the other node sends."""
 
 
-PUTS = {"internode_transport": "nvshmem"}
-"""Options of rings whose ranks reach other nodes by puts only."""
-
-
-def by_stores(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
-    """A body with rings whose ranks store to all others' memory."""
-    return body(context, case, *more)
-
-
-def by_puts(context: RankContext, body: Callable[..., Any], case: Case, *more: Any) -> Any:
-    """A body with rings by puts: over NVSHMEM on GPUs, by copies of bytes on CPU."""
-    case = replace(case, options=case.options | PUTS)
-    if context.device.type == "cpu":
-        return body(context, case, *more)
-    with mock.patch.object(arena, "allocate_symmetric", nvshmem.allocate_symmetric):
-        return body(context, case, *more)
-
-
 def other_numbers_of_programs(context: RankContext, case: Case) -> None:
     """Ranks ask for different launch numbers; more channels than programs must not make them wait for each other."""
-    with Arena(context.group, context.device) as memory:
+    with arena_of(context, case) as memory:
         op = make_op(context, case, memory)
         # fixed by what ranks agree on, whatever a call asks for
         _, num_channel_programs, _ = op.get_launch_config()
@@ -159,7 +137,7 @@ def lines_that_cross(context: RankContext, case: Case) -> tuple[int, int, int]:
         (rows that other nodes sent to this rank, other nodes that its own tokens go to, other nodes' ranks likewise).
     """
     per_node = case.world_size // case.num_nodes
-    with Arena(context.group, context.device) as memory:
+    with arena_of(context, case) as memory:
         op = make_op(context, case, memory)
         step = Step.dispatch(case, op, 0, context.device)
         synchronize(context)

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases.op_cases import Case, run_case
+from tests.cases.op_cases import BY_HOSTS, Case, run_case
 from tests.cases.op_matrix import UNEVEN
-from tests.cases.staged_cases import staged
 from tests.markers import needs_own_gpus
 
 FORMS = {
@@ -31,6 +30,12 @@ FORMS = {
 def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any]) -> None:
     world_size = num_nodes * per_node
     case = Case(
-        world_size=world_size, num_nodes=num_nodes, num_experts=2 * world_size + 1, topk=3, tokens=UNEVEN, **changes
+        world_size=world_size,
+        num_nodes=num_nodes,
+        num_experts=2 * world_size + 1,
+        topk=3,
+        tokens=UNEVEN,
+        options=BY_HOSTS,
+        **changes,
     )
-    ranks(staged, world_size, run_case, case, device="cuda")
+    ranks(run_case, world_size, case, device="cuda")

@@ -1,12 +1,11 @@
 """Rings on virtual nodes of GPUs, by stores and by puts of NVSHMEM: the bodies of tests/simulator/test_rings.py."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.cases.op_cases import Case, run_case
+from tests.cases.op_cases import BY_PUTS, Case, run_case, with_options
 from tests.cases.op_matrix import CASES
 from tests.cases.op_special import BODIES
 from tests.cases.ring_cases import (
@@ -15,8 +14,6 @@ from tests.cases.ring_cases import (
     RING_KERNELS,
     SHAPES,
     SHAPES_AND_FLAT,
-    by_puts,
-    by_stores,
     lines_that_cross,
     on_two_nodes,
     other_numbers_of_programs,
@@ -26,13 +23,13 @@ from tests.markers import needs_gpus, needs_own_gpus
 from tests.multigpu.cases import on_two_gpus
 
 
-def each_transport(cases_by_stores: dict[str, Any], cases_by_puts: dict[str, Any]) -> list[Any]:
-    """Parameters (transport, case); NVSHMEM needs a GPU for each rank."""
+def each_transport(cases_by_stores: dict[str, Case], cases_by_puts: dict[str, Case]) -> list[Any]:
+    """Parameters for cases of both transports; NVSHMEM needs a GPU for each rank."""
     return [
-        pytest.param(by_stores, case, id=f"stores-{name}", marks=needs_gpus(case.world_size))
+        pytest.param(case, id=f"stores-{name}", marks=needs_gpus(case.world_size))
         for name, case in cases_by_stores.items()
     ] + [
-        pytest.param(by_puts, case, id=f"puts-{name}", marks=needs_own_gpus(case.world_size, "NVSHMEM"))
+        pytest.param(with_options(case, **BY_PUTS), id=f"puts-{name}", marks=needs_own_gpus(case.world_size, "NVSHMEM"))
         for name, case in cases_by_puts.items()
     ]
 
@@ -41,25 +38,22 @@ OF_FOUR = {name: on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS}
 REPLAYS = {kernel: replace(REPLAYED, kernel=kernel) for kernel in RING_KERNELS}
 
 
-@pytest.mark.parametrize(("transport", "case"), each_transport(on_two_gpus(SHAPES_AND_FLAT), on_two_gpus(SHAPES)))
-def test_two_nodes_of_one(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
-    ranks(transport, 2, run_case, case, device="cuda")
-
-
-@pytest.mark.parametrize(("transport", "case"), each_transport(OF_FOUR, OF_FOUR))
-def test_two_nodes_of_two(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
-    ranks(transport, 4, run_case, case, device="cuda")
-
-
-@pytest.mark.parametrize(("transport", "case"), each_transport(SHAPES_AND_FLAT, SHAPES))
-def test_shapes(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
-    ranks(transport, case.world_size, run_case, case, device="cuda")
+@pytest.mark.parametrize(
+    "case",
+    [
+        *each_transport(on_two_gpus(SHAPES_AND_FLAT), on_two_gpus(SHAPES)),
+        *each_transport(OF_FOUR, OF_FOUR),
+        *each_transport(SHAPES_AND_FLAT, SHAPES),
+    ],
+)
+def test_steps(ranks: Any, case: Case) -> None:
+    ranks(run_case, case.world_size, case, device="cuda")
 
 
 @pytest.mark.usefixtures("compiled_whole")
-@pytest.mark.parametrize(("transport", "case"), each_transport(REPLAYS, REPLAYS))
-def test_replayed_steps(ranks: Any, transport: Callable[..., Any], case: Case) -> None:
-    ranks(transport, case.world_size, BODIES["graph-rank-major"][0], case, device="cuda")
+@pytest.mark.parametrize("case", each_transport(REPLAYS, REPLAYS))
+def test_replayed_steps(ranks: Any, case: Case) -> None:
+    ranks(BODIES["graph-rank-major"][0], case.world_size, case, device="cuda")
 
 
 @needs_gpus(2)

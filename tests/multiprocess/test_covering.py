@@ -15,8 +15,8 @@ from tests.cases.covering import (
     covering_few_kernels,
     covering_params,
     pairs_of,
-    run_choice,
 )
+from tests.cases.op_cases import run_case
 
 
 def test_every_allowed_pair_is_covered() -> None:
@@ -41,4 +41,4 @@ def test_an_impossible_cast_is_refused() -> None:
 
 @pytest.mark.parametrize(("choice", "number"), covering_params())
 def test_pair(ranks: Any, choice: Choice, number: int) -> None:
-    ranks(run_choice, choice.world_size, choice, number)
+    ranks(run_case, choice.world_size, case_of(choice, number))

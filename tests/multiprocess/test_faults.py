@@ -8,8 +8,8 @@ import pytest
 
 from tests.cases import fault_cases
 from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.cases.op_cases import with_options
 from tests.cases.outside_fault_cases import LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
-from tests.cases.staged_cases import staged
 
 
 @pytest.mark.parametrize("fault", ["combine", "replay"])
@@ -33,9 +33,8 @@ def test_a_rank_that_is_stopped_where_it_waits_is_called_late_by_all(
     """In kernels, or on the host, where all that others know is that it waits."""
     case = case_of(LOW_LATENCY, 4)
     if transport:
-        case = replace(case, num_nodes=2, options=case.options | {"internode_transport": transport})
-    body = (fault_cases.stopped_for_long, case, "", str(tmp_path))
-    answers = ranks(staged, 4, *body) if transport == "torch.distributed" else ranks(body[0], 4, *body[1:])
+        case = with_options(replace(case, num_nodes=2), internode_transport=transport)
+    answers = ranks(fault_cases.stopped_for_long, 4, case, "", str(tmp_path))
     for rank, seen in enumerate(answers):
         assert (seen["missing"], seen["late"]) == ([], [VICTIM]), (rank, answers)
 

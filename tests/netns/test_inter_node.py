@@ -10,9 +10,8 @@ import pytest
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, make_op, run_step
+from tests.cases.op_cases import BY_HOSTS, Case, arena_of, make_op, run_step, with_options
 from tests.cases.op_matrix import UNEVEN
-from tests.cases.staged_cases import node_arena, over_torch_distributed
 from tests.netns.hosts import CUT_SENDS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
 from tests.netns.launch import run_on_hosts
 from tests.netns.network import Network
@@ -22,13 +21,13 @@ CASE = Case(topk=3, tokens=UNEVEN, layout="rank_major", routing="out_of_range", 
 
 def case_of(context: RankContext, num_hosts: int) -> Case:
     sizes = replace(CASE, world_size=context.world_size, num_experts=2 * context.world_size + 1, num_nodes=num_hosts)
-    return over_torch_distributed(sizes)
+    return with_options(sizes, **BY_HOSTS)
 
 
 def take_steps(context: RankContext, _directory: Path, num_hosts: int, num_steps: int) -> None:
     """Steps of an op across hosts, each against the oracle."""
     case = case_of(context, num_hosts)
-    with node_arena(context, num_hosts) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         for step in range(num_steps):
             run_step(case, op, step, context.device)
@@ -49,7 +48,7 @@ def take_steps_across_a_cut(
     Without an error the time.monotonic() of the end.
     """
     case = case_of(context, context.world_size)
-    with node_arena(context, context.world_size) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
         op.set_timeout(timeout_secs)

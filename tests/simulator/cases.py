@@ -9,21 +9,21 @@ import torch
 from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.errors import CapacityError, ConfigMismatchError, RankTimeoutError
-from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from tests.cases.op_cases import (
+    BY_HOSTS,
+    BY_PUTS,
     Case,
     Step,
+    arena_of,
     make_inputs,
     make_op,
     reference_of,
     run_case,
-    run_step,
     same_sums,
     set_first_epoch,
 )
-from tests.cases.ring_cases import PUTS, SMALL_RINGS, rings
-from tests.simulator.nodes import arena_of
+from tests.cases.ring_cases import SMALL_RINGS, rings
 from tests.simulator.ranks import Context
 
 SMALL = Case(
@@ -60,7 +60,7 @@ SWITCHING = replace(
 )
 BOUNDED = replace(SMALL, max_tokens=9, tokens=((3, 2), (9, 6)), num_steps=2, options=BULK | {"max_sms": 4})
 TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
-STAGED = SMALL_RINGS | {"internode_transport": "torch.distributed", "timeout_secs": 2.0}
+STAGED = SMALL_RINGS | BY_HOSTS | {"timeout_secs": 2.0}
 CASES = {
     "low_latency": SMALL,
     "low_latency_marks": replace(SMALL, unusual=True),
@@ -110,7 +110,7 @@ CASES = {
     "rings_compact_halves": replace(TWO_NODES, layout="compact", routing="out_of_range", split="mixed"),
     "rings_of_one_chunk": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1)),
     "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
-    "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | PUTS),
+    "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | BY_PUTS),
     "staged": replace(TWO_NODES, num_steps=2, options=STAGED),
     "staged_expert_major": replace(TWO_NODES, layout="expert_major", num_steps=2, options=STAGED),
     "small_room_staged": replace(
@@ -121,7 +121,7 @@ CASES = {
 
 def run_chain(context: Context, case: Case) -> None:
     """Steps whose launches follow each other without the host, each combine against the oracle."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         set_first_epoch(op, case, arena)
         checks: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -144,15 +144,6 @@ def unchecked_steps(context: Context, case: Case, op: EpDispatchCombineOp) -> No
         op.check()
         rows = torch.zeros(*step.got[0].shape[:-1], case.hidden_dim, dtype=op.config.combined_dtype)
         op.combine(rows, None, step.ids)
-        op.check()
-
-
-def run_staged(context: Context, case: Case) -> None:
-    """Steps over a transport between nodes, against the oracle."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        for number in range(case.num_steps):
-            run_step(case, op, number, context.device)
         op.check()
 
 
@@ -233,7 +224,6 @@ BODIES: dict[str, Any] = {
     "steps": run_case,
     "chain": run_chain,
     "late_weights": run_late_weights,
-    "staged": run_staged,
     "without_room": run_without_room,
     "behind_failure": run_behind_failure,
     "until_late": run_until_late,
@@ -250,6 +240,6 @@ def bodies_of(name: str) -> list[str]:
     if name.startswith("small_room"):
         return ["without_room", "behind_failure"]
     if name.startswith("staged"):
-        return ["late_weights" if CASES[name].layout == "expert_major" else "staged"]
+        return ["late_weights" if CASES[name].layout == "expert_major" else "steps"]
     more = ["late_weights"] * (CASES[name].layout == "expert_major") + ["disagreeing"] * (name == "low_latency")
     return ["steps", "chain", *more]

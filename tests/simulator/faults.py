@@ -10,11 +10,10 @@ from typing import Any
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
 from ep_a2a.ops import EpDispatchCombineOp
-from tests.cases.op_cases import Case, Step, make_op
+from tests.cases.op_cases import Case, Step, arena_of, make_op
 from tests.cases.op_checks import raised
 from tests.simulator.cases import CASES
 from tests.simulator.explain import describe
-from tests.simulator.nodes import arena_of
 from tests.simulator.ranks import Conditions, Context, Simulation
 from tests.simulator.scheduler import Fault, Killed
 
@@ -102,14 +101,7 @@ def calls_of(context: Context, case: Case, op: EpDispatchCombineOp, number: int)
     step = Step.dispatch(case, op, number, context.device)
     settle(context, op)
     step.check_dispatched()
-    rows, weights, expected, sums = step.before_combine()
-    if case.in_halves(number, context.rank, "combine"):
-        step.combine_send(rows, weights)
-        got = op.combine_recv()
-    else:
-        got = op.combine(rows, weights, step.ids)
-    settle(context, op)
-    step.check_combined(got, expected, sums)
+    step.combine(lambda: settle(context, op))
 
 
 def live(context: Context, case: Case, lives: list[Life]) -> None:

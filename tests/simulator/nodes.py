@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ep_a2a.errors import RankTimeoutError
-from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
-from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import Exchange, NodeTransport
-from tests.cases.op_cases import Case
 from tests.simulator.memory import View
-from tests.simulator.ranks import Context
+
+if TYPE_CHECKING:
+    from tests.simulator.ranks import Context
 
 TIMEOUT_SECS = 2.0
 
@@ -20,14 +21,14 @@ class HostExchange(NodeTransport):
     """Moves blocks at once when all partners have sent theirs. Whoever has received knows what the senders did before.
 
     Args:
-        context: of the rank. grid: its place among the nodes. timeout_secs: as of NodeTransport.
+        context: of the rank. grid: its place among the nodes.
     """
 
-    def __init__(self, context: Context, grid: NodeGrid, timeout_secs: float) -> None:
+    def __init__(self, context: Context, grid: NodeGrid) -> None:
         self._context, self._connections, self._number = context, 0, 0
         # blocks that ranks have sent, by rank, its connection and number of its exchange, and what the sender knew
         self._sent: dict[tuple[int, int, int], tuple[torch.Tensor, View]] = context.machine.exchanged
-        super().__init__(context.group, grid, timeout_secs)
+        super().__init__(context.group, grid, TIMEOUT_SECS)
 
     def _connect(self) -> None:
         self._connections, self._number = self._connections + 1, 0
@@ -57,11 +58,3 @@ class HostExchange(NodeTransport):
 
     def _disconnect(self) -> None:
         pass
-
-
-def arena_of(context: Context, case: Case) -> Arena:
-    """The memory of a case, which ranks of a node share where the host exchanges blocks between nodes."""
-    if case.options.get("internode_transport") != "torch.distributed":
-        return Arena(context.group, context.device)
-    grid = NodeGrid(case.num_nodes, case.world_size // case.num_nodes, context.rank)
-    return NodeArena(context.group, grid, context.device, HostExchange(context, grid, TIMEOUT_SECS))

@@ -24,8 +24,10 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
 from ep_a2a.ops import intra_node, op_kernels, rings
 from ep_a2a.ops.memory import BoundMemory
+from tests.cases import op_cases
 from tests.simulator.interpreter import Machine, RankStream
 from tests.simulator.memory import Pool, View
+from tests.simulator.nodes import HostExchange
 from tests.simulator.scheduler import LIMIT_SECS, Fault, Scheduler, Task
 from tests.simulator.store import Store
 
@@ -178,6 +180,7 @@ class Simulation:
         self._lines: dict[int, list[dict[str, Any]]] = {host: [] for host in self.hosts}
         self._left: set[int] = set()
         self._meetings: dict[str, list[View]] = {}
+        self._contexts: list[Context] = []
 
     def run(self, body: Callable[..., Any], *args: Any) -> Outcome:
         """Run body(context, *args) on every rank."""
@@ -185,6 +188,7 @@ class Simulation:
         for stream in self.streams:
             group = Group(stream.number, len(self.streams), store)
             context = Context(stream.number, group, torch.device("cpu"), self.machine, stream)
+            self._contexts.append(context)
 
             def work(context: Context = context) -> Any:
                 return body(context, *args)
@@ -234,6 +238,7 @@ class Simulation:
                 (arena, "allocate_symmetric", self._allocate),
                 (node_memory, "allocate_symmetric", self._allocate),
                 (node_memory, "make_subgroup", subgroup),
+                (op_cases, "NodeAllToAll", lambda _, grid, __: HostExchange(self._contexts[self.current_rank], grid)),
                 (node_memory, "destroy_subgroup", lambda _: None),
                 (arena, "zeros_outside_pools", lambda num_bytes, _: torch.from_numpy(self.pool.take(num_bytes))),
                 (BoundMemory, "__init__", bind_and_name),

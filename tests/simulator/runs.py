@@ -1,18 +1,15 @@
 """Runs of the simulator by name, and what a failure prints."""
 
 import gc
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from tests.cases.op_cases import Case
-from tests.cases.staged_cases import arenas_from, over_torch_distributed
 from tests.simulator.cases import BODIES, CASES, LATE_RANK
 from tests.simulator.explain import describe
-from tests.simulator.nodes import arena_of
-from tests.simulator.ranks import Conditions, Context, Outcome, Simulation
+from tests.simulator.ranks import Conditions, Outcome, Simulation
 from tests.simulator.scheduler import Fault
 
 TIMEOUT_SECS, MOST_SECS = 10.0, 100.0
@@ -88,24 +85,6 @@ def with_few_tokens(case: Case) -> Case:
     most = MOST_UNUSUAL_TOKENS if case.unusual else MOST_TOKENS
     tokens = ((min(count, most - rank % 2) for rank, count in enumerate(step)) for step in case.tokens)
     return replace(case, tokens=tuple(map(tuple, tokens)))
-
-
-def run_staged(body: Callable[..., Any], case: Case, *args: Any) -> Outcome:
-    """Run body(context, case, *args) on every rank, with ops whose hosts exchange blocks between nodes.
-
-    Raises:
-        SimulationFailed: a rank or a kernel has failed.
-    """
-    # the host of each rank is a thread
-    own = threading.local()
-
-    def with_nodes(context: Context, *more: Any) -> Any:
-        own.context = context
-        return body(context, *more)
-
-    case = over_torch_distributed(case)
-    with arenas_from(lambda *_: arena_of(own.context, case)):
-        return run_on_ranks(with_nodes, case.world_size, case, *args)
 
 
 def words_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena
 from ep_a2a.routing import ROUTINGS
-from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, NUM_OPS, OTHERS, Action, run_actions
+from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, INDEX_OF, OTHERS, Action, run_actions
 from tests.cases.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
 from tests.cases.stride_cases import LAYOUTS as STRIDES
 from tests.cases.stride_cases import ROLES, Forms, strided_case
@@ -169,12 +169,7 @@ DRAWN = (*CALLS, *OTHERS, *(GO_ON,) * (len(CALLS) // 2), *(GO_ON_IN_HALVES,) * (
 def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
     """A case without the end of the epochs, since ops are built anew, and what is done."""
     case = replace(draw(cases(world_size)), first_epoch=0)
-    action = st.builds(
-        Action,
-        op=st.integers(0, NUM_OPS - 1),
-        call=st.sampled_from(DRAWN),
-        ranks=st.sampled_from([tuple(range(world_size)), (0,), (world_size - 1,)]),
-    )
+    action = st.tuples(st.integers(0, len(INDEX_OF) - 1), st.sampled_from(DRAWN))
     return case, draw(st.lists(action, min_size=NUM_ACTIONS, max_size=NUM_ACTIONS))
 
 

@@ -22,7 +22,7 @@ RUNS = (
     ("small_room", "behind_failure"),
     ("rings", "steps"),
     ("rings_by_puts", "steps"),
-    ("staged", "staged"),
+    ("staged", "steps"),
 )
 SMALL_PRODUCTS = """
 rank, node and channel numbers, times each other:

@@ -13,7 +13,7 @@ import pytest
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.memory.arena import Arena
-from tests.cases.op_cases import Case, make_op, run_case
+from tests.cases.op_cases import BY_HOSTS, BY_PUTS, Case, make_op, run_case, with_options
 from tests.cases.op_matrix import CASES, UNEVEN
 from tests.cases.op_special import BODIES, missing_rank
 from tests.cases.op_steps import cast_before
@@ -22,7 +22,6 @@ from tests.cases.ring_cases import (
     GRIDS,
     OF_FOUR_RANKS,
     ONE_MISSING,
-    PUTS,
     REPLAYED,
     RING_KERNELS,
     SHAPES,
@@ -35,7 +34,7 @@ from tests.cases.ring_cases import (
 )
 from tests.cases.staged_cases import begun_by_some
 from tests.simulator.ranks import Context
-from tests.simulator.runs import run_on_ranks, run_staged, with_few_tokens
+from tests.simulator.runs import run_on_ranks, with_few_tokens
 
 pytestmark = pytest.mark.full
 
@@ -45,14 +44,13 @@ def by_stores(body: Callable[..., Any], case: Case, *args: Any) -> None:
 
 
 def by_puts(body: Callable[..., Any], case: Case, *args: Any) -> None:
-    by_stores(body, replace(case, options=case.options | PUTS), *args)
+    by_stores(body, with_options(case, **BY_PUTS), *args)
 
 
 def by_hosts(body: Callable[..., Any], case: Case, *args: Any) -> None:
     # the host exchanges whole blocks
-    run_staged(
-        body, replace(case, options={key: case.options[key] for key in case.options.keys() - SMALL_RINGS}), *args
-    )
+    options = {key: case.options[key] for key in case.options.keys() - SMALL_RINGS} | BY_HOSTS
+    by_stores(body, replace(case, options=options), *args)
 
 
 COVERED = ("rank_major-", "compact-", "expert_major-", "fp32", "fp16", "fp8_", "cast-")

@@ -9,8 +9,7 @@ import torch
 
 from ep_a2a.errors import ConfigMismatchError
 from ep_a2a.kernels.layout import FailureCode, Region
-from ep_a2a.memory.arena import Arena
-from tests.cases.op_cases import Case, Step, make_op, same_sums
+from tests.cases.op_cases import Case, Step, arena_of, make_op, same_sums
 from tests.simulator.cases import CASES
 from tests.simulator.ranks import Conditions, Context, simulate
 from tests.simulator.runs import run_on_ranks
@@ -24,13 +23,14 @@ VARIANTS = {
     "bulk_halves": CASES["bulk_compact"],
     "expert_major": CASES["expert_major"],
     "rings": CASES["rings"],
+    "staged": CASES["staged"],
 }
 
 
 def run_layers(done: dict[int, int], layers: dict[int, Sequence[int]], context: Context, case: Case) -> None:
     """One step per layer. Counts the combines of each rank whose result is right; any other result fails here."""
     rank = context.rank
-    op = make_op(context, case, Arena(context.group, context.device))
+    op = make_op(context, case, arena_of(context, case))
     dispatch, send = op.dispatch, op.dispatch_send
     done[rank] = 0
     for number, layer in enumerate(layers.get(rank, ALL_LAYERS)):
@@ -70,7 +70,7 @@ def test_equal_tags_change_nothing(name: str) -> None:
 
 def test_tags_are_integers() -> None:
     def give(context: Context, case: Case, tag: object) -> None:
-        op = make_op(context, case, Arena(context.group, context.device))
+        op = make_op(context, case, arena_of(context, case))
         op.dispatch(torch.zeros(0, 16), None, None, torch.zeros(0, 2, dtype=torch.int32), tag=tag)  # type: ignore[arg-type]
 
     for tag in (1.0, "1", True, None):
@@ -80,7 +80,7 @@ def test_tags_are_integers() -> None:
 
 def choices_of_a_late_rank(context: Context, case: Case) -> None:
     """A rank's choice counts once it has come to the step that this rank is in."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         memory = make_op(context, case, arena).memory
         for epochs, found in (((5, 5), (3, 7)), ((5, 4), ())):
             memory.view(Region.COUNTS)[:, -1] = torch.tensor(
