@@ -3,55 +3,66 @@
 import contextlib
 import errno
 import itertools
+import json
 import os
 import signal
-import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ep_a2a import clock
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
+from ep_a2a.kernels import primitives
 from ep_a2a.kernels.layout import StepPhase
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.failures import check_peers
 from ep_a2a.ops.staged import StagedEngine
-from ep_a2a.testing import RankContext
+from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, arena_of, make_inputs, make_op, run_step
-from tests.cases.op_checks import raised
-from tests.waiting import await_file, await_until
+from tests.cases.op_checks import raised, synchronize
+from tests.replay import CapturedStep
+from tests.shared_files import files_of
+from tests.waiting import await_file, await_until, happens
 
 VICTIM = 1
+LOW_LATENCY, BULK = 128, 0
 TIMEOUT_SECS = 5.0
 """Longer than a step of three interpreted ranks takes that start together."""
 SLACK_SECS = 10.0
 """What a loaded machine may add to the op's timeout."""
-SHORT_STOP_SECS = 1.5
 LOCAL_SECS = 30.0
-"""A close under `patient_closes` that waits for a rank in vain takes longer than this, another one far less."""
+"""A close of long patience that waits for a rank in vain takes longer than this, another one far less."""
+VICTIM_SECS = 60.0
+"""Bound of the wait in which a rank dies: it must not give up before."""
+SECS_INTO_WAIT = 1.5
+"""On a GPU, from the launch of the call in which a rank dies to its death: what it sends has gone."""
+NUM_QUEUED_REPLAYS = 3
+KILLS = {
+    "dispatch": ("dispatch", BULK, ("dispatch 0", "combine 0")),
+    "low-latency dispatch": ("dispatch", LOW_LATENCY, ("dispatch 0", "combine 0")),
+    "combine": ("combine", LOW_LATENCY, ("combine 0", "dispatch 1")),
+    "replay": ("replay", LOW_LATENCY, ("replay",)),
+}
+"""(the call in which a rank dies, flagged_max_tokens, the calls in which its peers may learn of it).
+
+A replay is of a graph of both calls. Peers learn of it later where the rank's rows had been sent.
+"""
 
 
-def step_with_fault(case: Case, op: EpDispatchCombineOp, number: int, call: str, fault: Callable[[], None]) -> None:
-    """A step of the rank that has the fault before a call; what survives it is checked against the oracle."""
-    if call == "dispatch":
-        fault()
-    step = Step.dispatch(case, op, number, op.device)
-    settle(op)
-    step.check_dispatched()
-    if call == "combine":
-        fault()
-    combine(step)
-
-
-def combine(step: Step) -> None:
-    """A combine whose failure is raised before its result is looked at."""
-    step.combine(lambda: settle(step.op))
+def case_of(flagged_max_tokens: int, world_size: int = 3, **changes: Any) -> Case:
+    """A step of a few tokens on each of three ranks, or two."""
+    options = {"flagged_max_tokens": flagged_max_tokens}
+    sizes = {"hidden_dim": 32, "num_experts": 6, "tokens": ((4, 3, 5),), "max_tokens": 5}
+    return Case(world_size=world_size, options=options, **sizes, **changes)
 
 
 def settle(op: EpDispatchCombineOp) -> None:
@@ -61,23 +72,33 @@ def settle(op: EpDispatchCombineOp) -> None:
     op.check()
 
 
-def steps_until_error(
-    case: Case, op: EpDispatchCombineOp, first: int, before: dict[str, Callable[[], None]]
-) -> dict[str, Any]:
+def settled_step(
+    case: Case, op: EpDispatchCombineOp, number: int, before_combine: Callable[[], None] = lambda: None
+) -> None:
+    """A step whose failures are raised before its results are compared with the oracle."""
+    step = Step.dispatch(case, op, number, op.device)
+    settle(op)
+    step.check_dispatched()
+    before_combine()
+    step.combine(lambda: settle(op))
+
+
+def steps_until_error(case: Case, op: EpDispatchCombineOp, before: dict[str, Callable[[], None]]) -> dict[str, Any]:
     """Goes on with steps until a call fails: which one, whom it names, after how long. What it does is checked."""
-    for number in (first, first + 1):
-        call, start = "dispatch", clock.now()
+    for number in range(2):
+        call = "dispatch"
         try:
-            before.pop("dispatch", _nothing)()
+            before.pop(call, lambda: None)()
             start = clock.now()
-            step = Step.dispatch(case, op, number, op.device)
+            step = Step.dispatch(case, op, 1 + number, op.device)
             settle(op)
             step.check_dispatched()
-            before.pop("combine", _nothing)()
-            call, start = "combine", clock.now()
-            combine(step)
+            call = "combine"
+            before.pop(call, lambda: None)()
+            start = clock.now()
+            step.combine(lambda: settle(op))
         except RankTimeoutError as error:
-            return told_by(error, f"{call} {number - first}", start)
+            return told_by(error, f"{call} {number}", start)
     raise AssertionError("no rank was missed")
 
 
@@ -88,25 +109,10 @@ def told_by(error: EpA2AError, call: str, start: float) -> dict[str, Any]:
     return {"call": call, "missing": missing, "late": late, "secs": clock.now() - start}
 
 
-def _nothing() -> None:
-    pass
-
-
 def timed(work: Callable[[], Any]) -> float:
     start = clock.now()
     work()
     return clock.now() - start
-
-
-def patient_closes() -> contextlib.AbstractContextManager[Any]:
-    """Within, a close waits for other ranks for so long that it can be told from one that waits for nobody."""
-    return mock.patch.object(arena_module, "CLOSE_PATIENCE_SECS", 2 * LOCAL_SECS)
-
-
-def close_secs(op: EpDispatchCombineOp, arena: Arena) -> float:
-    """Closes both under `patient_closes`."""
-    with patient_closes():
-        return timed(op.close) + timed(arena.close)
 
 
 def store_of(is_host: bool, path: Path) -> dist.TCPStore:
@@ -120,30 +126,111 @@ def store_of(is_host: bool, path: Path) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False, wait_for_workers=False)
 
 
+# --- SIGKILL ---
+
+
+def killed(context: RankContext, case: Case, call: str, folder: str) -> None:
+    """One rank dies where it waits in a call; the others come to it then, and each writes down what it saw."""
+    rank, device = context.rank, context.device
+    arena = Arena(context.group, device)
+    op = make_op(context, case, arena)
+    if call == "replay":
+        replay = captured_step(context, case, op)
+    else:
+        run_step(case, op, 0, device)
+    settle(op)
+    victim = arena.rendezvous.exchange("before the kill", os.getpid())[VICTIM]
+    op.set_timeout(VICTIM_SECS if rank == VICTIM else TIMEOUT_SECS)
+
+    def await_the_end() -> None:
+        await_until(lambda: has_ended(victim), "the end of a process", VICTIM_SECS)
+
+    if rank == VICTIM:
+        step = Step.dispatch(case, op, 1, device) if call == "combine" else None
+        settle(op)
+        die_in_the_first_wait()
+        if step is not None:
+            op.combine(step.before_combine()[0], None, step.ids)
+        else:
+            replay() if call == "replay" else Step.dispatch(case, op, 1, device)
+        # on a GPU the call waits for those who await this end
+        happens(torch.cuda.current_stream(device).query, SECS_INTO_WAIT)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if call == "replay":
+        await_the_end()
+        start = clock.now()
+        for _ in range(NUM_QUEUED_REPLAYS):
+            replay()
+        synchronize(context)
+        seen = told_by(raised(RankTimeoutError, op.check), call, start)
+        # those behind the one that failed have received nothing
+        assert op.recv_counts.tolist() == [0] * context.world_size
+    else:
+        seen = steps_until_error(case, op, {call: await_the_end})
+        raised(RankTimeoutError, lambda: run_step(case, op, 2, device), f"rank {VICTIM}")
+    # the op stays failed and closes alone
+    raised(RankTimeoutError, op.check, f"rank {VICTIM}")
+    with mock.patch.object(arena_module, "CLOSE_PATIENCE_SECS", 2 * LOCAL_SECS):
+        seen["close_secs"] = timed(op.close) + timed(arena.close)
+    seen["files"] = files_of(os.getpid())
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+
+
+def captured_step(context: RankContext, case: Case, op: EpDispatchCombineOp) -> Callable[[], None]:
+    """Replays a captured step whose experts return what they get; it has done so once."""
+    mine = make_inputs(case, 0, context.rank)
+    x, ids = mine.tokens.to(context.device), mine.ids.to(context.device)
+
+    def body(_: Callable[[Callable[[], None]], None]) -> None:
+        op.combine(op.dispatch(x, None, None, ids)[0], None, ids)
+
+    body(lambda work: work())
+    captured = CapturedStep(op, body)
+    captured.replay()
+    return captured.replay
+
+
+def die_in_the_first_wait() -> None:
+    """Kills this process when an interpreted kernel first waits."""
+    dying = SimpleNamespace(monotonic_ns=time.monotonic_ns, sleep=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    primitives.time = dying  # type: ignore[assignment]
+
+
+def has_ended(process: int) -> bool:
+    """Whether nothing is left of a process but its exit code."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def process_of(context: RankContext) -> int:
+    return os.getpid()
+
+
+def kill_and_look(kill: str, world_size: int, device: str, folder: Path) -> None:
+    """Runs one of KILLS in a pool of its own: what each survivor saw, and that no process is left."""
+    call, flagged_max_tokens, errors = KILLS[kill]
+    weights = {"with_weights": False, "combine_weights": False}
+    case = case_of(flagged_max_tokens, world_size, **weights)
+    # under MPS the survivors would lose their contexts with the dead rank's
+    with RankPool(world_size, device=device, timeout_secs=120, grace_secs=60, mps=False) as pool:
+        processes = pool.run(process_of)
+        with pytest.raises(RankFailure) as caught:
+            pool.run(killed, case, call, str(folder))
+    assert sorted(caught.value.tracebacks) == [VICTIM], str(caught.value)
+    assert "exit code -9" in caught.value.tracebacks[VICTIM]
+    for rank in set(range(world_size)) - {VICTIM}:
+        seen = json.loads((folder / f"{rank}.json").read_text())
+        assert seen["call"] in errors
+        assert (seen["missing"], seen["files"]) == ([VICTIM], [])
+        assert seen["secs"] < TIMEOUT_SECS + SLACK_SECS
+        assert seen["close_secs"] < LOCAL_SECS
+    # with a process its context on the GPU has gone
+    assert not [process for process in processes if Path(f"/proc/{process}").exists()]
+
+
 # --- SIGSTOP ---
-
-
-def stop_itself(secs: float) -> None:
-    """Stops this process; a child of it lets it go on, again and again since it may be faster."""
-    start = clock.now()
-    script = f"while sleep {secs} && kill -CONT {os.getpid()}; do :; done"
-    child = subprocess.Popen(["sh", "-c", script], start_new_session=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    assert clock.now() - start >= secs
-
-
-def stopped_for_a_while(context: RankContext, case: Case) -> None:
-    """A rank stops for less than the timeout before each call: nobody notices, all results are right."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena, timeout_secs=TIMEOUT_SECS + SLACK_SECS)
-        for number, call in enumerate(("dispatch", "combine")):
-            if context.rank == VICTIM:
-                step_with_fault(case, op, number, call, lambda: stop_itself(SHORT_STOP_SECS))
-            else:
-                run_step(case, op, number, context.device)
-            settle(op)
 
 
 def stopped_for_long(context: RankContext, case: Case, before: str, folder: str) -> dict[str, Any]:
@@ -162,7 +249,7 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
         else:
             if not before:
                 stop_in_a_wait(case, op, process, Path(folder, "stopped"))
-            seen = steps_until_error(case, op, 1, {})
+            seen = steps_until_error(case, op, {})
             Path(folder, f"gave up {context.rank}").touch()
             for other in set(range(context.world_size)) - {VICTIM}:
                 await_file(Path(folder, f"gave up {other}"))
@@ -217,7 +304,9 @@ def stop_until_let_go(case: Case, op: EpDispatchCombineOp, before: str, goes_on:
         goes_on.touch()
 
     def two_steps() -> None:
-        step_with_fault(case, op, 1, before, stop)
+        if before == "dispatch":
+            stop()
+        settled_step(case, op, 1, stop if before == "combine" else lambda: None)
         run_step(case, op, 2, op.device)
 
     error = raised(RankTimeoutError, two_steps)
@@ -241,14 +330,6 @@ def stop_in_a_wait(case: Case, op: EpDispatchCombineOp, process: int, stopped: P
         await_until(lambda: record.is_stopped(VICTIM), "the stop")
         stopped.touch()
     await_file(stopped)
-
-
-def echo_of(case: Case, number: int, rank: int) -> torch.Tensor:
-    """A step's result [T, H] where experts return what they get: each token times the ranks that it went to."""
-    mine = make_inputs(case, number, rank)
-    owners = mine.ids.long() // (case.num_experts // case.world_size)
-    num_owners = torch.tensor([len(set(row)) for row in owners.tolist()])
-    return (mine.tokens.float() * num_owners[:, None]).to(mine.tokens.dtype)
 
 
 # --- memory that is not to be had ---

@@ -144,6 +144,12 @@ class Inputs:
     scales: torch.Tensor | None
     ids: torch.Tensor
 
+    def on(self, device: torch.device) -> list[Any]:
+        """The arguments of dispatch on a device."""
+        return [
+            None if each is None else each.to(device) for each in (self.tokens, self.weights, self.scales, self.ids)
+        ]
+
 
 def make_inputs(case: Case, step: int, rank: int) -> Inputs:
     generator = torch.Generator().manual_seed(1 + case.seed * 1_000_003 + step * 1009 + rank)
@@ -441,8 +447,7 @@ class Step:
     def begin(cls, case: Case, op: EpDispatchCombineOp, number: int, device: torch.device, *, half: bool) -> Step:
         """A whole dispatch, or its first half, after which its inputs belong to the caller again."""
         everyone = [make_inputs(case, number, r) for r in range(case.world_size)]
-        mine = everyone[op.config.rank]
-        inputs = [None if t is None else t.to(device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)]
+        inputs = everyone[op.config.rank].on(device)
         ids, counts_experts = inputs[3], not half and number % 2 == 0
         wishes: dict[str, Any] = {"step_tokens": case.stride(number), "pad_id": case.pad_id}
         if half:

@@ -43,6 +43,7 @@ from tests.cases.op_checks import (
     ENOUGH_SECS,
     SHORT_TIMEOUT_SECS,
     raised,
+    refused,
     synchronize,
 )
 from tests.cases.op_steps import STEP_BODIES
@@ -113,7 +114,7 @@ def graph(context: RankContext, case: Case) -> None:
         op = make_op(context, case, arena)
         device, rank, halves = context.device, context.rank, case.split == "all"
         mine = make_inputs(case, 0, rank)
-        static = [None if t is None else t.to(device) for t in _arguments(mine)]
+        static = mine.on(device)
         dtype = op.config.combined_dtype
         held: list[Any] = [None, None]
         all_rows = op.get_registered_combine_input_buffer(dtype)
@@ -141,7 +142,7 @@ def graph(context: RankContext, case: Case) -> None:
                 # the tensors that the capture reads keep their shapes, so every step has step 0's token counts
                 fresh = replace(case, seed=case.seed + number, tokens=(case.tokens[0],))
                 everyone = [make_inputs(fresh, 0, r) for r in range(case.world_size)]
-                for target, source in zip(static, _arguments(everyone[rank])):
+                for target, source in zip(static, everyone[rank].on(device)):
                     if target is not None:
                         target.copy_(source)
                 captured.replay()
@@ -167,14 +168,6 @@ def _results(reference: DispatchReference, factor: float, dtype: torch.dtype) ->
     return (reference.valid_rows(reference.tokens).float() * factor).to(dtype)
 
 
-def _tensors(inputs: Any) -> list[torch.Tensor]:
-    return [inputs.tokens, inputs.weights, inputs.ids]
-
-
-def _arguments(inputs: Any) -> list[Any]:
-    return [inputs.tokens, inputs.weights, inputs.scales, inputs.ids]
-
-
 def missing_rank(context: RankContext, case: Case, phase: str) -> None:
     """The last rank skips a phase: all others get a RankTimeoutError that calls it late; reset makes the op usable."""
     absent = case.world_size - 1
@@ -184,30 +177,26 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
         op.set_timeout(ABSENT_TIMEOUT_SECS)
         if phase == "combine":
             step = Step.dispatch(case, op, 1, context.device)
+
+        def call() -> torch.Tensor:
+            if phase == "combine":
+                rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+                return op.combine(rows, None, step.ids)[0][: step.counts[context.rank]]
+            x, _, _, ids = make_inputs(case, 1, context.rank).on(context.device)
+            return op.dispatch(x, None, None, ids).total_recv
+
         # a slow machine may take longer over the checks of one rank than the others are going to wait
         arena.rendezvous.barrier("before one is missing")
-        if context.rank != absent and phase == "combine":
-            rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
-            result, _ = op.combine(rows, None, step.ids)
-        elif context.rank != absent:
-            inputs = make_inputs(case, 1, context.rank)
-            received = op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+        got = call() if context.rank != absent else None
         synchronize(context)
         arena.rendezvous.barrier("all have given up")
         # the absent rank is told by the others: its own next kernel would have to leave at once
-        if context.rank == absent:
-            if phase == "combine":
-                rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
-                result, _ = op.combine(rows, None, None)
-            else:
-                inputs = make_inputs(case, 1, context.rank)
-                received = op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+        got = call() if got is None else got
         synchronize(context)
         # on a GPU programs whose tokens the absent rank has no part in have added them already
-        if phase == "combine" and (context.rank == absent or context.device.type == "cpu"):
-            assert not result[: step.counts[context.rank]].any()
+        if phase == "dispatch" or context.rank == absent or context.device.type == "cpu":
+            assert not got.any()
         if phase == "dispatch":
-            assert not received.total_recv.any()
             assert not op.recv_counts.any()
         error = raised(errors.RankTimeoutError, op.check, f"rank {absent}", f"timeout_secs = {ABSENT_TIMEOUT_SECS:g}")
         assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
@@ -234,10 +223,10 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
         run_step(case, op, 0, context.device)
         arena.rendezvous.barrier("before one stays away")
         if context.rank != last:
-            inputs = make_inputs(case, 1, context.rank)
+            x, _, _, ids = make_inputs(case, 1, context.rank).on(context.device)
             # an exchange between nodes raises at once
             with contextlib.suppress(errors.RankTimeoutError) if op.config.is_staged else contextlib.nullcontext():
-                op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+                op.dispatch(x, None, None, ids)
             synchronize(context)
             bound = "" if op.config.is_staged else f" timeout_secs = {BRIEF_TIMEOUT_SECS:g}"
             raised(errors.RankTimeoutError, op.check, f"rank {last}", bound)
@@ -266,25 +255,28 @@ def dropped_in_a_step(context: RankContext, case: Case) -> None:
             run_step(case, again, number, context.device)
 
 
+def is_recorded(
+    context: RankContext, case: Case, op: EpDispatchCombineOp, kind: type[errors.EpA2AError], *words: str
+) -> None:
+    """Looks for a failure on all ranks, which is over after reset."""
+    synchronize(context)
+    op.arena.rendezvous.barrier("failure seen")
+    raised(kind, op.check, *words)
+    if kind is errors.ConfigMismatchError and not op.config.is_staged:
+        # as if another rank's finding had come first
+        op.memory.record_words[Record.DETAIL] = 0
+        raised(kind, op.check, *words)
+    op.reset()
+    run_step(case, op, 1, context.device)
+
+
 def device_failures(context: RankContext, case: Case) -> None:
     """What only the device can know: recorded, raised at the next call, and over after reset."""
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
-        inputs = make_inputs(case, 0, context.rank)
-        tokens, ids = inputs.tokens.to(context.device), inputs.ids.to(context.device)
+        tokens, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
         weights = torch.ones(ids.shape, device=context.device)
-
-        def expect(kind: type[errors.EpA2AError], *words: str) -> None:
-            synchronize(context)
-            arena.rendezvous.barrier("failure seen")
-            raised(kind, op.check, *words)
-            if kind is errors.ConfigMismatchError:
-                # as if another rank's finding had come first
-                op.memory.record_words[Record.DETAIL] = 0
-                raised(kind, op.check, *words)
-            op.reset()
-            run_step(case, op, 1, context.device)
-
+        expect = functools.partial(is_recorded, context, case, op)
         op.dispatch(tokens, None, None, ids, step_tokens=case.max_tokens - (context.rank == 0))
         expect(errors.ConfigMismatchError, f"step_tokens {case.max_tokens - 1}")
         op.dispatch(tokens, weights if context.rank else None, None, ids)
@@ -305,8 +297,7 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
     """A combine graph of another step_tokens than the dispatch graph before it: rows lie elsewhere."""
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
-        inputs = make_inputs(case, 0, context.rank)
-        tokens, weights, ids = (each.to(context.device) for each in (inputs.tokens, inputs.weights, inputs.ids))
+        tokens, weights, _, ids = make_inputs(case, 0, context.rank).on(context.device)
         most_rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         dispatches, combines = [], []
         for most in (max(case.tokens[0]), case.max_tokens):
@@ -321,11 +312,7 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
         for dispatched, combined in ((0, 1), (1, 0)):
             dispatches[dispatched].replay()
             combines[combined].replay()
-            synchronize(context)
-            arena.rendezvous.barrier("failure seen")
-            raised(errors.AlternationError, op.check, "step_tokens")
-            op.reset()
-            run_step(case, op, 1, context.device)
+            is_recorded(context, case, op, errors.AlternationError, "step_tokens")
 
 
 def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
@@ -373,18 +360,15 @@ def cap_overflow(context: RankContext, case: Case) -> None:
     case = replace(case, routing="all_to_one", tokens=tokens)
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena, max_total_recv_tokens=cap)
-        inputs = make_inputs(case, 0, context.rank)
-        op.dispatch(inputs.tokens.to(context.device), None, None, inputs.ids.to(context.device))
+        x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+        op.dispatch(x, None, None, ids)
         synchronize(context)
         arena.rendezvous.barrier("overflow seen")
         if context.rank:
             # the others learn it while they receive, or from their poisoned next step
             with contextlib.suppress(errors.CapacityError):
                 op.combine(op.get_registered_combine_input_buffer(op.config.combined_dtype), None, None)
-            synchronize(context)
-        raised(errors.CapacityError, op.check, "rank 0", "max_total_recv_tokens")
-        op.reset()
-        run_step(case, op, 1, context.device)
+        is_recorded(context, case, op, errors.CapacityError, "rank 0", "max_total_recv_tokens")
 
 
 def host_checks(context: RankContext, case: Case) -> None:
@@ -392,11 +376,13 @@ def host_checks(context: RankContext, case: Case) -> None:
     device, rank = context.device, context.rank
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
-        good = make_inputs(case, 0, rank)
-        x, ids = good.tokens.to(device), good.ids.to(device)
+        x, _, _, ids = make_inputs(case, 0, rank).on(device)
         weights = torch.ones(ids.shape, device=device)
         hidden, topk, most = case.hidden_dim, case.topk, case.max_tokens
         num_rows = case.world_size * most
+
+        def is_refused(kind: type[errors.EpA2AError], work: Callable[[], Any], *words: str) -> None:
+            refused(op, kind, work, *words)
 
         def dispatch(**changes: Any) -> Callable[[], Any]:
             keys = {"input": x, "weights": weights, "scales": None, "indices": ids}
@@ -404,63 +390,64 @@ def host_checks(context: RankContext, case: Case) -> None:
 
         wide = torch.zeros(len(x), 2 * hidden, dtype=x.dtype, device=device)
         shifted = torch.zeros(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(x.shape)
-        raised(errors.AlternationError, lambda: op.combine(x, None, ids), "dispatch")
-        raised(errors.DtypeError, dispatch(input=x.float()), "bfloat16")
-        raised(errors.DtypeError, dispatch(indices=ids.long()), "int32")
-        raised(errors.DtypeError, dispatch(weights=weights.half()), "float32")
-        raised(errors.DtypeError, dispatch(input=[1]), "tensor")
-        raised(errors.DeviceError, dispatch(input=x.to("meta")), "meta")
-        raised(errors.ContiguityError, dispatch(input=wide[:, :hidden]), "contiguous")
-        raised(errors.ContiguityError, dispatch(input=shifted), "16")
-        raised(errors.HiddenSizeError, dispatch(input=wide), str(hidden))
-        raised(errors.ShapeError, dispatch(input=x.view(-1)), "2 dimensions")
-        raised(errors.TopKError, dispatch(indices=torch.zeros(len(x), topk + 1, dtype=torch.int32, device=device)))
-        raised(errors.ShapeError, dispatch(indices=ids[:-1]))
-        raised(errors.ShapeError, dispatch(weights=weights[:-1]))
-        raised(errors.InputError, dispatch(scales=torch.ones(len(x), 1, device=device)), "scale")
+        is_refused(errors.AlternationError, lambda: op.combine(x, None, ids), "dispatch")
+        is_refused(errors.DtypeError, dispatch(input=x.float()), "bfloat16")
+        is_refused(errors.DtypeError, dispatch(indices=ids.long()), "int32")
+        is_refused(errors.DtypeError, dispatch(weights=weights.half()), "float32")
+        is_refused(errors.DtypeError, dispatch(input=[1]), "tensor")
+        is_refused(errors.DeviceError, dispatch(input=x.to("meta")), "meta")
+        is_refused(errors.ContiguityError, dispatch(input=wide[:, :hidden]), "contiguous")
+        is_refused(errors.ContiguityError, dispatch(input=shifted), "16")
+        is_refused(errors.HiddenSizeError, dispatch(input=wide), str(hidden))
+        is_refused(errors.ShapeError, dispatch(input=x.view(-1)), "2 dimensions")
+        is_refused(errors.TopKError, dispatch(indices=torch.zeros(len(x), topk + 1, dtype=torch.int32, device=device)))
+        is_refused(errors.ShapeError, dispatch(indices=ids[:-1]))
+        is_refused(errors.ShapeError, dispatch(weights=weights[:-1]))
+        is_refused(errors.InputError, dispatch(scales=torch.ones(len(x), 1, device=device)), "scale")
         many = torch.zeros(most + 1, hidden, dtype=x.dtype, device=device)
-        raised(errors.TooManyTokensError, dispatch(input=many), str(most))
-        raised(errors.TooManyTokensError, dispatch(step_tokens=most + 1))
-        raised(errors.InputError, dispatch(step_tokens=0), "at least 1")
-        raised(errors.TooManyTokensError, dispatch(step_tokens=len(x) - 1))
+        is_refused(errors.TooManyTokensError, dispatch(input=many), str(most))
+        is_refused(errors.TooManyTokensError, dispatch(step_tokens=most + 1))
+        is_refused(errors.InputError, dispatch(step_tokens=0), "at least 1")
+        is_refused(errors.TooManyTokensError, dispatch(step_tokens=len(x) - 1))
         for name, values in {
             "pad_id": (1 << 40, 1.5, None),
             "tag": (-1, 1.5, True, None),
             "step_tokens": (7.0, True),
-            "block_num": (2.5,),
+            "block_num": (2.5, 1 << 40),
         }.items():
             for value in values:
-                raised(errors.InputError, dispatch(**{name: value}), name)
+                is_refused(errors.InputError, dispatch(**{name: value}), name)
         scaled = make_op(context, case, arena, scale_dim=2, scale_type_size=4)
         raised(errors.ShapeError, lambda: scaled.dispatch(x, None, torch.empty(0, device=device), ids), "scales")
         scaled.close()
         run_step(case, op, 0, device)
         # equal to what the step has had
         for name, value in {"step_tokens": float(most), "pad_id": float(case.pad_id)}.items():
-            raised(errors.InputError, dispatch(**{name: value}), name)
+            is_refused(errors.InputError, dispatch(**{name: value}), name)
 
         step = Step.dispatch(case, op, 1, device)
         rows = torch.zeros(num_rows, hidden, dtype=op.config.combined_dtype, device=device)
-        raised(errors.AlternationError, dispatch(), "combine")
-        raised(errors.DtypeError, lambda: op.combine(rows.double(), None, None))
-        raised(errors.ShapeError, lambda: op.combine(rows[:-1], None, None), "total_recv")
-        raised(errors.HiddenSizeError, lambda: op.combine(rows.view(-1, hidden // 2), None, None))
-        raised(errors.ShapeError, lambda: op.combine(rows, weights, None), "dispatch returned")
-        raised(errors.ForeignIndicesError, lambda: op.combine(rows, None, step.got[3]), "topk_ids")
-        raised(errors.DtypeError, lambda: op.combine(rows, [1], None), "tensor")
-        raised(errors.ShapeError, lambda: op.combine(rows.view(2, -1, hidden), None, None), "shape")
+        is_refused(errors.AlternationError, dispatch(), "combine")
+        is_refused(errors.DtypeError, lambda: op.combine(rows.double(), None, None))
+        is_refused(errors.ShapeError, lambda: op.combine(rows[:-1], None, None), "total_recv")
+        is_refused(errors.HiddenSizeError, lambda: op.combine(rows.view(-1, hidden // 2), None, None))
+        is_refused(errors.ShapeError, lambda: op.combine(rows, weights, None), "dispatch returned")
+        is_refused(errors.ForeignIndicesError, lambda: op.combine(rows, None, step.got[3]), "topk_ids")
+        is_refused(errors.DtypeError, lambda: op.combine(rows, [1], None), "tensor")
+        is_refused(errors.InputError, lambda: op.combine(rows, None, None, block_num=1 << 40), "block_num")
+        is_refused(errors.ShapeError, lambda: op.combine(rows.view(2, -1, hidden), None, None), "shape")
         buffer = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         own_rows = buffer[: len(x)]
-        raised(errors.InputError, lambda: op.combine(buffer[: len(rows)], None, None, out=own_rows), "overlap")
-        raised(errors.ShapeError, lambda: op.combine(rows, None, None, out=torch.empty_like(rows)), "out")
+        is_refused(errors.InputError, lambda: op.combine(buffer[: len(rows)], None, None, out=own_rows), "overlap")
+        is_refused(errors.ShapeError, lambda: op.combine(rows, None, None, out=torch.empty_like(rows)), "out")
         pool = torch.zeros(4 * rows.numel(), dtype=torch.float32, device=device)
         sums = pool.view(rows.dtype)[: x.numel() + hidden].view(-1, hidden)
         for bias in ("bias_0", "bias_1"):
             for out, shifted in ((sums[1:], sums[:-1]), (sums[:-1], sums[1:])):
                 combine = functools.partial(op.combine, rows, None, None, out=out, **{bias: shifted})
-                raised(errors.InputError, combine, f"out and {bias} to be the same memory or apart; got a partial")
+                is_refused(errors.InputError, combine, f"out and {bias} to be the same memory or apart; got a partial")
         summed = pool[topk : topk + num_rows * topk].view(num_rows, topk)
-        raised(errors.InputError, lambda: op.combine(rows, summed, None, out=sums[:-1]), "the weights to be summed")
+        is_refused(errors.InputError, lambda: op.combine(rows, summed, None, out=sums[:-1]), "the weights to be summed")
         step.combine()
 
         rows = op.dispatch(x, None, None, ids)[0].zero_()
@@ -549,7 +536,7 @@ def expert_major_checks(context: RankContext, case: Case) -> None:
     """Layout expert_major: weights that the host misses in dispatch or refuses in combine, and rows turned round."""
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
-        x, _, ids = (t.to(context.device) for t in _tensors(make_inputs(case, 0, context.rank)))
+        x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
         raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
         step = Step.dispatch(case, op, 0, context.device)
         rows, weights = step.got[0], step.got[1]

@@ -1,7 +1,6 @@
 """Bodies of op tests about casts that come before dispatch, the error of fp8, and another default device."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -11,10 +10,6 @@ from ep_a2a.reference import combine_reference
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, arena_of, make_inputs, make_op, read_bodies, run_step
 from tests.cases.op_checks import raised, synchronize
-
-
-def _on(context: RankContext, *tensors: torch.Tensor | None) -> list[Any]:
-    return [None if t is None else t.to(context.device) for t in tensors]
 
 
 def cast_by_some_ranks(context: RankContext, case: Case) -> None:
@@ -28,8 +23,7 @@ def cast_by_some_ranks(context: RankContext, case: Case) -> None:
             step.check_dispatched()
             step.combine()
             run_step(case, op, number, context.device)
-        mine = make_inputs(cast if context.rank == 0 else case, 3, context.rank)
-        op.dispatch(*_on(context, mine.tokens, mine.weights, mine.scales, mine.ids))
+        op.dispatch(*make_inputs(cast if context.rank == 0 else case, 3, context.rank).on(context.device))
         synchronize(context)
         arena.rendezvous.barrier("mismatch seen")
         raised(errors.ConfigMismatchError, op.check, "rank 0")

@@ -16,9 +16,9 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.parallel.survivors import Survivors
 from ep_a2a.testing import RankContext
-from tests.cases.fault_cases import TIMEOUT_SECS, combine, settle, store_of, timed
+from tests.cases.fault_cases import TIMEOUT_SECS, settled_step, store_of, timed
 from tests.cases.manager_cases import kwargs_of
-from tests.cases.op_cases import Case, Step, run_step
+from tests.cases.op_cases import Case, run_step
 from tests.cases.op_checks import raised
 
 NO_STORE_SECS = 20.0
@@ -65,14 +65,6 @@ def die_and_go_on(context: RankContext, case: Case, victims: list[int], store_di
 def refused_without_a_store(case: Case, error: RankTimeoutError, manager: Any) -> None:
     """The former group's store has ended with its process: the error says so."""
     raised(RankTimeoutError, lambda: survivors(error, manager, experts_of_ranks(case)), "the store of")
-
-
-def settled_step(case: Case, op: Any, number: int) -> None:
-    """A step whose failure is raised before its results are looked at."""
-    step = Step.dispatch(case, op, number, op.device)
-    settle(op)
-    step.check_dispatched()
-    combine(step)
 
 
 def go_on(context: RankContext, case: Case, left: Survivors, num_nodes: int = 1, **changes: Any) -> None:

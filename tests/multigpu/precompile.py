@@ -18,8 +18,8 @@ from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import share_of
 from ep_a2a.topology.gpu_share import ranks_per_gpu
+from tests.cases.fault_cases import BULK, LOW_LATENCY, case_of
 from tests.cases.op_cases import Case
-from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, case_of
 from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
 from tests.multigpu.used_variants import Variants, used_by
 

@@ -10,23 +10,16 @@ import pytest
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext
 from tests.cases import fault_cases
-from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.cases.fault_cases import KILLS, LOW_LATENCY, SLACK_SECS, TIMEOUT_SECS, VICTIM, case_of, kill_and_look
 from tests.cases.op_cases import Case, make_inputs, make_op, run_step
-from tests.cases.outside_fault_cases import BULK, LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
 from tests.replay import CapturedStep
 
 WORLD_SIZE = 2
 
 
-@pytest.mark.parametrize("fault", OUTSIDE_FAULTS)
+@pytest.mark.parametrize("fault", KILLS)
 def test_a_killed_rank_is_named_and_what_is_left_closes(fault: str, tmp_path: Path) -> None:
-    kill_and_look(OUTSIDE_FAULTS[fault], WORLD_SIZE, "cuda", tmp_path)
-
-
-@pytest.mark.parametrize("flagged_max_tokens", [LOW_LATENCY, BULK])
-def test_a_rank_that_stops_for_a_while_is_waited_for(ranks: Any, flagged_max_tokens: int) -> None:
-    """Between its calls: a kernel that runs goes on while its process is stopped."""
-    ranks(fault_cases.stopped_for_a_while, WORLD_SIZE, case_of(flagged_max_tokens, WORLD_SIZE), device="cuda")
+    kill_and_look(fault, WORLD_SIZE, "cuda", tmp_path)
 
 
 @pytest.mark.parametrize("call", ["dispatch", "combine"])

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from tests.cases import fault_cases
-from tests.cases.fault_cases import SLACK_SECS, TIMEOUT_SECS, VICTIM
+from tests.cases.fault_cases import LOW_LATENCY, SLACK_SECS, TIMEOUT_SECS, VICTIM, case_of, kill_and_look
 from tests.cases.op_cases import with_options
-from tests.cases.outside_fault_cases import LOW_LATENCY, OUTSIDE_FAULTS, case_of, kill_and_look
 
 
 @pytest.mark.parametrize("fault", ["combine", "replay"])
 def test_a_rank_killed_from_outside(fault: str, tmp_path: Path) -> None:
     """The alarm of the hosts reaches kernels that wait; as on GPUs (tests/multigpu/test_faults.py)."""
-    kill_and_look(OUTSIDE_FAULTS[fault], 3, "cpu", tmp_path)
+    kill_and_look(fault, 3, "cpu", tmp_path)
 
 
 def test_a_rank_that_stops_for_long_is_called_late_by_all(ranks: Any, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ SMALL = Case(
 SOON_SECS = 0.5
 """Of the simulated clock: less than all time-outs."""
 LATE_RANK = 1
+SIGN_CHANGES, EPOCHS_END = 2**31 - 3, 2**32 - 3
+"""Last epoch before a step in which epochs become negative, or begin anew."""
 BULK = {"flagged_max_tokens": 0}
 THREE_RANKS = Case(
     world_size=3,
@@ -105,10 +107,17 @@ CASES = {
     "three_ranks_expert_major": replace(THREE_RANKS, layout="expert_major"),
     "switching": SWITCHING,
     "switching_halves": replace(SWITCHING, split="mixed"),
-    "switching_at_the_last_epoch": replace(SWITCHING, first_epoch=2**32 - 3),
+    "switching_marks": replace(SWITCHING, unusual=True),
+    "switching_at_the_sign": replace(SWITCHING, first_epoch=SIGN_CHANGES),
+    "switching_at_the_last_epoch": replace(SWITCHING, first_epoch=EPOCHS_END),
     "rings": TWO_NODES,
     "rings_compact_halves": replace(TWO_NODES, layout="compact", routing="out_of_range", split="mixed"),
     "rings_of_one_chunk": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1)),
+    "rings_at_the_sign": replace(TWO_NODES, first_epoch=SIGN_CHANGES),
+    "rings_at_the_last_epoch": replace(TWO_NODES, options=rings(1, 1, 1), first_epoch=EPOCHS_END),
+    "rings_of_three_nodes": replace(
+        TWO_NODES, world_size=3, num_nodes=3, num_experts=6, num_steps=2, options=rings(1, 1, 1)
+    ),
     "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
     "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | BY_PUTS),
     "staged": replace(TWO_NODES, num_steps=2, options=STAGED),

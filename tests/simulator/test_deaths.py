@@ -89,9 +89,9 @@ def test_a_store_that_ends_with_its_process_is_an_error_of_all(operation, missin
         assert lives[rank].closed_at
 
 
-@pytest.mark.parametrize("phase", ["reset", "close"])
-def test_a_death_in_the_last_meetings(phase):
+@pytest.mark.parametrize(("phase", "secs"), [("reset", None), ("close", None), ("close", LONG_STOP_SECS)])
+def test_a_fault_in_the_last_meetings(phase, secs):
     num_operations, first = faults.whole_lives("bulk")[VICTIM]
     # the first operations of reset are its meeting, a step follows
     for operation in range(first[phase], min(first[phase] + 100, num_operations), 20):
-        assert problems_of(with_fault("bulk", operation)) == [], operation
+        assert problems_of(with_fault("bulk", operation, secs)) == [], operation

@@ -36,9 +36,6 @@ PAUSES = {
     "late.py": 1,
     # the simulated clock
     "cases/op_special.py": 1,
-    "simulator/test_faults.py": 2,
-    # a process that is stopped cannot look for a sign; on GPUs only
-    "cases/fault_cases.py": 1,
     # an example of a shell's pause, below
     "unit/test_tiers.py": 1,
 }
