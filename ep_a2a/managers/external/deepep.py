@@ -24,8 +24,6 @@ from ep_a2a.managers.external.library import (
 from ep_a2a.routing import count_ids
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.topology import Topology
 
@@ -98,27 +96,6 @@ def rows_and_scales(received: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return received if isinstance(received, tuple) else (received, None)
 
 
-def low_latency_buffer(
-    deep_ep: Any, group: ProcessGroup, *, max_tokens: int, hidden_dim: int, world_size: int, num_experts: int
-) -> Any:
-    """Returns a Buffer for low-latency calls of up to max_tokens of each rank. Collective."""
-    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=max_tokens,
-        hidden=hidden_dim,
-        num_ranks=world_size,
-        num_experts=num_experts,
-    )
-    return deep_ep.Buffer(
-        group=group,
-        num_nvl_bytes=0,
-        num_rdma_bytes=num_bytes,
-        low_latency_mode=True,
-        num_qps_per_rank=num_experts // world_size,
-        allow_nvlink_for_low_latency_mode=True,
-        explicitly_destroy=True,
-    )
-
-
 class DeepEPHighThroughputOp(DeepEPOp):
     """An op on `deep_ep.Buffer`'s dispatch and combine.
 
@@ -127,10 +104,8 @@ class DeepEPHighThroughputOp(DeepEPOp):
     """
 
     def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
-        config, world_size, row_bytes = self.config, self.config.world_size, self.config.hidden_dim * 2
+        _config, world_size, row_bytes = self.config, self.config.world_size, self.config.hidden_dim * 2
         self._internode = topology.internode
-        # DeepEP sends ids only together with weights
-        self._ones = torch.ones(config.max_num_inp_token_per_rank, config.topk, dtype=torch.float32, device=self.device)
         num_sms = manager.max_sms_used()
         if num_sms:
             deep_ep.Buffer.set_num_sms(new_num_sms=num_sms)
@@ -164,7 +139,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
             topk_idx=ids,
-            topk_weights=self._ones[: step.num_tokens] if step.weights is None else step.weights,
+            topk_weights=self._some_weights(step),  # DeepEP sends ids only together with weights
             num_worst_tokens=0 if self._internode else self.num_rows(step.step_tokens),
         )
         recv_ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
@@ -229,13 +204,20 @@ class DeepEPLowLatencyOp(DeepEPOp):
 
     def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
         config = self.config
-        return low_latency_buffer(
-            deep_ep,
-            manager.cpu_group,
-            max_tokens=config.max_num_inp_token_per_rank,
-            hidden_dim=config.hidden_dim,
-            world_size=config.world_size,
+        num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+            num_max_dispatch_tokens_per_rank=config.max_num_inp_token_per_rank,
+            hidden=config.hidden_dim,
+            num_ranks=config.world_size,
             num_experts=config.total_experts,
+        )
+        return deep_ep.Buffer(
+            group=manager.cpu_group,
+            num_nvl_bytes=0,
+            num_rdma_bytes=num_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=config.num_local_experts,
+            allow_nvlink_for_low_latency_mode=True,
+            explicitly_destroy=True,
         )
 
     def _exchange_rows(self, step: Step) -> ReceivedRows:

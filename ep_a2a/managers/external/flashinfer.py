@@ -184,7 +184,19 @@ class NVLinkOneSided:
         self._native.destroy()
 
 
-class FlashInferOneSidedOp(LibraryDispatchCombineOp):
+class FlashInferOp(LibraryDispatchCombineOp):
+    """Base of the ops on FlashInfer's exchanges, which do not say where rows come from: positions travel with them."""
+
+    def _make_positions(self) -> None:
+        own = torch.arange(self.config.max_num_inp_token_per_rank, dtype=torch.int32, device=self.device)[:, None]
+        self._own_positions = own + self.config.rank * self._position_stride
+        self._received_positions = self._own_positions[:0, 0]
+
+    def _positions(self) -> torch.Tensor:
+        return self._received_positions[self._received_positions >= 0]
+
+
+class FlashInferOneSidedOp(FlashInferOp):
     """An op of layout rank_major, in FlashInfer's workspace; rows of a source come in any order.
 
     A token without an expert goes to its own rank as a row without ids, and combines to zeros. Combine reads rows of
@@ -194,11 +206,8 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
     def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> NVLinkOneSided:
         config, device = self.config, self.device
         num_most, topk = config.max_num_inp_token_per_rank, config.topk
-        own = torch.arange(num_most, dtype=torch.int32, device=device)[:, None]
-        self._own_positions = own + config.rank * self._position_stride
-        self._no_weights = torch.zeros(num_most, topk, dtype=torch.float32, device=device)
+        self._make_positions()
         self._result = torch.empty(num_most, config.hidden_dim, dtype=config.combined_dtype, device=device)
-        self._received_positions = self._own_positions[:0]
         self._workspace_rows: torch.Tensor | None = None
         self._fp8_combine = config.combine_quant is QuantType.FP8_DIRECT_CAST
         routing_bytes = ROUTING_BYTES * topk + torch.int32.itemsize
@@ -225,7 +234,7 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         routed = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
         # FlashInfer moves four payloads at most. These rows have an odd number of words, so any word may begin them.
         # They are no K weights, which keeps out the transport of compute capability 10 that leaves gaps between rows.
-        weights = self._no_weights[:num_tokens] if step.weights is None else step.weights
+        weights = self._some_weights(step)
         sent = torch.cat([step.ids, weights.view(torch.int32), self._own_positions[:num_tokens]], 1)
         scales = None if step.scales is None else wire_view(step.scales)
         got = self._exchange.dispatch(
@@ -267,9 +276,6 @@ class FlashInferOneSidedOp(LibraryDispatchCombineOp):
         self._workspace_rows = self._exchange.combine_rows(dtype)
         return self._workspace_rows
 
-    def _positions(self) -> torch.Tensor:
-        return self._received_positions[self._received_positions >= 0]
-
     def _destroy(self) -> None:
         self._workspace_rows = None
         self._exchange.close()
@@ -305,18 +311,16 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
     )
 
 
-class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
+class FlashInferTwoSidedOp(FlashInferOp):
     """An op of layout compact, with rows ordered by source; those of a source come in any order."""
 
     def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
         from flashinfer.moe_ep import MoEEpCommParams, NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 
         config, most, group = self.config, self.config.max_num_inp_token_per_rank, manager.cpu_group
-        own = torch.arange(most, dtype=torch.int32, device=self.device)[:, None]
-        self._own_positions = (own + config.rank * self._position_stride).repeat(1, POSITION_WORDS)
-        self._no_weights = torch.zeros(most, config.topk, dtype=torch.float32, device=self.device)
+        self._make_positions()
+        self._own_positions = self._own_positions.repeat(1, POSITION_WORDS)
         self._ranks = torch.arange(config.world_size, dtype=torch.int32, device=self.device)[:, None]
-        self._received_positions = self._own_positions[:0, 0]
         params = MoEEpCommParams(
             num_experts=config.total_experts,
             top_k=config.topk,
@@ -341,7 +345,7 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
         got = self._native.dispatch(
             step.tokens.view(torch.bfloat16),
             ids,
-            self._no_weights[:num_tokens] if step.weights is None else step.weights,
+            self._some_weights(step),
             hidden_states_scale=beside.view(torch.bfloat16),
             **{self._step_bound: step.step_tokens},
         )
@@ -363,9 +367,6 @@ class FlashInferTwoSidedOp(LibraryDispatchCombineOp):
 
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         return self._combine_result(self._native.combine(args.rows), args)
-
-    def _positions(self) -> torch.Tensor:
-        return self._received_positions[self._received_positions >= 0]
 
     def _destroy(self) -> None:
         self._native.destroy()

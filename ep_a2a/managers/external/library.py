@@ -272,7 +272,14 @@ class LibraryDispatchCombineOp(AdapterOp):
         int32 = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
         self._total_recv, self._recv_counts = int32(1), int32(config.world_size)
         self._local_expert_count, self._expert_recv_count = (int32(config.num_local_experts) for _ in range(2))
+        self._no_weights = torch.zeros(
+            config.max_num_inp_token_per_rank, config.topk, dtype=torch.float32, device=self.device
+        )
         self._native: Any = self._allocated(manager, topology, index)
+
+    def _some_weights(self, step: Step) -> torch.Tensor:
+        """The step's weights, or zeros for a library that wants some where none are given."""
+        return self._no_weights[: step.num_tokens] if step.weights is None else step.weights
 
     @abc.abstractmethod
     def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:

@@ -50,17 +50,14 @@ class MoriOp(LibraryDispatchCombineOp):
 
     def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
         mori, config = manager.library.load(), self.config
-        # MORI's kernels between nodes copy weights even if there are none
-        self._no_weights = torch.zeros(
-            config.max_num_inp_token_per_rank, config.topk, dtype=torch.float32, device=self.device
-        )
         self._fills_slots = config.kernel_type is KernelType.InterNodeV1LL
         native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
         return mori.ops.EpDispatchCombineOp(native_config)
 
     def _exchange_rows(self, step: Step) -> ReceivedRows:
         config = self.config
-        weights = self._no_weights[: step.num_tokens] if step.weights is None else step.weights
+        # MORI's kernels between nodes copy weights even if there are none
+        weights = self._some_weights(step)
         valid = conversions.valid_ids(step.ids, config.total_experts)
         if self._fills_slots:
             self._sent_ids = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
