@@ -71,7 +71,7 @@ class AdapterOp(BaseOp):
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         """Move the experts' rows, in the shape of dispatch's tokens, back, add them, and return combine's result."""
 
-    def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
+    def _checked_wish(self, block_num: int, warp_per_block: int) -> LaunchWish:
         warn_once(type(self).__name__, ("block_num, rdma_block_num and warp_per_block of calls",))
         return NO_WISH
 

@@ -77,7 +77,7 @@ class BaseOp(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
+    def _checked_wish(self, block_num: int, warp_per_block: int) -> LaunchWish:
         """The launch numbers of a call. Raise if they cannot be used; warn if they have no effect."""
 
     @abc.abstractmethod
@@ -125,7 +125,7 @@ class BaseOp(abc.ABC):
         wish = NO_WISH
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             # before the step begins: a call that is refused must not hold the memory against other ops
-            wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
+            wish = self._checked_wish(block_num, warp_per_block)
         limit = self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
         step = Step(input, weights, scales, indices, limit, pad_id, call_local_expert_count, tag)
         return self._dispatch("dispatch", step, WHOLE, wish)
@@ -186,7 +186,7 @@ class BaseOp(abc.ABC):
         """
         wish = NO_WISH
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
-            wish = self._checked_wish(block_num, rdma_block_num, warp_per_block)
+            wish = self._checked_wish(block_num, warp_per_block)
         args = CombineArguments(input, weights, indices, out, [bias_0, bias_1])
         return self._combine("combine", args, WHOLE, wish)
 

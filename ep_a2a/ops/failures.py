@@ -90,7 +90,8 @@ class Failure:
         """The error to raise on this rank.
 
         Args:
-            rank: this one. timeouts: the op's.
+            rank: this one.
+            timeouts: the op's.
             seen: where each rank's flags stand here (BoundMemory.epochs_seen); None where that is not known.
             verdict: of a timeout: who is gone or late, as the survivors agree; None where nobody has judged.
             max_tokens: M of the op.
@@ -191,14 +192,12 @@ def by_value(epochs: Sequence[int]) -> str:
     return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in common_first)
 
 
-def error_of(
-    failure: Failure, memory: BoundMemory, timeouts: Timeouts, seen: Mapping[str, tuple[int, ...]] | None = None
-) -> EpA2AError:
+def error_of(failure: Failure, memory: BoundMemory, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
     """The error to raise for a failure. For a time-out the survivors first agree on who is gone (`agree`).
 
     Args:
         failure: recorded by a kernel of this rank, or reported by a peer in one word.
-        memory, timeouts: of the op.
+        memory: of the op.
         seen: each rank's epochs (BoundMemory.epochs_seen); None for a peer's report, empty while a graph is captured.
     """
     if failure.code in (FailureCode.STEP_TOKENS_MISMATCH, FailureCode.WEIGHTS_MISSING) and not failure.detail:
@@ -213,9 +212,9 @@ def error_of(
         posted = failure.epoch & UINT32_MASK in own_flags or (bool(failure.absent) and rank not in failure.absent)
         waited = seen is not None and (not seen or posted)
         given_up = GivenUp(memory.failure_key, failure.call(memory), failure.awaited(rank), waited, clock.now())
-        verdict = agree(memory.peers, given_up, timeouts.of_step(failure.epoch))
+        verdict = agree(memory.peers, given_up, memory.timeouts.of_step(failure.epoch))
     max_tokens = memory.config.max_num_inp_token_per_rank
-    return failure.exception(rank, timeouts, seen, verdict, max_tokens=max_tokens)
+    return failure.exception(rank, memory.timeouts, seen, verdict, max_tokens=max_tokens)
 
 
 def check_peers(op: EpDispatchCombineOp) -> None:
@@ -232,4 +231,4 @@ def check_peers(op: EpDispatchCombineOp) -> None:
     if failure is not None:
         # this rank's own kernels know more
         op.check()
-        raise error_of(failure, op.memory, op.timeouts)
+        raise error_of(failure, op.memory)

@@ -65,8 +65,9 @@ class Timeouts:
     """Seconds that one wait for other ranks may take.
 
     Attributes:
-        step_secs: in any step but the first. first_step_secs: in the first since the op was built or reset, in which
-            other ranks may still be loading, compiling or capturing.
+        step_secs: in any step but the first.
+        first_step_secs: in the first since the op was built or reset, in which other ranks may still be loading,
+            compiling or capturing.
     """
 
     step_secs: float
@@ -165,6 +166,7 @@ class BoundMemory:
     Attributes:
         name: of the op, for readers; equal on all ranks.
         failure_key: names the failure of this op's steps, if one comes, on all ranks.
+        timeouts: bounds of the kernels' waits.
         poison: this rank's poison word.
         record_words: the error record, readable without synchronising; the first word is 0 until a kernel has failed.
         dispatch_addresses: of this rank's dispatch block. A peer that has its own rows begins the next dispatch and
@@ -184,6 +186,7 @@ class BoundMemory:
             )
         self.acquired: OpMemory = arena.acquire(config.digest(), index, block_sizes(config))
         self.peers, self.failure_key = arena.peers, ""
+        self.timeouts = Timeouts.of(config)
         symmetric, layout = self.acquired.symmetric, self.layout
         combine = symmetric[combine_role(config)]
         local, shared = self.acquired.local_own, self.acquired.local_shared
@@ -293,11 +296,10 @@ class BoundMemory:
             self._locals[role] = memory
         return memory
 
-    def initialize(self, timeouts: Timeouts, *, refill: bool) -> None:
+    def initialize(self, *, refill: bool) -> None:
         """Bring the memory into the state before the first step. The ranks meet before and after.
 
         Args:
-            timeouts: bounds of waits for other ranks.
             refill: whether to refill the blocks that ops share; no op may be in a step then.
         """
         self.failure_key = f"step behind meeting {self._arena.rendezvous.last_meeting}"
@@ -306,7 +308,7 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.set_timeouts(timeouts)
+        self.set_timeouts(self.timeouts)
         self.steps.zero_()
         self.record.zero_()
         if refill or self.acquired.shared_blocks.spoilt:

@@ -66,7 +66,6 @@ class EpDispatchCombineOp(BaseOp):
     Attributes:
         memory: views of the op's memory, and the table of addresses that kernels read.
         engine: compiles and launches the kernels.
-        timeouts: bounds of the kernels' waits.
         close_after: `close` calls it last, to give back the memory of an op that owns its memory; else None.
 
     Raises:
@@ -105,7 +104,6 @@ class EpDispatchCombineOp(BaseOp):
                 inputs.check_construction(config, arena, index)
                 agree_on_config(config, arena.rendezvous, self.index)
             share = agree_on_share(config, arena, self.index)
-            self.timeouts = Timeouts.of(config)
             self.memory = BoundMemory(config, arena, self.index)
             self.memory.acquired.user = weakref.ref(self)
             super().__init__(config, arena.device, self.memory.acquired.shared_blocks.streams)
@@ -122,10 +120,10 @@ class EpDispatchCombineOp(BaseOp):
             arena.together("initialising the op", self._initialize)
 
     def _initialize(self) -> None:
-        self.memory.initialize(self.timeouts, refill=False)
+        self.memory.initialize(refill=False)
         self.engine.compile()
 
-    def _checked_wish(self, block_num: int, rdma_block_num: int, warp_per_block: int) -> LaunchWish:
+    def _checked_wish(self, block_num: int, warp_per_block: int) -> LaunchWish:
         inputs.check_integer("block_num", block_num)
         inputs.check_integer("warp_per_block", warp_per_block)
         if warp_per_block > 0 and self.config.uses_rings:
@@ -299,9 +297,9 @@ class EpDispatchCombineOp(BaseOp):
     @outside_modes()
     def set_timeout(self, timeout_secs: float) -> None:
         """Bound the waits of calls and of graph replays from now on, also in the first step. Local."""
-        self.timeouts = Timeouts.same(timeout_secs)
+        timeouts = Timeouts.same(timeout_secs)
         self.streams.follow(self.device)
-        self.memory.set_timeouts(self.timeouts)
+        self.memory.set_timeouts(timeouts)
 
     def check(self) -> None:
         """Raise the first error that the kernels have recorded; never blocks.
@@ -314,7 +312,7 @@ class EpDispatchCombineOp(BaseOp):
             raise ClosedError("an open op", "a closed one")
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
-            raise error_of(failure, self.memory, self.timeouts, self.memory.epochs_seen(failure.phase))
+            raise error_of(failure, self.memory, self.memory.epochs_seen(failure.phase))
 
     @outside_modes()
     def reset(self) -> None:
@@ -325,7 +323,7 @@ class EpDispatchCombineOp(BaseOp):
             self._process.require("the op")
             self.engine.quiet()
             self._end_step()
-            self.arena.together("resetting the op", lambda: self.memory.initialize(self.timeouts, refill=True))
+            self.arena.together("resetting the op", lambda: self.memory.initialize(refill=True))
 
     def _end_step(self) -> None:
         super()._end_step()

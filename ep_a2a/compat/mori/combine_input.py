@@ -23,7 +23,8 @@ class Registered(NamedTuple):
     """A registered buffer for combine's input.
 
     Attributes:
-        owner: our op that has it, which may return other memory in each step. rows: [R, H], as it was last returned.
+        owner: our op that has it, which may return other memory in each step.
+        rows: [R, H], as it was last returned.
     """
 
     owner: DispatchCombineOp
@@ -39,7 +40,8 @@ class CombineInput:
     dropped here.
 
     Args:
-        native: our op. config: its configuration.
+        native: our op.
+        config: its configuration.
         registered: the registered buffers that have been asked for, by dtype; ops of all token dtypes share them.
 
     Attributes:
@@ -192,7 +194,8 @@ class LostRows:
         """Notes a combine. May be captured.
 
         Args:
-            total_recv: int32 [1], the received rows. num_given: rows that combine was given.
+            total_recv: int32 [1], the received rows.
+            num_given: rows that combine was given.
 
         Raises:
             InputError: on CPU, where nothing has been launched by then.

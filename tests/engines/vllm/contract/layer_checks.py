@@ -197,15 +197,15 @@ def check_layers_built_again_keep_their_op(context: RankContext) -> None:
         op, num_bytes = kernel.prepare_finalize._dispatcher.op, manager.arena.num_bytes
         run_kernel(case, kernel, context.rank)
         manager.end_warm_up(45.0)
-        assert op.timeouts.step_secs == 45.0
+        assert op.memory.timeouts.step_secs == 45.0
         del kernel
         again = kernel_of(case, manager)
         assert again.prepare_finalize._dispatcher.op is op
         assert manager.arena.num_bytes == num_bytes
-        assert op.timeouts.step_secs == 45.0
+        assert op.memory.timeouts.step_secs == 45.0
         wide = Layer(hidden=256)
         another = kernel_of(wide, manager)
-        assert another.prepare_finalize._dispatcher.op.timeouts.step_secs == 45.0
+        assert another.prepare_finalize._dispatcher.op.memory.timeouts.step_secs == 45.0
         for built, own in ((again, case), (another, wide)):
             run_and_check(own, built, context.rank)
 
@@ -214,7 +214,7 @@ def check_waits_are_bounded_by_the_groups_timeout_at_first(context: RankContext)
     with manager_of(context) as manager:
         op = kernel_of(Layer(), manager).prepare_finalize._dispatcher.op
         timeout = context.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        assert op.timeouts.step_secs == timeout > 60
+        assert op.memory.timeouts.step_secs == timeout > 60
         assert manager.arena.rendezvous.timeout_secs == timeout
 
 

@@ -94,7 +94,7 @@ def record_routing(folder: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
     def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> Any:
-        write(self.config.rank, {"ids": ids.tolist(), "timeout_secs": self.timeouts.step_secs})
+        write(self.config.rank, {"ids": ids.tolist(), "timeout_secs": self.memory.timeouts.step_secs})
         return dispatch(self, tokens, weights, scales, ids, **options)
 
     def recorded_end(self: Any, timeout_secs: float) -> None:
