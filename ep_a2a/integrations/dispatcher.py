@@ -95,29 +95,22 @@ class Dispatcher:
             out: [T, H] or [T, less than H] to write the sums to, without the last columns where it is narrower. None:
                 they lie in the op's memory until its next step.
         """
-        return self._combined(self.op.combine, rows, out)()
-
-    def combine_send(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
-        """Begins a combine. Returns a function that ends it and returns the sums; arguments are those of `combine`."""
-        finish = self._combined(self.op.combine_send, rows, out)
-
-        def receive() -> torch.Tensor:
-            self.op.combine_recv()
-            return finish()
-
-        return receive
-
-    def _combined(
-        self, call: Callable[..., Any], rows: torch.Tensor, out: torch.Tensor | None
-    ) -> Callable[[], torch.Tensor]:
         hidden_dim = self.op.config.hidden_dim
         is_narrow = out is not None and out.shape[-1] < hidden_dim
         wide = out.new_empty(len(out), hidden_dim) if out is not None and is_narrow else out
-        sums: torch.Tensor = call(self.padded(rows), None, None, **({} if wide is None else {"out": wide}))[0]
+        # MORI's op has no such argument
+        options = {} if wide is None else {"out": wide}
+        sums: torch.Tensor = self.op.combine(self.padded(rows), None, None, **options)[0]
+        if out is None:
+            return sums[: self.num_tokens]
+        return out.copy_(sums[:, : out.shape[-1]]) if is_narrow else out
 
-        def finish() -> torch.Tensor:
-            if out is None:
-                return sums[: self.num_tokens]
-            return out.copy_(sums[:, : out.shape[-1]]) if is_narrow else out
+    def combine_send(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins a combine of rows, as of `combine`. Returns a function that ends it and returns the sums."""
+        sums: torch.Tensor = self.op.combine_send(self.padded(rows), None, None)[0]
 
-        return finish
+        def receive() -> torch.Tensor:
+            self.op.combine_recv()
+            return sums[: self.num_tokens]
+
+        return receive

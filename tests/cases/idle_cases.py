@@ -134,8 +134,8 @@ def engine(context: RankContext, steps: list[Tokens], cast: str, split: bool) ->
     for mine in steps:
         tokens, weights, scales, ids, _ = dispatcher.dispatch(*dispatcher.fitted(*mine), step_tokens=MAX_TOKENS)
         rows = tokens if cast == "none" else dequantize(tokens, scales, cast)
-        back, out = weighed(context, rows, weights, ids), torch.empty_like(mine.x)
-        yield mine, dispatcher.combine_send(back, out)() if split else dispatcher.combine(back)
+        back = weighed(context, rows, weights, ids)
+        yield mine, dispatcher.combine_send(back)() if split else dispatcher.combine(back)
     made.check()
     made.destroy()
 

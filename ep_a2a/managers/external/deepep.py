@@ -104,7 +104,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
     """
 
     def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
-        _config, world_size, row_bytes = self.config, self.config.world_size, self.config.hidden_dim * 2
+        world_size, row_bytes = self.config.world_size, self.config.hidden_dim * 2
         self._internode = topology.internode
         num_sms = manager.max_sms_used()
         if num_sms:
