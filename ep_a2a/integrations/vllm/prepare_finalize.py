@@ -123,10 +123,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         return True
 
     def supports_async(self) -> bool:
-        """Whether vLLM calls `prepare_async` and `finalize_async`; it asks in each step.
-
-        It then runs shared experts while combine is under way, instead of on its second stream.
-        """
+        """Whether vLLM calls `prepare_async` and `finalize_async`: in micro-batches; it asks in each step."""
         return bool(dbo_enabled())
 
     def post_init_setup(self, fused_experts: Any) -> None:
@@ -272,8 +269,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
     ) -> Callable[[], object]:
         """Combines the experts' rows into output [T, H]. Returns a function that must run before output is read.
 
-        Where combine is split, the function receives the sums. In a micro-batch, combine runs on vLLM's communication
-        stream, and the function makes the compute stream wait for it.
+        In a micro-batch, combine runs on vLLM's communication stream, and the function makes the compute stream wait
+        for it.
 
         Args:
             output: overwritten with the sums for the tokens that this rank dispatched; [T, less than H] where the
