@@ -44,11 +44,6 @@ def note(text: str, style: str = "dim") -> None:
     notices().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def warn(text: str) -> None:
-    """Prints a line on stderr, with --quiet, too."""
-    Console(stderr=True).print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
-
-
 def confirm(path: Path) -> None:
     """Says on stderr that a file has been written, unless --quiet is given."""
     note(f"written: {path}")
