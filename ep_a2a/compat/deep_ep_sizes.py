@@ -7,19 +7,15 @@ for `ep_a2a.compat.deep_ep` alike. Constants and chunk sizes are in configs/deep
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_a2a import env
 from ep_a2a.config.requirements import checked_integer, require
 from ep_a2a.errors import UnknownNameError, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FILE_NAME = "deep_ep_sizes.toml"
 EDITIONS = {2025: "April 2025", 2026: "July 2026"}
@@ -132,17 +128,6 @@ def choose_edition(edition: int | None) -> None:
 def edition() -> int:
     """Returns the edition that was chosen, by the process or else by the environment."""
     return env.DEEPEP_EDITION.get() if _edition is None else _edition
-
-
-@contextlib.contextmanager
-def of_edition(year: int) -> Iterator[None]:
-    """Gives the numbers of an edition meanwhile."""
-    before = _edition
-    choose_edition(year)
-    try:
-        yield
-    finally:
-        choose_edition(before)
 
 
 def known_ranks() -> tuple[int, ...]:

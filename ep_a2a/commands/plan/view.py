@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -11,7 +10,7 @@ from rich.text import Text
 from ep_a2a import env
 from ep_a2a.commands.plan.sizes import op_facts, rows_of
 from ep_a2a.commands.tables import bytes_text, new_table
-from ep_a2a.compat.deep_ep_sizes import EDITIONS, edition, of_edition
+from ep_a2a.compat.deep_ep_sizes import EDITIONS, edition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 LOW_LATENCY_MAX_TOKENS = 256
 """DeepEP's README wants fewer tokens per rank in its low-latency mode; buffers for more are no fair comparison."""
-DEEP_EP_BUFFERS = {
-    "nvl_bytes": "NVL, rings in a node",
-    "rdma_bytes": "RDMA, rings between nodes",
-    "low_latency_bytes": "low-latency kernels, in place of rings",
-}
 
 
 def view_of(plan: Plan, assumed: Sequence[str], *, verbose: bool = False) -> RenderableType:
@@ -41,7 +35,7 @@ def view_of(plan: Plan, assumed: Sequence[str], *, verbose: bool = False) -> Ren
     """
     heads = (*_total(plan), _op(plan))
     notes = [Text(text) for text in ("", "Assumed:", *(f"- {each}" for each in assumed))] if assumed else []
-    return Group(*heads, "", _table(plan, verbose=verbose), "", _deep_ep_table(plan), *notes)
+    return Group(*heads, "", _table(plan, verbose=verbose), "", _deep_ep(plan), *notes)
 
 
 def _total(plan: Plan) -> list[Text]:
@@ -84,18 +78,15 @@ def _table(plan: Plan, *, verbose: bool) -> Table:
     return table
 
 
-def _deep_ep_table(plan: Plan) -> Table:
-    title = f"bytes of DeepEP for the same shape, by edition ({env.DEEPEP_EDITION.name}={edition()})"
-    table = new_table(title, ("", *EDITIONS.values()), right=tuple(EDITIONS.values()))
-    found = []
-    for year in EDITIONS:
-        with of_edition(year):
-            found.append(asdict(plan.deep_ep_hints))
-    fits = plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS
-    for name, text in DEEP_EP_BUFFERS.items():
-        if fits or name != "low_latency_bytes":
-            table.add_row(text, *("-" if each[name] is None else f"{each[name]:,}" for each in found))
-    return table
+def _deep_ep(plan: Plan) -> Text:
+    """Says what DeepEP takes for the same shape, by its formulas."""
+    hints, ranks = plan.deep_ep_hints, plan.config.world_size
+    rings = f"its table has no row for {ranks} GPUs"
+    if hints.nvl_bytes is not None:
+        rings = f"{hints.nvl_bytes:,} bytes of NVL and {hints.rdma_bytes:,} of RDMA"
+    if plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS:
+        rings += f", or {hints.low_latency_bytes:,} in low-latency mode"
+    return Text(f"DeepEP for the same shape, edition of {EDITIONS[edition()]} ({env.DEEPEP_EDITION.name}): {rings}.")
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
