@@ -8,7 +8,6 @@ with many layers: a run begins and ends where one batch has its tokens and the o
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,95 +57,59 @@ class Lanes:
             torch.cuda.current_stream().wait_stream(self._beside)
 
 
-class Pair:
-    """Two micro-batches that run beside each other, between two runs: both have their tokens, the second its rows.
-
-    Args:
-        workload: of one micro-batch.
-        context: this rank.
-    """
-
-    def __init__(self, workload: Workload, context: RankContext) -> None:
-        self.batches = make_batches(workload, context)
-        self.lanes = Lanes(context.device)
-        for batch in self.batches:
-            batch.gate()
-            with self.lanes.exchange():
-                batch.dispatch()
-        self.lanes.join()
-        run_experts(self.batches[1].received, self.batches[1].weights)
-
-    def run(self, num_sms: int, *, shares_sm: bool) -> list[torch.Tensor]:
-        """Runs a layer of both; returns the results that have come, one of each.
-
-        Args:
-            num_sms: multiprocessors of a combine, which products leave to it; 0 = no bound.
-            shares_sm: whether an exchange runs on the products' multiprocessors.
-        """
-        dispatch_sms = num_sms and max(1, num_sms * DISPATCH_SHARE[0] // DISPATCH_SHARE[1])
-        first, second = self.batches
-        results = {}
-        for ahead, behind in ((first, second), (second, first)):
-            behind.communication.op.set_max_sms(num_sms, shares_sm=shares_sm)
-            with self.lanes.exchange():
-                results[behind] = behind.combine()
-            activated = begin_experts(ahead.received, ahead.weights, num_sms)
-            self.lanes.join()
-            # The next layer's gate needs the combined tokens, and all multiprocessors. Here combine, which takes longer
-            # than dispatch, has the larger part of the experts beside it.
-            behind.gate()
-            behind.communication.op.set_max_sms(dispatch_sms, shares_sm=shares_sm)
-            with self.lanes.exchange():
-                behind.dispatch()
-            finish_experts(activated, ahead.received, ahead.weights, dispatch_sms)
-            self.lanes.join()
-        return [results[batch] for batch in self.batches]
-
-    def end_steps(self) -> None:
-        """Combines what has been dispatched, so that the ops can be closed."""
-        for batch in self.batches:
-            with self.lanes.exchange():
-                batch.combine()
-        self.lanes.join()
-
-
-@functools.lru_cache(maxsize=1)
-def _pair(workload: Workload, context: RankContext) -> Pair:
-    """Returns the pair that all numbers of multiprocessors share."""
-    return Pair(workload, context)
-
-
 class Overlapped(Layers):
-    """Two micro-batches beside each other.
+    """Two micro-batches that run beside each other; between two runs both have their tokens, the second its rows.
 
     Args:
         workload: of one micro-batch.
         context: this rank.
-        num_sms, shares_sm: as of `Pair.run`.
+        num_sms: multiprocessors of a combine, which products leave to it; 0 = no bound.
+        shares_sm: whether an exchange runs on the products' multiprocessors.
     """
 
     def __init__(self, workload: Workload, context: RankContext, num_sms: int = 0, *, shares_sm: bool = False) -> None:
-        self._pair, self._num_sms, self._shares_sm = _pair(workload, context), num_sms, shares_sm
-        super().__init__(context, self._pair.batches)
+        super().__init__(context, make_batches(workload, context))
+        self._num_sms, self._shares_sm = num_sms, shares_sm
+        self._dispatch_sms = num_sms and max(1, num_sms * DISPATCH_SHARE[0] // DISPATCH_SHARE[1])
+        self._lanes = Lanes(context.device)
+        for batch in self.batches:
+            batch.gate()
+            with self._lanes.exchange():
+                batch.dispatch()
+        self._lanes.join()
+        run_experts(self.batches[1].received, self.batches[1].weights)
 
     def run(self) -> list[torch.Tensor]:
-        """Runs a layer of both."""
-        return self._pair.run(self._num_sms, shares_sm=self._shares_sm)
+        """Runs a layer of both; returns the results that have come, one of each."""
+        first, second = self.batches
+        results = {}
+        for ahead, behind in ((first, second), (second, first)):
+            behind.communication.op.set_max_sms(self._num_sms, shares_sm=self._shares_sm)
+            with self._lanes.exchange():
+                results[behind] = behind.combine()
+            activated = begin_experts(ahead.received, ahead.weights, self._num_sms)
+            self._lanes.join()
+            # The next layer's gate needs the combined tokens, and all multiprocessors. Here combine, which takes longer
+            # than dispatch, has the larger part of the experts beside it.
+            behind.gate()
+            behind.communication.op.set_max_sms(self._dispatch_sms, shares_sm=self._shares_sm)
+            with self._lanes.exchange():
+                behind.dispatch()
+            finish_experts(activated, ahead.received, ahead.weights, self._dispatch_sms)
+            self._lanes.join()
+        return [results[batch] for batch in self.batches]
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """Returns the layer only; in_turn has its experts and its exchanges alone."""
         return {"layer": self.run}
 
     def close(self) -> None:
-        """Closes the ops, when the last of those that share them closes."""
-        for queued in self._queued.values():
-            queued.close()
-        self._queued = {}
-        if _pair.cache_info().currsize:
-            _pair.cache_clear()
-            self._pair.end_steps()
-            for batch in self.batches:
-                batch.communication.close()
+        """Combines what has been dispatched, so that the ops can be closed."""
+        for batch in self.batches:
+            with self._lanes.exchange():
+                batch.combine()
+        self._lanes.join()
+        super().close()
 
 
 def make_batches(workload: Workload, context: RankContext) -> list[Layer]:
