@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ import torch
 from rich.text import Text
 
 import ep_a2a
-from ep_a2a.commands.bench.contenders import IN_TURN, NATIVE, REFERENCE_PUSH
+from ep_a2a.commands.bench.contenders import IN_TURN, REFERENCE_PUSH
 from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.files import write_text
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.programs import command_output, package_version
 from ep_a2a.commands.tables import fitting_tables
 
@@ -28,11 +30,8 @@ if TYPE_CHECKING:
 
 CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
 
-FIELDS = (
-    *("ranks", "tokens", "hidden", "topk", "experts", "quant", "combine_quant", "layout", "routing", "max_sms"),
-    *("gpus_per_node", "seed", "intermediate"),
-)
-"""Fields of a workload in a table, which has a column for each that varies."""
+FIELDS = tuple(field.name for field in fields(Workload))
+"""Fields of a workload: a table has a column for each that varies."""
 ROUND_TRIP = {
     "dispatch µs": "{dispatch_us:.1f}",
     "combine µs": "{combine_us:.1f}",
@@ -109,11 +108,6 @@ def commit() -> str | None:
     return command_output("git", "-C", str(root), *describe_commit).strip() or None
 
 
-def is_baseline(contender: str) -> bool:
-    """Returns whether reports compare others with this contender: neither the push nor one of this package's."""
-    return contender != REFERENCE_PUSH and not contender.startswith(NATIVE)
-
-
 def compare(records: Sequence[Record]) -> list[Record]:
     """Returns the records of one workload with what follows from their times. What was not measured is absent.
 
@@ -122,15 +116,14 @@ def compare(records: Sequence[Record]) -> list[Record]:
     dispatch_gb_per_s, ...: bytes that the busiest rank must send or receive, by time, in 1e9 bytes per second, even if
         the contender sent more. One row per token and rank.
     dispatch_fraction_of_limit, ...: the reference push's time by this one's.
-    baselines_over_this: each baseline's round trip by this contender's; above 1 this contender is faster.
 
     Of layers `exposed_us`, which is what they take beyond their gates and experts, and `exposed_share`, by their
     exchanges alone; overlapped ones take both from those in turn.
     """
-    series: Record = next((each for each in records if each["contender"] == IN_TURN), {})
+    by_name = {each["contender"]: each for each in records}
+    series, push = by_name.get(IN_TURN, {}), by_name.get(REFERENCE_PUSH, {})
     alone = {name: series[name] for name in ("experts_us", "exchange_us") if name in series}
-    timed = {each["contender"]: each for each in records if "round_trip_us" in each and each["device"] != "cpu"}
-    return [_exposed(alone | each) if "layer_us" in each else each | _comparisons(each, timed) for each in records]
+    return [_exposed(alone | each) if "layer_us" in each else each | _rates(each, push) for each in records]
 
 
 def _exposed(record: Record) -> Record:
@@ -141,20 +134,19 @@ def _exposed(record: Record) -> Record:
     return record | {"exposed_us": exposed_us, "exposed_share": exposed_us / record["exchange_us"]}
 
 
-def _comparisons(record: Record, timed: dict[str, Record]) -> Record:
-    """Returns what follows from a record's times and those of other contenders that were timed."""
-    name = record["contender"]
-    if name not in timed:
-        return {}
+def _rates(record: Record, push: Record) -> Record:
+    """Returns what follows from a record's times and those of the reference push."""
     found: Record = {}
     for phase in ("dispatch", "combine", "round_trip"):
+        us = record.get(f"{phase}_us")
+        if us is None or record["device"] == "cpu":
+            continue
         moved = record.get(f"{phase}_bytes", record["dispatch_bytes"] + record["combine_bytes"])
         # bytes per microsecond are megabytes per second
-        found[f"{phase}_gb_per_s"] = moved / record[f"{phase}_us"] / 1e3
-        if REFERENCE_PUSH in timed:
-            found[f"{phase}_fraction_of_limit"] = timed[REFERENCE_PUSH][f"{phase}_us"] / record[f"{phase}_us"]
-    others = {other: each["round_trip_us"] for other, each in timed.items() if is_baseline(other) and other != name}
-    return found | {"baselines_over_this": {other: us / record["round_trip_us"] for other, us in others.items()}}
+        found[f"{phase}_gb_per_s"] = moved / us / 1e3
+        if f"{phase}_us" in push:
+            found[f"{phase}_fraction_of_limit"] = push[f"{phase}_us"] / us
+    return found
 
 
 def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
@@ -176,8 +168,8 @@ def constant_fields(records: Sequence[Record]) -> str:
 def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], int]:
     """Returns headings, cells, and how many columns name a row.
 
-    The other columns are times, bandwidth, fraction of the reference push and ratio to each baseline; on CPU whether
-    round trips are right. Contenders that were not available are left out; `reasons` has them.
+    The other columns are times, bandwidth and fraction of the reference push; on CPU whether round trips are right.
+    Contenders that were not available are left out; `reasons` has them.
     """
     shown = [record for record in records if record["status"] != Status.UNAVAILABLE]
     names = [*varying_fields(records), "contender"]
@@ -196,12 +188,7 @@ def _times(shown: Sequence[Record]) -> dict[str, str]:
     """Returns the form of a record that was timed, by heading."""
     if is_functional_check(shown):
         return {"result": "right"}
-    if is_of_layers(shown):
-        return LAYER
-    timed = dict.fromkeys(record["contender"] for record in shown if record["status"] == Status.OK)
-    return ROUND_TRIP | {
-        f"{name} ÷ this": f"{{baselines_over_this[{name}]:.2f}}" for name in timed if is_baseline(name)
-    }
+    return LAYER if is_of_layers(shown) else ROUND_TRIP
 
 
 def _cell(form: str, record: Record) -> str:
@@ -251,11 +238,9 @@ def show(console: Console, header: Record, records: Sequence[Record]) -> None:
 
 def _verdict(records: Sequence[Record]) -> Text:
     """Says in one sentence how many results are right."""
-    checked = [record for record in records if record["status"] != Status.UNAVAILABLE]
-    right = sum(record["status"] == Status.OK for record in checked)
-    worlds = {record["ranks"] for record in records}
-    where = f"on {worlds.pop()} CPU processes" if len(worlds) == 1 else "on CPU"
-    if right == len(checked):
-        return Text(f"Right: {right} of {right} results {where}.", style="bold green")
-    wrong = f"Wrong: {len(checked) - right} of {len(checked)} results {where}; see below."
-    return Text(wrong, style="bold red")
+    checked = [record["status"] for record in records if record["status"] != Status.UNAVAILABLE]
+    wrong = sum(status != Status.OK for status in checked)
+    text = f"{len(checked)} results on {max(record['ranks'] for record in records)} CPU processes"
+    if wrong:
+        return Text(f"Wrong: {wrong} of {text}; see below.", style="bold red")
+    return Text(f"Right: {len(checked)} of {text}.", style="bold green")
