@@ -339,37 +339,12 @@ def dispatch_phase(config: EpDispatchCombineConfig, step_tokens: int) -> Phase:
     return Phase.LOW_LATENCY_DISPATCH if step_tokens <= config.low_latency_tokens else Phase.BULK_DISPATCH
 
 
-def launch_shapes(
-    config: EpDispatchCombineConfig,
-    num_sms: int,
-    max_sms: int | None = None,
-    *,
-    shares_sm: bool = False,
-) -> list[tuple[Phase, int, Launch]]:
-    """Returns one launch of every shape that steps of at most M tokens take, with its phase and step_tokens.
-
-    Launches of one phase have the same shape where only the numbers of their programs differ: one compiled kernel.
-    """
+def step_sizes(config: EpDispatchCombineConfig) -> list[int]:
+    """Returns bounds of steps of at most M tokens, among them one of each kind whose kernels differ."""
     most = config.max_num_inp_token_per_rank
     sizes = {1, FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS + 1, config.low_latency_tokens, config.low_latency_tokens + 1}
     sizes |= {MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, many_cast_tokens(config), most}
-    shapes: dict[tuple[object, ...], tuple[Phase, int, Launch]] = {}
-    for size in sorted(size for size in sizes if 1 <= size <= most):
-        for phase in (dispatch_phase(config, size), Phase.COMBINE):
-            launch = choose_launch(config, phase, size, size, num_sms, max_sms=max_sms, shares_sm=shares_sm)
-            shape = (
-                phase,
-                launch.num_warps,
-                launch.send_elements,
-                launch.send_rows,
-                launch.add_elements,
-                launch.sparse_polls,
-                launch.read_ahead,
-                launch.dependent,
-                phase is Phase.BULK_DISPATCH and size <= MAX_COUNTED_ALONE,
-            )
-            shapes.setdefault(shape, (phase, size, launch))
-    return list(shapes.values())
+    return sorted(size for size in sizes if 1 <= size <= most)
 
 
 def fit(wish: Launch, phase: Phase, most: int) -> Launch:

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.kernels.constants import as_constexprs
 from ep_a2a.kernels.portable import FP_FUSION, PortableFunction
 from ep_a2a.kernels.target import AMD_BACKEND, WAVEFRONT_THREADS, amd_options, compiling_for_amd
 
@@ -39,8 +40,8 @@ def compile_offline(
 
     Args:
         kernel: what to compile.
-        args: its run-time arguments, tensors (of any device), integers or None; only their types matter. Tensors are
-            taken to be aligned to 16 bytes.
+        args: dtypes, or tensors of any device, in place of its tensors, integers or None; only types matter. Tensors
+            are taken to be aligned to 16 bytes.
         constants: its compile-time arguments by name.
         num_warps: warps per program.
         capability: 80 Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
@@ -53,12 +54,12 @@ def compile_offline(
     return dict(_compiled(kernel, args, constants, GPUTarget("cuda", capability, 32), options).asm)
 
 
-def compile_for_amd(kernel: CompiledKernel, args: tuple[Any, ...], arch: str) -> tuple[str, int]:
+def compile_for_amd(kernel: CompiledKernel, arch: str) -> tuple[str, int]:
     """Compiles a kernel for an AMD GPU: (assembly, bytes of LDS). arch: "gfx942", "gfx950"."""
     options = amd_options(kernel.num_warps, kernel.max_registers)
     with compiling_for_amd():
         target = GPUTarget(AMD_BACKEND, arch, WAVEFRONT_THREADS)
-        compiled = _compiled(kernel.kernel, args, kernel.constants, target, options)
+        compiled = _compiled(kernel.kernel, kernel.stand_ins, kernel.constants, target, options)
     return compiled.asm["amdgcn"], compiled.metadata.shared
 
 
@@ -70,19 +71,23 @@ def _compiled(
     options: dict[str, Any],
 ) -> Any:
     names = kernel.arg_names[: len(args)]
-    constants = constants | {name: None for name, arg in zip(names, args) if arg is None}
-    signature = {
-        name: f"*{_TYPE_NAMES[arg.dtype]}" if isinstance(arg, torch.Tensor) else "i32" for name, arg in zip(names, args)
-    }
-    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    constants = as_constexprs(constants) | {name: None for name, arg in zip(names, args) if arg is None}
+    dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
+    signature = {name: f"*{_TYPE_NAMES[each]}" if each in _TYPE_NAMES else "i32" for name, each in zip(names, dtypes)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(dtypes) if each in _TYPE_NAMES}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
     return triton.compile(source, target=target, options=options | {"enable_fp_fusion": FP_FUSION})
 
 
-def compile_kernel(kernel: CompiledKernel, args: tuple[Any, ...], capability: int = 90) -> dict[str, Any]:
+def compile_kernel(kernel: CompiledKernel, capability: int = 90) -> dict[str, Any]:
     """compile_offline of a compiled kernel with its own constants, warps and bound on registers."""
     return compile_offline(
-        kernel.kernel, args, kernel.constants, kernel.num_warps, capability, max_registers=kernel.max_registers
+        kernel.kernel,
+        kernel.stand_ins,
+        kernel.constants,
+        kernel.num_warps,
+        capability,
+        max_registers=kernel.max_registers,
     )
 
 
@@ -92,12 +97,12 @@ def vector_accesses(ptx: str) -> tuple[int, int]:
     return len(kinds[0]), len(kinds[1])
 
 
-def check_moves(kernels: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], moving: set[str], folder: Path) -> None:
+def check_moves(kernels: Iterable[CompiledKernel], moving: set[str], folder: Path) -> None:
     """Kernels compile for Hopper without spilling; one of each name in `moving` loads and stores in vectors."""
     left = set(moving)
-    for kernel, args in kernels:
+    for kernel in kernels:
         name = kernel.kernel.__name__
-        asm = compile_kernel(kernel, args)
+        asm = compile_kernel(kernel)
         assert resources(asm["cubin"], folder)["STACK"] == 0, name
         if name in left:
             left.remove(name)

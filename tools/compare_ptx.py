@@ -216,15 +216,16 @@ def _lister(engine: Any) -> Any:
     return getattr(engine, "compiled_kernels", None) or engine.variants
 
 
-def _listed(engine: Any) -> Any:
-    return _lister(engine)()
+def _listed(engine: Any, *stages: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """(variant, arguments) of each of an engine's kernels; older checkouts list such pairs."""
+    return [each if isinstance(each, tuple) else (each, each.stand_ins) for each in _lister(engine)(*stages)]
 
 
 def every_variant(kernels: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """The variants of whole calls and of halves, each once."""
     whole = inspect.signature(_lister(kernels)).parameters["stages"].default
     parts = [whole, *(type(whole)(send, not send) for send in (True, False))]
-    found = [one for part in parts for one in _lister(kernels)(part)]
+    found = [one for part in parts for one in _listed(kernels, part)]
     return list({id(variant): (variant, args) for variant, args in found}.values())
 
 

@@ -117,7 +117,7 @@ def variants(world_size: int) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     for max_sms in (0, FEW_SMS):
         for form, changes, roles in FORMS:
             engine = compare_ptx.kernels_of(world_size, layout="rank_major", max_sms=max_sms, **changes)
-            for variant, args in engine.compiled_kernels():
+            for variant in engine.compiled_kernels():
                 kernel = variant.kernel.__name__.removesuffix("_kernel")
                 if kernel.endswith(roles):
                     constants = variant.named_constants
@@ -126,7 +126,7 @@ def variants(world_size: int) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
                         marks = ["few", *marks]
                     elif constants.get("READ_AHEAD"):
                         marks = ["wide", *marks]
-                    yield "-".join([kernel, form, *marks]), variant, args
+                    yield "-".join([kernel, form, *marks]), variant, variant.stand_ins
 
 
 def show(found: Iterable[tuple[str, int, Figures]]) -> None:

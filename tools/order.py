@@ -60,18 +60,15 @@ def variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
 
 def _further_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Combines that take router weights, the exchange of weights that only combine was given, spans."""
-    import torch
-
     from ep_a2a.compat.combine_time_weights import exchange_kernel
 
     engine = compare_ptx.kernels_of(2, compiled_calls="all")
-    for place, (variant, args) in enumerate(engine.compiled_kernels()):
+    for place, variant in enumerate(engine.compiled_kernels()):
         if variant.named_constants.get("CHECK_INDICES") and variant.named_constants["HAS_WEIGHTS"]:
-            yield f"ep2-weights-{place}-combine", variant, args
-    table = torch.zeros(1, dtype=torch.int64)
-    args = (torch.zeros(1, dtype=torch.int32), table, table, 0, 0, 0, 0)
-    yield "ep2-weights-exchange", exchange_kernel(engine.kernels.config, spans=False), args
-    yield "ep2-weights-exchange-spans", exchange_kernel(engine.kernels.config, spans=True), args
+            yield f"ep2-weights-{place}-combine", variant, variant.stand_ins
+    for name, spans in (("ep2-weights-exchange", False), ("ep2-weights-exchange-spans", True)):
+        variant = exchange_kernel(engine.kernels.config, spans=spans)
+        yield name, variant, variant.stand_ins
 
 
 def ptx_of(variant: Any, args: tuple[Any, ...]) -> str:

@@ -134,7 +134,7 @@ class WeightExchange:
 
     def _compile(self) -> None:
         if self._device.type == "cuda":
-            compile_all([(self._kernel, self._values(self._addresses, 0, 1))], self._config)
+            compile_all([self._kernel], self._config)
 
     def record_spans(self) -> None:
         """Launch a kernel that notes when its programs begin and end, from now on."""
@@ -187,7 +187,7 @@ class WeightExchange:
     def _values(self, weights: torch.Tensor, num_tokens: int, step_tokens: int) -> tuple[Any, ...]:
         config = self._config
         return (
-            weights.view(torch.int32),
+            weights,
             self._addresses,
             self._table,
             num_tokens,
@@ -207,4 +207,5 @@ def exchange_kernel(config: EpDispatchCombineConfig, *, spans: bool) -> Compiled
         "BLOCK_ROWS": EXCHANGED_WORDS // lanes,
         "SPANS": spans,
     }
-    return CompiledKernel(exchange_weights_kernel, constants, EXCHANGE_WARPS)
+    operands = torch.int32, torch.int64, torch.int64
+    return CompiledKernel(exchange_weights_kernel, operands, constants, EXCHANGE_WARPS)

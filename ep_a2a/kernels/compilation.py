@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
-def compile_all(kernels: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], config: EpDispatchCombineConfig) -> None:
+def compile_all(kernels: Iterable[CompiledKernel], config: EpDispatchCombineConfig) -> None:
     """Compiles and loads kernels; nothing is launched.
 
     The ranks of a node share the work by Triton's disk cache. Of W ranks, rank r compiles kernels r, r + W, … first.
@@ -38,22 +38,22 @@ def compile_all(kernels: Iterable[tuple[CompiledKernel, tuple[Any, ...]]], confi
     logging shows it already.
 
     Args:
-        kernels: each with arguments as `CompiledKernel.compile` takes them.
+        kernels: what is to be compiled.
         config: of the op that launches them.
 
     Raises:
         StateError, UntrustedFolderError: as `CompiledKernel.compile`.
     """
-    waiting = [(kernel, args) for kernel, args in kernels if not kernel.is_compiled]
+    waiting = [kernel for kernel in kernels if not kernel.is_compiled]
     if not waiting:
         return
     num_ranks = min(config.gpu_per_node, config.world_size)
     own = config.rank % config.gpu_per_node
-    watch = _Watch([kernel for kernel, _ in waiting])
+    watch = _Watch(waiting)
     with watch.running() if own == 0 else contextlib.nullcontext():
-        for kernel, args in in_shares(waiting, own, num_ranks):
+        for kernel in in_shares(waiting, own, num_ranks):
             watch.begin()
-            kernel.compile(args)
+            kernel.compile()
 
 
 def in_shares(items: Sequence[Item], own: int, num_shares: int) -> list[Item]:

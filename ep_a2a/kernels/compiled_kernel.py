@@ -10,13 +10,13 @@ import torch
 import triton.language as tl
 
 from ep_a2a.errors import StateError
-from ep_a2a.kernels.constants import by_name, plain
+from ep_a2a.kernels.constants import as_constexprs, by_name
 from ep_a2a.kernels.target import REGISTERS_PER_SM
 from ep_a2a.kernels.triton_parts import part
 from ep_a2a.memory import nvshmem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Hashable
 
     from ep_a2a.kernels.portable import PortableFunction
 
@@ -32,12 +32,6 @@ CARVEOUT, WHOLE_CARVEOUT = 9, 100
 """CUDA's number of the attribute "preferred shared memory carve-out", and per cent."""
 
 
-def linked_with_nvshmem(device: torch.device) -> dict[str, Any]:
-    """Returns the arguments that a CompiledKernel needs when its kernel calls NVSHMEM, which must have been started."""
-    libraries = {"libnvshmem_device": str(nvshmem.device_library(device))}
-    return {"libraries": libraries, "on_load": nvshmem.load_into}
-
-
 def prefer_shared_memory(function: int) -> None:
     """Lets a multiprocessor that runs this CUfunction alone have all its shared memory, in place of a larger cache.
 
@@ -50,35 +44,50 @@ def prefer_shared_memory(function: int) -> None:
 
 @dataclass
 class CompiledKernel:
-    """One kernel with one set of constants.
+    """One kernel with one set of constants. Kernels of equal `key` are compiled to the same code.
 
     Attributes:
         kernel: device code.
-        constants: its compile-time arguments by name, for `num_warps` warps per program.
+        operands: the first run-time arguments, up to the last one that is no number. Each tensor is given by the dtype
+            that the kernel reads it in, a number by any number, an argument that is always None by None. All further
+            arguments are numbers.
+        constants: the compile-time arguments by name, for `num_warps` warps per program.
         num_warps: warps per program.
         max_registers: most registers per thread, so that more programs fit; None = as many as the compiler likes.
         shares_sm: whether programs of other kernels, which need much shared memory, run on the same multiprocessors.
-        libraries: files of bitcode to link, by name; on_load: given the CUDA module of the kernel once it is loaded.
+        puts: whether the kernel calls NVSHMEM, which must have been started.
         programs_per_sm: programs that the registers of a multiprocessor hold at once; None before compilation.
     """
 
     kernel: PortableFunction
+    operands: tuple[torch.dtype | int | None, ...]
     constants: dict[str, Any]
     num_warps: int
     max_registers: int | None = None
     shares_sm: bool = False
-    libraries: dict[str, str] | None = None
-    on_load: Callable[[int], None] | None = None
+    puts: bool = False
     programs_per_sm: int | None = field(default=None, init=False)
     _launch: Any = field(default=None, init=False)
-    _handle: tuple[Any, Any] = field(default=(None, None), init=False)
+    _handle: tuple[Any, ...] = field(default=(), init=False)
     _trailing: tuple[Any, ...] = field(default=(), init=False)
     _tensors: tuple[int, ...] = field(default=(), init=False)
+
+    @property
+    def key(self) -> Hashable:
+        """All that the compiled code depends on."""
+        constants = tuple(self.constants.items())
+        return self.kernel, self.operands, constants, self.num_warps, self.max_registers, self.shares_sm, self.puts
 
     @property
     def named_constants(self) -> dict[str, Any]:
         """The compile-time arguments by name, with the fields of named tuples beside the others."""
         return by_name(self.constants)
+
+    @property
+    def stand_ins(self) -> tuple[torch.dtype | int | None, ...]:
+        """Run-time arguments to compile for, as Triton's warmup takes them: dtypes in place of tensors."""
+        num_arguments = len(self.kernel.arg_names) - len(self.constants)
+        return (*self.operands, *[0] * (num_arguments - len(self.operands)))
 
     @property
     def name(self) -> str:
@@ -91,7 +100,10 @@ class CompiledKernel:
         return self._launch is not None
 
     def run(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
-        """Runs the kernel on a device: launched on a GPU, interpreted on CPU."""
+        """Runs the kernel on a device: launched on a GPU, interpreted on CPU.
+
+        args: tensors of any dtype whose bytes are those of `operands`; None for one that the kernel does not read.
+        """
         if device.type == "cpu":
             self.interpret(num_programs, args)
         else:
@@ -99,15 +111,21 @@ class CompiledKernel:
 
     def interpret(self, num_programs: int, args: tuple[Any, ...]) -> None:
         """Runs the kernel in Triton's interpreter."""
-        self.kernel.interpret((num_programs,), *args, **plain(self.constants))
+        self.kernel.interpret((num_programs,), *self.as_read(args), **self.constants)
 
-    def compile(self, args: tuple[Any, ...]) -> None:
-        """Compiles and loads the kernel for arguments like these; nothing is launched.
+    def as_read(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The run-time arguments with each tensor in the dtype that the kernel reads it in."""
+        read = (_as_read(arg, dtype) for arg, dtype in zip(args, self.operands))
+        return (*read, *args[len(self.operands) :])
+
+    def compile(self) -> None:
+        """Compiles and loads the kernel; nothing is launched.
 
         Raises:
             StateError: a graph is being captured.
             UnsupportedError: the installed Triton lacks a part that is needed here.
             UntrustedFolderError: Triton's cache is not this user's alone.
+            MissingPackageError: NVSHMEM's device functions are not installed.
         """
         if self.is_compiled:
             return
@@ -116,11 +134,14 @@ class CompiledKernel:
                 "a form of the call that has run before a graph captures it", "its first use",
                 "Make the call once outside of the capture: kernels are compiled then.",
             )  # fmt: skip
-        linked = {} if self.libraries is None else {"extern_libs": self.libraries}
+        constants = as_constexprs(self.constants)
+        linked = {}
+        if self.puts:
+            linked = {"extern_libs": {"libnvshmem_device": str(nvshmem.device_library(torch.device("cuda")))}}
         compiled = self.kernel.warmup(
-            *args,
+            *self.stand_ins,
             grid=(1,),
-            **self.constants,
+            **constants,
             num_warps=self.num_warps,
             launch_pdl=self.named_constants.get("DEPENDENT_LAUNCH", False),
             maxnreg=self.max_registers,
@@ -129,13 +150,13 @@ class CompiledKernel:
         part(compiled, "_init_handles")()
         if self.shares_sm:
             prefer_shared_memory(part(compiled, "function"))
-        if self.on_load is not None:
-            self.on_load(part(compiled, "module"))
-        self._tensors = tuple(place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor))
-        self._trailing = tuple(self.constants[name] for name in self.kernel.arg_names[len(args) :])
+        if self.puts:
+            nvshmem.load_into(part(compiled, "module"))
+        self._tensors = tuple(place for place, dtype in enumerate(self.operands) if isinstance(dtype, torch.dtype))
+        self._trailing = tuple(constants[name] for name in self.kernel.arg_names[len(self.stand_ins) :])
         registers = -(-int(part(compiled, "n_regs")) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
         self.programs_per_sm = max(1, REGISTERS_PER_SM // (registers * 32 * self.num_warps))
-        self._handle = part(compiled, "function"), part(compiled, "packed_metadata")
+        self._handle = (part(compiled, "function"), part(compiled, "packed_metadata"), *NO_HOOKS)
         self._launch = part(compiled, "run")
 
     def launch(self, num_programs: int, args: tuple[Any, ...], device: torch.device) -> None:
@@ -146,9 +167,21 @@ class CompiledKernel:
         be called directly, with addresses in place of tensors and without hooks.
         """
         if self._launch is None:
-            self.compile(args)
+            self.compile()
         values = list(args)
         for place in self._tensors:
-            values[place] = args[place].data_ptr()
+            tensor = values[place]
+            values[place] = 0 if tensor is None else tensor.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        self._launch(num_programs, 1, 1, stream, *self._handle, *NO_HOOKS, *values, *self._trailing)
+        self._launch(num_programs, 1, 1, stream, *self._handle, *values, *self._trailing)
+
+
+def _as_read(arg: Any, dtype: torch.dtype | int | None) -> Any:
+    if not isinstance(dtype, torch.dtype):
+        return arg
+    if arg is None:
+        return torch.empty(0, dtype=dtype)
+    try:
+        return arg.view(dtype)
+    except RuntimeError:  # torch refuses some views whose strides do not matter: those of one row, or of none
+        return arg.flatten().view(dtype) if arg.numel() else arg.new_empty(0, dtype=dtype)

@@ -1,17 +1,13 @@
 """Compile-time arguments of kernels, in named tuples: one tuple is one parameter of a kernel.
 
-A kernel annotates such a parameter with `tl.constexpr`, and every field is a `tl.constexpr`, too: Triton 3.6 refuses
-plain numbers in `tl.static_range`. `constants` makes such a tuple. Tuples do not nest: Triton 3.6 cannot pass an inner
-one on to a helper.
+A kernel annotates such a parameter with `tl.constexpr`. Tuples are equal where their fields are: compiled kernels are
+looked up by them. They do not nest: Triton 3.6 cannot pass an inner one on to a helper.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import triton.language as tl
-
-Tuple = TypeVar("Tuple", bound=tuple[Any, ...])
-
 
 # How the fp8 cast of a row scales its groups: by the largest magnitude; by that, rounded up to a power of two; the
 # same without a least scale, as vLLM's MXFP8 has it; by the scale that the caller of dispatch has given.
@@ -28,18 +24,18 @@ class Shape(NamedTuple):
     follow each other; else every source has as many rows.
     """
 
-    WORLD_SIZE: tl.constexpr
-    WORLD_LANES: tl.constexpr
-    TOPK: tl.constexpr
-    TOPK_LANES: tl.constexpr
-    COMPACT: tl.constexpr
+    WORLD_SIZE: int
+    WORLD_LANES: int
+    TOPK: int
+    TOPK_LANES: int
+    COMPACT: bool
 
 
 class ExpertPlacement(NamedTuple):
     """Which rank owns an expert: linear ownership. NUM_EXPERTS: of all ranks. NUM_OWNERS: ranks that own them."""
 
-    NUM_EXPERTS: tl.constexpr
-    NUM_OWNERS: tl.constexpr
+    NUM_EXPERTS: int
+    NUM_OWNERS: int
 
 
 class LaunchForm(NamedTuple):
@@ -49,11 +45,11 @@ class LaunchForm(NamedTuple):
     still runs. SPANS: programs note when their parts of the step begin and end.
     """
 
-    SEND: tl.constexpr
-    RECEIVE: tl.constexpr
-    HAS_WEIGHTS: tl.constexpr
-    DEPENDENT_LAUNCH: tl.constexpr
-    SPANS: tl.constexpr
+    SEND: bool
+    RECEIVE: bool
+    HAS_WEIGHTS: bool
+    DEPENDENT_LAUNCH: bool
+    SPANS: bool
 
 
 class Row(NamedTuple):
@@ -63,21 +59,21 @@ class Row(NamedTuple):
     takes together, 0 for no cast. SCALING: how it scales them (FULL_SCALES, ...). BYTE_SCALES: scales are exponents.
     """
 
-    ROW_WORDS: tl.constexpr
-    BLOCK_WORDS: tl.constexpr
-    GROUP: tl.constexpr
-    GROUP_LANES: tl.constexpr
-    GROUPS_LANES: tl.constexpr
-    SCALING: tl.constexpr
-    BYTE_SCALES: tl.constexpr
+    ROW_WORDS: int
+    BLOCK_WORDS: int
+    GROUP: int
+    GROUP_LANES: int
+    GROUPS_LANES: int
+    SCALING: int
+    BYTE_SCALES: bool
 
 
 class Scales(NamedTuple):
     """Scales that are given with a row: SCALE_WIDTH elements of SCALE_DTYPE, 0 for none."""
 
-    SCALE_WIDTH: tl.constexpr
-    SCALE_LANES: tl.constexpr
-    SCALE_DTYPE: tl.constexpr
+    SCALE_WIDTH: int
+    SCALE_LANES: int
+    SCALE_DTYPE: tl.dtype
 
 
 class BulkDispatch(NamedTuple):
@@ -90,14 +86,14 @@ class BulkDispatch(NamedTuple):
     come through another rank of this node (only where the launch does not send).
     """
 
-    BLOCK_TOKENS: tl.constexpr
-    MANY_TOKENS: tl.constexpr
-    COUNTS_ALONE: tl.constexpr
-    COUNT_BITS: tl.constexpr
-    COUNT_LANES: tl.constexpr
-    POISON_LANES: tl.constexpr
-    PROGRAM_LANES: tl.constexpr
-    FORWARDED: tl.constexpr
+    BLOCK_TOKENS: int
+    MANY_TOKENS: int
+    COUNTS_ALONE: bool
+    COUNT_BITS: int
+    COUNT_LANES: int
+    POISON_LANES: int
+    PROGRAM_LANES: int
+    FORWARDED: bool
 
 
 class Tile(NamedTuple):
@@ -108,12 +104,12 @@ class Tile(NamedTuple):
     whose destinations a program lists at once.
     """
 
-    TOKENS: tl.constexpr
-    GROUPS: tl.constexpr
-    WORDS: tl.constexpr
-    PARTS: tl.constexpr
-    COPIES: tl.constexpr
-    LISTED: tl.constexpr
+    TOKENS: int
+    GROUPS: int
+    WORDS: int
+    PARTS: int
+    COPIES: int
+    LISTED: int
 
 
 class LowLatencyDispatch(NamedTuple):
@@ -124,15 +120,15 @@ class LowLatencyDispatch(NamedTuple):
     lanes of a wait, at least the threads of a program. SPARSE_POLLS: see take_row_block.
     """
 
-    SLOTS: tl.constexpr
-    TOKEN_LANES: tl.constexpr
-    COUNT_BITS: tl.constexpr
-    SCALE_WORDS: tl.constexpr
-    HAS_SCALES: tl.constexpr
-    COUNT_LANES: tl.constexpr
-    POISON_LANES: tl.constexpr
-    SIDE_LANES: tl.constexpr
-    SPARSE_POLLS: tl.constexpr
+    SLOTS: int
+    TOKEN_LANES: int
+    COUNT_BITS: int
+    SCALE_WORDS: int
+    HAS_SCALES: bool
+    COUNT_LANES: int
+    POISON_LANES: int
+    SIDE_LANES: int
+    SPARSE_POLLS: bool
 
 
 class Block(NamedTuple):
@@ -142,14 +138,14 @@ class Block(NamedTuple):
     fp8; SCALED: with one scale per GROUP elements. ROWS: rows of which such blocks are sent at once.
     """
 
-    WIDTH: tl.constexpr
-    GROUPS_LANES: tl.constexpr
-    GROUP: tl.constexpr
-    ELEMENT: tl.constexpr
-    DTYPE: tl.constexpr
-    QUANTIZED: tl.constexpr
-    SCALED: tl.constexpr
-    ROWS: tl.constexpr
+    WIDTH: int
+    GROUPS_LANES: int
+    GROUP: int
+    ELEMENT: tl.dtype
+    DTYPE: tl.dtype
+    QUANTIZED: bool
+    SCALED: bool
+    ROWS: int
 
 
 class Combine(NamedTuple):
@@ -159,10 +155,10 @@ class Combine(NamedTuple):
     added where they lie, instead of being sent. READ_AHEAD: see add_results.
     """
 
-    DTYPE: tl.constexpr
-    CHECK_INDICES: tl.constexpr
-    OWN_IN_PLACE: tl.constexpr
-    READ_AHEAD: tl.constexpr
+    DTYPE: tl.dtype
+    CHECK_INDICES: bool
+    OWN_IN_PLACE: bool
+    READ_AHEAD: bool
 
 
 class Expand(NamedTuple):
@@ -173,12 +169,12 @@ class Expand(NamedTuple):
     of its block.
     """
 
-    ROW_WORDS: tl.constexpr
-    BLOCK_WORDS: tl.constexpr
-    SCALE_WIDTH: tl.constexpr
-    SCALE_LANES: tl.constexpr
-    SCALE_DTYPE: tl.constexpr
-    ALIGNMENT: tl.constexpr
+    ROW_WORDS: int
+    BLOCK_WORDS: int
+    SCALE_WIDTH: int
+    SCALE_LANES: int
+    SCALE_DTYPE: tl.dtype
+    ALIGNMENT: int
 
 
 class Ring(NamedTuple):
@@ -190,19 +186,19 @@ class Ring(NamedTuple):
     ranks. HEAD_WORDS: words before the chunks that go to a node; 0 where kernels move them.
     """
 
-    DIRECTION: tl.constexpr
-    NODES: tl.constexpr
-    NODE_LANES: tl.constexpr
-    GPUS: tl.constexpr
-    GPU_LANES: tl.constexpr
-    CHANNELS: tl.constexpr
-    SLOTS: tl.constexpr
-    CHUNK_TOKENS: tl.constexpr
-    NUM_CHUNKS: tl.constexpr
-    LINE_WORDS: tl.constexpr
-    SLOT_WORDS: tl.constexpr
-    STAGED_WORDS: tl.constexpr
-    HEAD_WORDS: tl.constexpr
+    DIRECTION: int
+    NODES: int
+    NODE_LANES: int
+    GPUS: int
+    GPU_LANES: int
+    CHANNELS: int
+    SLOTS: int
+    CHUNK_TOKENS: int
+    NUM_CHUNKS: int
+    LINE_WORDS: int
+    SLOT_WORDS: int
+    STAGED_WORDS: int
+    HEAD_WORDS: int
 
 
 class Line(NamedTuple):
@@ -214,15 +210,15 @@ class Line(NamedTuple):
     chunk; else tokens that do not go to the node have none.
     """
 
-    SCALE_WIDTH: tl.constexpr
-    SCALE_LANES: tl.constexpr
-    SCALE_DTYPE: tl.constexpr
-    IDS_AT: tl.constexpr
-    WEIGHTS_AT: tl.constexpr
-    ROWS_AT: tl.constexpr
-    TOKEN_AT: tl.constexpr
-    HAS_WEIGHTS: tl.constexpr
-    OWN_LINE_EACH: tl.constexpr
+    SCALE_WIDTH: int
+    SCALE_LANES: int
+    SCALE_DTYPE: tl.dtype
+    IDS_AT: int
+    WEIGHTS_AT: int
+    ROWS_AT: int
+    TOKEN_AT: int
+    HAS_WEIGHTS: bool
+    OWN_LINE_EACH: bool
 
 
 class Numbering(NamedTuple):
@@ -233,10 +229,10 @@ class Numbering(NamedTuple):
     else with the one after it.
     """
 
-    MANY_TOKENS: tl.constexpr
-    COUNT_BITS: tl.constexpr
-    POISON_LANES: tl.constexpr
-    FINISHES: tl.constexpr
+    MANY_TOKENS: int
+    COUNT_BITS: int
+    POISON_LANES: int
+    FINISHES: bool
 
 
 class Exchange(NamedTuple):
@@ -246,12 +242,12 @@ class Exchange(NamedTuple):
     POISON_LANES: lanes of a wait, at least the threads of a program.
     """
 
-    SENDS: tl.constexpr
-    FORWARDS: tl.constexpr
-    STAGE: tl.constexpr
-    FINISHES: tl.constexpr
-    COUNT_LANES: tl.constexpr
-    POISON_LANES: tl.constexpr
+    SENDS: bool
+    FORWARDS: bool
+    STAGE: int
+    FINISHES: bool
+    COUNT_LANES: int
+    POISON_LANES: int
 
 
 class NodeSums(NamedTuple):
@@ -263,27 +259,22 @@ class NodeSums(NamedTuple):
     with those of dispatch. POISON_LANES: lanes of a wait, at least the threads of a program.
     """
 
-    HIDDEN: tl.constexpr
-    BLOCK: tl.constexpr
-    WEIGHTS_AT: tl.constexpr
-    DTYPE: tl.constexpr
-    ELEMENT: tl.constexpr
-    QUANTIZED: tl.constexpr
-    SCALE_GROUP: tl.constexpr
-    HAS_WEIGHTS: tl.constexpr
-    CHECK_INDICES: tl.constexpr
-    POISON_LANES: tl.constexpr
+    HIDDEN: int
+    BLOCK: int
+    WEIGHTS_AT: int
+    DTYPE: tl.dtype
+    ELEMENT: tl.dtype
+    QUANTIZED: bool
+    SCALE_GROUP: int
+    HAS_WEIGHTS: bool
+    CHECK_INDICES: bool
+    POISON_LANES: int
 
 
-def constants(kind: type[Tuple], values: dict[str, Any]) -> Tuple:
-    """A tuple of this kind, of those of the values that are its fields."""
-    return kind(*(tl.constexpr(values[name]) for name in kind._fields))  # type: ignore[attr-defined]
-
-
-def plain(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Compile-time arguments as the interpreter takes them: Python cannot shift by a `tl.constexpr`."""
+def as_constexprs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Compile-time arguments for the compiler: Triton 3.6 refuses plain numbers of tuples in `tl.static_range`."""
     return {
-        param: type(value)(*(field.value for field in value)) if hasattr(value, "_fields") else value
+        param: type(value)(*map(tl.constexpr, value)) if hasattr(value, "_fields") else value
         for param, value in arguments.items()
     }
 
@@ -303,7 +294,6 @@ def by_name(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _fields(param: str, value: Any) -> Iterator[tuple[str, Any]]:
     if hasattr(value, "_fields"):
-        for name, field in zip(value._fields, value):
-            yield name, field.value
+        yield from zip(value._fields, value)
     else:
         yield param, value

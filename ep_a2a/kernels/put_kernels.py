@@ -1,7 +1,7 @@
 """Puts of kernels into memory of other nodes, which no store reaches: NVSHMEM's on GPUs, copies of bytes on CPU.
 
 A put names an address of this rank's own symmetric memory; it writes to the same place of the other rank's. NVSHMEM's
-device functions are linked in from its bitcode: kernels which put are compiled with it (CompiledKernel.libraries).
+device functions are linked in from its bitcode: kernels which put are compiled with it (CompiledKernel.puts).
 """
 
 from typing import Any

@@ -5,31 +5,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from ep_a2a.config import Layout
 from ep_a2a.kernels.compilation import compile_all
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
-from ep_a2a.ops.expert_major import ExpertMajorKernels
-from ep_a2a.ops.inputs import scales_travel
-from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
+from ep_a2a.ops.expert_major import expanding, reducing
+from ep_a2a.ops.launches import CombineForm, DispatchForm, combine_forms, dispatch_forms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
     from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages, Step
+    from ep_a2a.ops.launches import KernelLaunch
     from ep_a2a.ops.op_kernels import OpKernels
-
-
-Launched = tuple["CompiledKernel", tuple[Any, ...], int]
-"""A launch: kernel, run-time arguments, programs."""
 
 
 class Engine(ABC):
     """Launches the dispatches and combines of one op. Three classes do: IntraNode-, Ring- and StagedEngine.
 
-    An engine lists the launches of a call (`_dispatch_launches`, `_combine_launches`); the other methods follow from
-    these lists, but where an engine has its own.
+    An engine lists the launches of a call (`_dispatch_launches`, `_combine_launches`) as a function of the call's form.
+    A list is made once for each form. The other methods follow from these lists.
 
     Attributes:
         kernels: the compiled kernels, and the bounds of their launches.
@@ -41,37 +38,45 @@ class Engine(ABC):
 
     def dispatch(self, args: Step, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
-        for kernel, values, num_programs in self._dispatch_launches(args, stages, wish):
-            kernel.run(num_programs, values, self.kernels.device)
-        if stages.receive:
-            self._expand(args)
+        self._run(self._whole_dispatch, args, DispatchForm.of(args), stages, wish)
 
     def combine(self, args: CombineArguments, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a combine, or one of its halves, on the current stream. `wish` has the call's launch numbers."""
         if stages.send:
-            self._prepare_rows(args)
-        for kernel, values, num_programs in self._combine_launches(args, stages, wish):
-            kernel.run(num_programs, values, self.kernels.device)
+            for target, source in args.copies:
+                target.copy_(source)
+        self._run(self._whole_combine, args, CombineForm.of(args), stages, wish)
+
+    def _run(self, launches_of: Callable[..., Iterable[KernelLaunch]], args: Any, *call: Any) -> None:
+        """Launch what `launches_of` lists for calls of this form, stages and wish."""
+        kernels, key = self.kernels, (launches_of.__name__, call)
+        launches = kernels.plans.get(key)
+        if launches is None:
+            if not kernels.interpreted:
+                # the registers that kernels get bound the programs of their launches
+                compile_all([launch.kernel for launch in launches_of(*call)], kernels.config)
+            launches = add_to_cache(kernels.plans, key, list(launches_of(*call)))
+        table, device = kernels.table, kernels.device
+        for kernel, operands, numbers, num_programs in launches:
+            kernel.run(num_programs, (*operands(args, table), *numbers), device)
+
+    def _whole_dispatch(self, form: DispatchForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
+        yield from self._dispatch_launches(form, stages, wish)
+        if stages.receive and self.kernels.config.layout == Layout.EXPERT_MAJOR:
+            yield from expanding(self.kernels, form)
+
+    def _whole_combine(self, form: CombineForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
+        if stages.send and self.kernels.config.layout == Layout.EXPERT_MAJOR:
+            yield reducing(self.kernels, form)
+        yield from self._combine_launches(form, stages, wish)
 
     @abstractmethod
-    def _dispatch_launches(self, args: Step, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _dispatch_launches(self, form: DispatchForm, stages: Stages, wish: LaunchWish) -> Iterable[KernelLaunch]:
         """The launches of a dispatch, or of one of its halves, but those of layout expert_major."""
 
     @abstractmethod
-    def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _combine_launches(self, form: CombineForm, stages: Stages, wish: LaunchWish) -> Iterable[KernelLaunch]:
         """The launches of a combine, or of one of its halves, but those of layout expert_major."""
-
-    def _expand(self, args: Step) -> None:
-        """In layout expert_major, launch the copy of the received rows to a block for each expert."""
-        if self.kernels.by_expert is not None:
-            self.kernels.by_expert.expand(args.step_tokens, scales_travel(self.kernels.config, args.scales))
-
-    def _prepare_rows(self, args: CombineArguments) -> None:
-        """Launch the copies before a combine, and in layout expert_major the weighted sums of the experts' rows."""
-        for target, source in args.copies:
-            target.copy_(source)
-        if self.kernels.by_expert is not None and args.expert_rows is not None:
-            self.kernels.by_expert.reduce(args.expert_rows, args.step_tokens)
 
     @abstractmethod
     def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
@@ -80,12 +85,18 @@ class Engine(ABC):
     def quiet(self) -> None:  # noqa: B027 - an engine that only stores has nothing to wait for
         """Launch a kernel that completes after all outstanding puts. Collective. Kernels that store need none."""
 
-    def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        """Kernels that such calls can launch, with stand-in arguments."""
-        for dispatch in warmup_dispatches(self.kernels.config, self.kernels.device):
-            yield from (launch[:2] for launch in self._dispatch_launches(dispatch, stages, NO_WISH))
-        for combine in warmup_combines(self.kernels.config, self.kernels.device):
-            yield from (launch[:2] for launch in self._combine_launches(combine, stages, NO_WISH))
+    def _sizes(self) -> Iterable[int]:
+        """Bounds of steps, one at least of each kind whose kernels differ."""
+        return (1,)
+
+    def _reachable(self, stages: Stages) -> Iterator[CompiledKernel]:
+        """The kernels that such calls can launch."""
+        for size in self._sizes():
+            for dispatch in dispatch_forms(self.kernels.config, size):
+                yield from (launch.kernel for launch in self._whole_dispatch(dispatch, stages, NO_WISH))
+        for size in self._sizes():
+            for combine in combine_forms(self.kernels.config, size):
+                yield from (launch.kernel for launch in self._whole_combine(combine, stages, NO_WISH))
 
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launch the count of received slots per local expert into `counts`, int32 [E]."""
@@ -103,11 +114,8 @@ class Engine(ABC):
 
     def record_spans(self) -> None:
         """Launch kernels that note when their programs begin and end, from now on."""
-        kernels = self.kernels
-        kernels.spans = True
-        kernels.forget_plans()
-        if kernels.by_expert is not None:
-            kernels.by_expert = ExpertMajorKernels(kernels)
+        self.kernels.spans = True
+        self.kernels.forget_plans()
         self.compile()
 
     def warmup_split(self) -> None:
@@ -124,12 +132,11 @@ class Engine(ABC):
         kernels = self.kernels
         if kernels.interpreted:
             return
-        found = [each for stages in kernels.compiled_stages for each in self.compiled_kernels(stages)]
+        found = [kernel for stages in kernels.compiled_stages for kernel in self.compiled_kernels(stages)]
         compile_all(found, kernels.config)
         kernels.compiled_bounds.add(kernels.bound)
 
-    def compiled_kernels(self, stages: Stages = WHOLE) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
-        """Every (kernel, run-time arguments) that such calls of the op can need, each once, with stand-in tensors."""
+    def compiled_kernels(self, stages: Stages = WHOLE) -> list[CompiledKernel]:
+        """Every kernel that such calls of the op can need, each once."""
         found = (*self._reachable(stages), *self.kernels.local_kernels())
-        # several launch shapes have one kernel where the device knows no dependent launch
-        return list({id(kernel): (kernel, values) for kernel, values in found}.values())
+        return list({id(kernel): kernel for kernel in found}.values())

@@ -215,17 +215,6 @@ def in_int32(ids: Any) -> Any:
     return ids.clamp(INT32.min, INT32.max).to(torch.int32)
 
 
-def elements_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View contiguous rows [N, n] in a dtype of another size, in an arbitrary shape.
-
-    torch refuses some views whose strides or address do not matter: those of one row, or of none.
-    """
-    try:
-        return rows.view(dtype)
-    except RuntimeError:  # asking first would take longer than the view, in every call
-        return rows.flatten().view(dtype) if rows.shape[0] else rows.new_empty(0, dtype=dtype)
-
-
 def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: Step) -> None:
     """Check the arguments of a dispatch, as far as the host can."""
     tokens, weights, scales, indices, step_tokens = step.tokens, step.weights, step.scales, step.ids, step.step_tokens

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton.language as tl
 
-from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
+from ep_a2a.config import CompiledCalls, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import LaunchForm
 from ep_a2a.kernels.layout import padded
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.ops.arguments import WHOLE
-from ep_a2a.ops.expert_major import ExpertMajorKernels
-from ep_a2a.ops.inputs import elements_of
+from ep_a2a.ops.launches import TABLE, KernelLaunch
 from ep_a2a.ops.row_constants import ResultRows, placement_of, shape_of
 from ep_a2a.policy import COUNT_WARPS
 
@@ -23,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import Stages
+    from ep_a2a.kernels.portable import PortableFunction
+    from ep_a2a.ops.arguments import CombineArguments, Stages, Step
     from ep_a2a.policy import Launch
 
 FP8_CAPABILITY = (8, 9)
@@ -43,12 +42,11 @@ class OpKernels:
     Attributes:
         num_sms: multiprocessors of the device; 0 in the interpreter. max_sms: the most that a launch may use; 0 = all.
         shares_sm: whether products run on these multiprocessors at the same time.
-        made: kernels, by the choices that their constants depend on.
+        made: kernels by their descriptions.
         plans: launches of calls under the bound in force, by the form of the call.
         compiled_bounds: the values of `bound` for which `Engine.compile` has compiled.
         spans: whether kernels note times.
         compiled_stages: the kinds of calls whose kernels `Engine.compile` compiles.
-        absent: int32, null pointer: an operand in the place of a tensor that the call does not have.
 
     Raises:
         UnsupportedError: the GPU cannot cast to fp8, which the config asks for.
@@ -76,20 +74,30 @@ class OpKernels:
         self.compiled_bounds: set[tuple[int, bool]] = set()
         self.spans = False
         self.compiled_stages: tuple[Stages, ...] = (WHOLE,)
-        self.absent = torch.empty(0, dtype=torch.int32, device=device)
-        self.count = CompiledKernel(
-            count_local_experts_kernel, {"S": self.shape, "BLOCK_ROWS": BLOCK_ROWS}, COUNT_WARPS
-        )
-        self.by_expert: ExpertMajorKernels | None = None
-        if config.layout == Layout.EXPERT_MAJOR:
-            self.by_expert = ExpertMajorKernels(self)
+        counting = {"S": self.shape, "BLOCK_ROWS": BLOCK_ROWS}
+        self.count = CompiledKernel(count_local_experts_kernel, (TABLE, 0, 0, 0, torch.int32), counting, COUNT_WARPS)
 
-    def get(self, key: Hashable, make: Callable[[], CompiledKernel]) -> CompiledKernel:
-        """The kernel of this key, made once."""
-        kernel = self.made.get(key)
-        if kernel is None:
-            kernel = self.made[key] = make()
-        return kernel
+    def launch(
+        self,
+        kernel: PortableFunction,
+        operands: Callable[[Any, Any], tuple[Any, ...]],
+        read_as: Step | CombineArguments | None,
+        constants: dict[str, Any],
+        num_warps: int,
+        *,
+        numbers: tuple[int, ...] = (),
+        num_programs: int = 1,
+        **options: Any,
+    ) -> KernelLaunch:
+        """A launch, with the op's kernel of this description: the one that an earlier launch has made, if any.
+
+        Args:
+            kernel, constants, num_warps, options: of CompiledKernel.
+            operands, numbers, num_programs: as of KernelLaunch.
+            read_as: the call's arguments with dtypes in place of tensors; None where kernels read none of them.
+        """
+        made = CompiledKernel(kernel, operands(read_as, TABLE), constants, num_warps, **options)
+        return KernelLaunch(self.made.setdefault(made.key, made), operands, numbers, num_programs)
 
     @property
     def bound(self) -> tuple[int, bool]:
@@ -116,33 +124,18 @@ class OpKernels:
 
     def form(self, stages: Stages, launch: Launch, *, has_weights: bool) -> LaunchForm:
         """Constants that select the stages a launch runs, and its options."""
-        is_dependent = launch.dependent and self.can_depend
-        return LaunchForm(*map(tl.constexpr, (*stages, has_weights, is_dependent, self.spans)))
+        return LaunchForm(*stages, has_weights, launch.dependent and self.can_depend, self.spans)
 
     def count_lanes(self, threads: int) -> int:
         """Lanes of a wait for the count and the wire word of every rank, at least the threads of a program."""
         return max(padded(2 * self.config.world_size), threads)
-
-    def casts(self, tokens: torch.Tensor) -> bool:
-        """Whether a dispatch of these tokens casts them."""
-        return self.config.casts_in_dispatch and tokens.dtype != FP8_DTYPE
-
-    def scale_bytes(self, scales: torch.Tensor | None) -> int:
-        """Bytes of the scales of a row that a dispatch is given."""
-        return 0 if scales is None else self.config.num_scales * self.config.scale_bytes
-
-    def result_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of results as kernels take them: as words, unless they cast them."""
-        return rows if self.results.quantized else elements_of(rows, torch.int32)
 
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launches the count of received slots per local expert into `counts`, int32 [E]."""
         values = (self.table, self.config.rank, step_tokens, self.config.first_expert, counts)
         self.count.run(counts.numel(), values, self.device)
 
-    def local_kernels(self) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
-        """The kernels beside dispatch and combine, with stand-in arguments."""
+    def local_kernels(self) -> Iterator[CompiledKernel]:
+        """The kernels beside dispatch and combine."""
         if self.config.compiled_calls != CompiledCalls.SERVING:
-            yield self.count, (self.table, 0, 1, 0, torch.empty(16, dtype=torch.int32, device=self.device))
-        if self.by_expert is not None:
-            yield from self.by_expert.compiled_kernels()
+            yield self.count

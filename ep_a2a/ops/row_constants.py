@@ -17,8 +17,8 @@ from ep_a2a.kernels.constants import (
     Block,
     ExpertPlacement,
     Row,
+    Scales,
     Shape,
-    constants,
 )
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 
@@ -37,13 +37,13 @@ MANY_TOKENS = 256
 
 def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
     """The linear ownership of experts by the op's ranks."""
-    return ExpertPlacement(*map(tl.constexpr, (config.total_experts, config.world_size)))
+    return ExpertPlacement(config.total_experts, config.world_size)
 
 
 def shape_of(config: EpDispatchCombineConfig) -> Shape:
     """The constants that all kernels of an op share."""
-    world_size, topk, is_compact = config.world_size, config.topk, config.layout == Layout.COMPACT
-    return Shape(*map(tl.constexpr, (world_size, padded(world_size), topk, padded(topk), is_compact)))
+    world_size, topk = config.world_size, config.topk
+    return Shape(world_size, padded(world_size), topk, padded(topk), config.layout == Layout.COMPACT)
 
 
 def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: int = 1) -> Row:
@@ -51,30 +51,22 @@ def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: 
     group = config.cast_group if casts else 0
     by_format = FULL_SCALES if config.scale_format == ScaleFormat.FLOAT32 else POWER_OF_TWO_SCALES
     row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
-    values = {
-        "ROW_WORDS": row_words,
-        "BLOCK_WORDS": max(min(padded(row_words), MAX_BLOCK_WORDS), least_words),
-        "GROUP": group,
-        "GROUP_LANES": padded(max(1, group)),
-        "GROUPS_LANES": padded(config.hidden_dim // group) if group else 1,
-        "SCALING": SCALING_OF_CAST.get(config.dispatch_quant, by_format).value,
-        "BYTE_SCALES": config.scale_bytes == 1,
-    }
-    return constants(Row, values)
+    return Row(
+        ROW_WORDS=row_words,
+        BLOCK_WORDS=max(min(padded(row_words), MAX_BLOCK_WORDS), least_words),
+        GROUP=group,
+        GROUP_LANES=padded(max(1, group)),
+        GROUPS_LANES=padded(config.hidden_dim // group) if group else 1,
+        SCALING=SCALING_OF_CAST.get(config.dispatch_quant, by_format).value,
+        BYTE_SCALES=config.scale_bytes == 1,
+    )
 
 
-def scale_constants(num_bytes: int, *, by_bytes: bool = False) -> dict[str, Any]:
-    """SCALE_WIDTH, SCALE_LANES and SCALE_DTYPE of a row with num_bytes bytes of scales.
-
-    Scales move as words where they fill whole words, unless `by_bytes`.
-    """
+def scale_constants(num_bytes: int, *, by_bytes: bool = False) -> Scales:
+    """The constants of a row's num_bytes bytes of scales: in words where they fill words, unless `by_bytes`."""
     in_words = num_bytes % WORD_BYTES == 0 and not by_bytes
     width = num_bytes // WORD_BYTES if in_words else num_bytes
-    return {
-        "SCALE_WIDTH": width,
-        "SCALE_LANES": padded(max(1, width)),
-        "SCALE_DTYPE": tl.int32 if in_words else tl.uint8,
-    }
+    return Scales(width, padded(max(1, width)), tl.int32 if in_words else tl.uint8)
 
 
 @dataclass(frozen=True)
@@ -116,5 +108,4 @@ class ResultRows:
         width, threads = hidden_dim // per_word, 32 * num_warps
         num_words = max(min(padded(width), most_elements // per_word), threads)
         group = min(LINE_WORDS, num_words // threads) if adds or self.quantized else num_words
-        values = (width, num_words // group, group, tl.int32, dtype, self.quantized, self.scaled, num_rows)
-        return Block(*map(tl.constexpr, values))
+        return Block(width, num_words // group, group, tl.int32, dtype, self.quantized, self.scaled, num_rows)

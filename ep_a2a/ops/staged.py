@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
@@ -21,14 +20,14 @@ from ep_a2a.kernels.staged_kernels import (
 )
 from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
-from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure
-from ep_a2a.ops.intra_node import combine_form, dispatch_form, receiving_launch, row_operands
-from ep_a2a.ops.op_kernels import OpKernels
-from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, RingLaunches
+from ep_a2a.ops.intra_node import receiving_launch
+from ep_a2a.ops.launches import TABLE, CombineForm, no_operands, row_operands, sum_operands
+from ep_a2a.ops.op_sizes import num_rows
+from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, NodesEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
 
     import torch
 
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
     from ep_a2a.memory.arena import Arena
     from ep_a2a.memory.node_transport import Exchange, NodeTransport
     from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages, Step
-    from ep_a2a.ops.engine import Launched
+    from ep_a2a.ops.launches import DispatchForm, KernelLaunch
     from ep_a2a.ops.memory import BoundMemory
 
 PROGRAMS_PER_SM = 2
 """Programs that share the chunks; each has one line in flight."""
 
 
-class StagedEngine(Engine):
+class StagedEngine(NodesEngine):
     """Launches the kernels of one op whose tokens the host moves between nodes, and makes the exchanges.
 
     A dispatch packs lines for all nodes, the host exchanges them, and the received lines are copied to the ranks of
@@ -66,11 +65,11 @@ class StagedEngine(Engine):
     def __init__(
         self, config: EpDispatchCombineConfig, memory: BoundMemory, arena: Arena, between_nodes: NodeTransport
     ) -> None:
-        self.kernels = OpKernels(config, memory.table, arena.device)
-        self._ring = RingLaunches(self.kernels)
+        super().__init__(config, memory.table, arena.device)
         self._memory, self._rendezvous, self._between = memory, arena.rendezvous, between_nodes
         self._running: Exchange | None = None
         self._is_connected = self.kernels.interpreted
+        self._post_failure = CompiledKernel(post_failure_kernel, (TABLE,), {"S": self.kernels.shape}, RING_WARPS)
 
     def dispatch(self, args: Step, stages: Stages = WHOLE, wish: LaunchWish = NO_WISH) -> None:
         """Launch a dispatch, or one of its halves, on the current stream, and begin or end its exchange."""
@@ -90,27 +89,27 @@ class StagedEngine(Engine):
                 super().combine(args, SEND, wish)
             if stages.receive:
                 self._between.require_open()
-                self._run(self._packing_sums(args, wish.block_num))
+                form = CombineForm.of(args)
+                self._run(self._packing_sums, args, form, wish)
                 self._running = self._begin(args.step_tokens, back=True)
                 self._end(back=True)
-                self._run(self._adding(args, wish.block_num))
+                self._run(self._adding, args, form, wish)
 
-    def _dispatch_launches(self, args: Step, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _dispatch_launches(self, form: DispatchForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
         if stages.send:
-            yield from self._packing(args, wish.block_num)
+            yield self.numbering(form, wish.block_num, finishes=False)
+            yield self._packing(form, wish)
         if stages.receive:
-            yield from self._forwarding(args, wish.block_num)
+            yield from self._passing_on(form.step_tokens, back=False, has_weights=False)
+            yield self._forwarding(form, wish)
+            yield receiving_launch(self.kernels, form)
 
-    def _combine_launches(self, args: CombineArguments, stages: Stages, wish: LaunchWish) -> Iterable[Launched]:
+    def _combine_launches(self, form: CombineForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
         if stages.send:
-            yield self._ring.offering(args, wish.block_num)
+            yield self.offering(form, wish.block_num)
         if stages.receive:
-            yield from self._packing_sums(args, wish.block_num)
-            yield from self._adding(args, wish.block_num)
-
-    def _run(self, launches: Iterable[Launched]) -> None:
-        for kernel, values, num_programs in launches:
-            kernel.run(num_programs, values, self.kernels.device)
+            yield from self._packing_sums(form, wish)
+            yield from self._adding(form, wish)
 
     @contextlib.contextmanager
     def _naming_who_is_gone(self) -> Iterator[None]:
@@ -120,12 +119,12 @@ class StagedEngine(Engine):
             yield
         except RankTimeoutError as error:
             memory = self._memory
-            failure = Failure.from_record(memory.synchronized_record(), self.kernels.config.world_size)
+            failure = Failure.from_record(memory.synchronized_record(), self.config.world_size)
             key, call, bound_secs = memory.failure_key, failure.call(memory), memory.timeouts.of_step(failure.epoch)
             raise agreed_error(error, memory.peers, key, call, error.missing_ranks, bound_secs, start) from error
 
     def _begin(self, step_tokens: int, *, back: bool) -> Exchange:
-        rings = self._ring.rings
+        rings = self.rings
         num_words = rings.node_words(step_tokens, back=back)
         regions = (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK) if back else (Region.CHUNKS, Region.STAGED_CHUNKS)
         received, sent = (self._memory.view(region, (rings.num_nodes, num_words)) for region in regions)
@@ -149,7 +148,8 @@ class StagedEngine(Engine):
         except RankTimeoutError as error:
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value
             phase = COMBINE_PHASE if back else DISPATCH_PHASE
-            self._run([self._failing(TIMEOUT.value << 16 | accused, phase)])
+            values = (self.kernels.table, TIMEOUT.value << 16 | accused, phase, self.config.rank)
+            self._post_failure.run(1, values, self.kernels.device)
             raise
 
     def _bound_secs(self, *, back: bool) -> float:
@@ -178,99 +178,87 @@ class StagedEngine(Engine):
         if not self._is_connected:
             # an exchange that connects could not be captured
             self._is_connected = True
-            rings = self._ring.rings
+            rings = self.rings
             self._between.exchange(
                 self._memory.view(Region.CHUNKS, (rings.num_nodes, rings.head_words)),
                 self._memory.view(Region.STAGED_CHUNKS, (rings.num_nodes, rings.head_words)),
             )
 
-    def _packing(self, args: Step, block_num: int) -> Iterable[Launched]:
-        kernels, ring = self.kernels, self._ring
-        key = "pack", dispatch_form(args)
-        kernel = self._kernel(key, pack_kernel, lambda: ring.line_constants(args) | {"POISON_LANES": THREADS})
-        operands = row_operands(kernels, args, kernels.scale_bytes(args.scales))
-        values = (*operands, args.num_tokens, ring.rings.chunks_of_step(args.step_tokens), kernels.config.rank)
-        yield ring.numbering(args, block_num, finishes=False)
-        yield kernel, values, self._programs(args.step_tokens, block_num)
-
-    def _forwarding(self, args: Step, block_num: int) -> Iterable[Launched]:
-        config, ring = self.kernels.config, self._ring
-        yield from self._passing_on(args.step_tokens, back=False, has_weights=False)
-        values = (
-            self.kernels.table,
-            ring.rings.chunks_of_step(args.step_tokens),
-            args.step_tokens,
-            args.row_limit,
-            config.world_size * config.max_num_inp_token_per_rank,
-            config.rank,
+    def _packing(self, form: DispatchForm, wish: LaunchWish) -> KernelLaunch:
+        return self.kernels.launch(
+            pack_kernel,
+            row_operands,
+            form.read_as(self.config),
+            self.line_constants(form) | {"POISON_LANES": THREADS},
+            RING_WARPS,
+            numbers=(form.num_tokens, self.rings.chunks_of_step(form.step_tokens), self.config.rank),
+            num_programs=self._programs(form.step_tokens, wish.block_num),
         )
-        key = "forward", dispatch_form(args)
-        # left alone, ptxas aims at fewer registers and puts words on the stack
-        kernel = self._kernel(
-            key, forward_kernel, lambda: ring.line_constants(args) | ring.wait_lanes, CHANNEL_REGISTERS
+
+    def _forwarding(self, form: DispatchForm, wish: LaunchWish) -> KernelLaunch:
+        config, step_tokens = self.config, form.step_tokens
+        sizes = self.rings.chunks_of_step(step_tokens), step_tokens, num_rows(config, step_tokens)
+        return self.kernels.launch(
+            forward_kernel,
+            no_operands,
+            None,
+            self.line_constants(form) | self.wait_lanes,
+            RING_WARPS,
+            numbers=(*sizes, config.world_size * config.max_num_inp_token_per_rank, config.rank),
+            num_programs=self._programs(step_tokens, wish.block_num),
+            # left alone, ptxas aims at fewer registers and puts words on the stack
+            max_registers=CHANNEL_REGISTERS,
         )
-        yield kernel, values, self._programs(args.step_tokens, block_num)
-        yield receiving_launch(self.kernels, args)
 
-    def _packing_sums(self, args: CombineArguments, block_num: int) -> Iterable[Launched]:
-        # ids are compared where nodes are added
-        key = "pack sums", args.weights is None
-        kernel = self._kernel(key, pack_sums_kernel, lambda: self._ring.sum_constants(replace(args, ids=None)))
-        num_chunks = self._ring.rings.chunks_of_step(args.step_tokens)
-        values = (self.kernels.table, num_chunks, self.kernels.config.rank)
-        yield kernel, values, self._programs(args.step_tokens, block_num)
-
-    def _adding(self, args: CombineArguments, block_num: int) -> Iterable[Launched]:
-        kernels = self.kernels
-        yield from self._passing_on(args.step_tokens, back=True, has_weights=args.weights is not None)
-        values = (
-            args.out,
-            kernels.absent if args.ids is None else args.ids,
-            *args.biases,
-            kernels.table,
-            args.num_tokens,
-            self._ring.rings.chunks_of_step(args.step_tokens),
-            kernels.config.rank,
+    def _packing_sums(self, form: CombineForm, wish: LaunchWish) -> Iterator[KernelLaunch]:
+        yield self.kernels.launch(
+            pack_sums_kernel,
+            no_operands,
+            None,
+            # ids are compared where nodes are added
+            self.sum_constants(form._replace(has_ids=False)),
+            RING_WARPS,
+            numbers=(self.rings.chunks_of_step(form.step_tokens), self.config.rank),
+            num_programs=self._programs(form.step_tokens, wish.block_num),
         )
-        key = "sum nodes", combine_form(args)
-        kernel = self._kernel(key, sum_nodes_kernel, lambda: self._ring.sum_constants(args))
-        yield kernel, values, self._programs(args.step_tokens, block_num, num_nodes=1)
 
-    def _passing_on(self, step_tokens: int, *, back: bool, has_weights: bool) -> Iterable[Launched]:
-        ring, num_nodes = self._ring, self._ring.rings.num_nodes
-        if num_nodes == 1:
-            return
-        given = {
-            "S": self.kernels.shape,
-            "R": ring.back if back else ring.to_experts,
-            "HAS_WEIGHTS": has_weights,
-        }
-        kernel = self._kernel(("pass on", back, has_weights), pass_on_kernel, lambda: given)
-        values = (self.kernels.table, ring.rings.chunks_of_step(step_tokens), self.kernels.config.rank)
-        yield kernel, values, num_nodes - 1
+    def _adding(self, form: CombineForm, wish: LaunchWish) -> Iterator[KernelLaunch]:
+        yield from self._passing_on(form.step_tokens, back=True, has_weights=form.has_weights)
+        yield self.kernels.launch(
+            sum_nodes_kernel,
+            sum_operands,
+            form.read_as(self.config),
+            self.sum_constants(form),
+            RING_WARPS,
+            numbers=(form.num_tokens, self.rings.chunks_of_step(form.step_tokens), self.config.rank),
+            num_programs=self._programs(form.step_tokens, wish.block_num, num_nodes=1),
+        )
 
-    def _failing(self, poison: int, phase: int) -> Launched:
-        """The launch that tells the ranks of this node of a failure: code << 16 | accused rank."""
-        kernel = self._kernel("post failure", post_failure_kernel, lambda: {"S": self.kernels.shape})
-        return kernel, (self.kernels.table, poison, phase, self.kernels.config.rank), 1
+    def _passing_on(self, step_tokens: int, *, back: bool, has_weights: bool) -> Iterator[KernelLaunch]:
+        if self.rings.num_nodes > 1:
+            rings = self.back if back else self.to_experts
+            yield self.kernels.launch(
+                pass_on_kernel,
+                no_operands,
+                None,
+                {"S": self.kernels.shape, "R": rings, "HAS_WEIGHTS": has_weights},
+                RING_WARPS,
+                numbers=(self.rings.chunks_of_step(step_tokens), self.config.rank),
+                num_programs=self.rings.num_nodes - 1,
+            )
 
-    def _reachable(self, stages: Stages) -> Iterator[tuple[CompiledKernel, tuple[Any, ...]]]:
+    def _reachable(self, stages: Stages) -> Iterator[CompiledKernel]:
         yield from super()._reachable(stages)
-        yield self._failing(0, DISPATCH_PHASE)[:2]
-
-    def _kernel(
-        self, key: Any, kernel: Any, constants_of: Callable[[], dict[str, Any]], max_registers: int | None = None
-    ) -> CompiledKernel:
-        return self.kernels.get(key, lambda: CompiledKernel(kernel, constants_of(), RING_WARPS, max_registers))
+        yield self._post_failure
 
     def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs that share the chunks, 0 of channels, warps per program) of a call with M tokens."""
         num_nodes = None if is_dispatch else 1
-        tokens = self.kernels.config.max_num_inp_token_per_rank
+        tokens = self.config.max_num_inp_token_per_rank
         return self._programs(tokens, wish.block_num, num_nodes), 0, RING_WARPS
 
     def _programs(self, step_tokens: int, block_num: int, num_nodes: int | None = None) -> int:
         """Programs that share the chunks of a step."""
-        rings = self._ring.rings
+        rings = self.rings
         num_chunks = rings.chunks_of_step(step_tokens) * (rings.num_nodes if num_nodes is None else num_nodes)
-        return self._ring.num_programs(num_chunks, block_num, PROGRAMS_PER_SM)
+        return self.num_programs(num_chunks, block_num, PROGRAMS_PER_SM)

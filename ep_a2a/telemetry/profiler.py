@@ -102,8 +102,8 @@ def clock_offset(device: torch.device) -> ClockOffset:
     if device.type == "cpu":
         return ClockOffset(0, 0)
     words = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
-    seen, variant = words.numpy(), CompiledKernel(note_clock_kernel, {}, num_warps=1)
-    variant.compile((words,))
+    seen, variant = words.numpy(), CompiledKernel(note_clock_kernel, (torch.int64,), {}, num_warps=1)
+    variant.compile()
     highest_ns, lowest_ns = [], []
     for _ in range(NUM_CLOCK_READINGS):
         torch.cuda.synchronize(device)

@@ -9,10 +9,12 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.rings import RingEngine
@@ -21,7 +23,7 @@ from ep_a2a.topology.gpu_share import ranks_per_gpu
 from tests.cases.fault_cases import BULK, LOW_LATENCY, case_of
 from tests.cases.op_cases import Case
 from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
-from tests.multigpu.used_variants import Variants, used_by
+from tests.multigpu.used_variants import used_by
 
 MAX_PROCESSES = 48
 # its server imports this module once, for all processes
@@ -39,7 +41,7 @@ class Task(NamedTuple):
     number: int
 
 
-def variants_of(case: Case, which: str) -> Variants:
+def variants_of(case: Case, which: str) -> list[CompiledKernel]:
     """The variants of a case's op, as a rank of this host has them."""
     config, device = case.config(0), torch.device("cuda", 0)
     table = torch.zeros(64, config.world_size, dtype=torch.int64, device=device)
@@ -54,22 +56,19 @@ def variants_of(case: Case, which: str) -> Variants:
     ]
 
 
-def tasks_of(cases: dict[str, Case], which: str) -> dict[str, Task]:
+def tasks_of(cases: dict[str, Case], which: str) -> dict[Hashable, Task]:
     """A task for each variant, by what tells it from others."""
-    found: dict[str, Task] = {}
+    found: dict[Hashable, Task] = {}
     for case in cases.values():
-        for number, (variant, values) in enumerate(variants_of(case, which)):
-            types = [str(each.dtype) if isinstance(each, torch.Tensor) else type(each).__name__ for each in values]
-            named = variant.kernel.__name__, variant.named_constants, variant.num_warps, variant.max_registers, types
-            found.setdefault(repr(named), Task(case, which, number))
+        for number, variant in enumerate(variants_of(case, which)):
+            found.setdefault(variant.key, Task(case, which, number))
     return found
 
 
 def compile_task(task: Task) -> float:
     """Compiles one variant in this process; returns the seconds that it took."""
     start = time.monotonic()
-    variant, values = variants_of(task.case, task.which)[task.number]
-    variant.compile(values)
+    variants_of(task.case, task.which)[task.number].compile()
     return time.monotonic() - start
 
 
@@ -94,7 +93,7 @@ def find_tasks(match: str, *, shared_only: bool, when_used: bool = False) -> lis
 
     when_used: only what steps launch, also of ops that compile all that calls can reach.
     """
-    tasks: dict[str, Task] = {}
+    tasks: dict[Hashable, Task] = {}
     soaked = {f"soaked-{size}": case for size, case in soaked_sizes().items()}
     others = {} if shared_only else other_cases()
     for cases, which in ((soaked, "soaked"), (shared_cases(), "used"), (others, "used" if when_used else "all")):

@@ -1,19 +1,15 @@
 """The kernels that a case launches, which are far fewer than an op compiles when it is built."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
-
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, CombineArguments, Stages, Step
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, Stages
 from ep_a2a.ops.engine import Engine
+from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case
-
-Variants = list[tuple[CompiledKernel, tuple[Any, ...]]]
 
 
 def compiled_when_used(context: RankContext, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -22,41 +18,27 @@ def compiled_when_used(context: RankContext, body: Callable[..., Any], *args: An
         return body(context, *args, **kwargs)
 
 
-def used_by(engine: Any, case: Case, *, gives_ids: bool = True) -> Variants:
-    """(kernel, run-time arguments) of all launches of a case's steps, on any rank; nothing is compiled.
+def used_by(engine: Any, case: Case, *, gives_ids: bool = True) -> list[CompiledKernel]:
+    """The kernels of all launches of a case's steps, on any rank; nothing is compiled.
 
     gives_ids: whether combine is given this rank's ids.
     """
-    recorded: Variants = []
-    with mock.patch.object(CompiledKernel, "compile", lambda kernel, args: recorded.append((kernel, args))):
-        for step, rank in ((step, rank) for step in range(case.num_steps) for rank in range(case.world_size)):
-            recorded += _of_step(engine, case, step, rank, gives_ids=gives_ids)
-        if case.layout == "expert_major":
-            # launched beside dispatch and combine
-            recorded += [
-                each for each in engine.compiled_kernels() if re.search("expert|expand", each[0].kernel.__name__)
-            ]
-    return list({id(kernel): (kernel, values) for kernel, values in recorded}.values())
+    steps = ((step, rank) for step in range(case.num_steps) for rank in range(case.world_size))
+    found = [
+        launch.kernel for step, rank in steps for launch in _of_step(engine, case, step, rank, gives_ids=gives_ids)
+    ]
+    return list({id(kernel): kernel for kernel in found}.values())
 
 
-def _of_step(engine: Any, case: Case, step: int, rank: int, *, gives_ids: bool) -> Iterator[Any]:
-    config, device = engine.kernels.config, engine.kernels.device
-    word, floats = (torch.empty(16, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    x, rows = (torch.empty(16, dtype=dtype, device=device) for dtype in (case.dtype, config.combined_dtype))
-    num_tokens, stride = case.num_tokens(step, rank), case.stride(step) or case.max_tokens
-    by_expert = case.layout == "expert_major"
-    scales = word if case.scale_dim else None
-    sent_weights = floats if case.with_weights else None
-    dispatch = Step(x, sent_weights, scales, word, stride, case.pad_id, num_tokens=num_tokens)
-    weights = floats if case.combine_weights and case.with_weights and not by_expert else None
-    biases: list[torch.Tensor | None] = [None, None]
-    for place in (1, 0)[: case.num_biases] if rank % 2 else (0, 1)[: case.num_biases]:
-        biases[place] = rows
-    combine = CombineArguments(rows, weights, word if gives_ids else None, rows, biases, num_tokens, stride)
+def _of_step(engine: Any, case: Case, step: int, rank: int, *, gives_ids: bool) -> Iterator[KernelLaunch]:
+    sizes = case.num_tokens(step, rank), case.stride(step) or case.max_tokens
+    dispatch = DispatchForm(case.dtype, case.scale_dim > 0, case.with_weights, *sizes)
+    has_weights = case.combine_weights and case.with_weights and case.layout != "expert_major"
+    has_biases = (case.num_biases > rank % 2, case.num_biases > 1 - rank % 2)
     for stages in _stages(case, step, rank, "dispatch"):
-        yield from (launch[:2] for launch in engine._dispatch_launches(dispatch, stages, NO_WISH))
+        yield from engine._whole_dispatch(dispatch, stages, NO_WISH)
     for stages in _stages(case, step, rank, "combine"):
-        yield from (launch[:2] for launch in engine._combine_launches(combine, stages, NO_WISH))
+        yield from engine._whole_combine(CombineForm(has_weights, gives_ids, has_biases, *sizes), stages, NO_WISH)
 
 
 def _stages(case: Case, step: int, rank: int, phase: str) -> tuple[Stages, ...]:

@@ -16,13 +16,12 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.constants import plain
 from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory import arena, host_shm, node_memory, peers
 from ep_a2a.memory import rendezvous as rendezvous_module
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
-from ep_a2a.ops import intra_node, op_kernels, rings
+from ep_a2a.ops import intra_node, op_kernels
 from ep_a2a.ops.memory import BoundMemory
 from tests.cases import op_cases
 from tests.simulator.interpreter import Machine, RankStream
@@ -246,7 +245,6 @@ class Simulation:
                 (CompiledKernel, "compile", lambda *_: None),
                 (op_kernels.OpKernels, "__init__", gpu_kernels),
                 (intra_node, "choose_launch", choose_launch),
-                (rings, "linked_with_nvshmem", lambda _: {}),
                 (Rendezvous, "exchange", exchange),
                 (clock, "now", lambda: self.scheduler.now),
                 (clock, "sleep", self.scheduler.sleep),
@@ -289,7 +287,7 @@ class Simulation:
     def _launch(self, kernel: CompiledKernel, num_programs: int, values: tuple[Any, ...], _: torch.device) -> None:
         stream = self.streams[self.current_rank]
         grid = self.machine.launch(
-            stream, kernel.kernel, num_programs, values, plain(kernel.constants), 32 * kernel.num_warps
+            stream, kernel.kernel, num_programs, kernel.as_read(values), kernel.constants, 32 * kernel.num_warps
         )
         if not self.conditions.asynchronous:
             self.scheduler.wait(lambda: grid.lets_next_start if self.conditions.dependent else grid.has_ended)

@@ -74,9 +74,9 @@ class FakeKernel:
     is_compiled: bool = False
     seen: list[Any] = field(default_factory=list)
 
-    def compile(self, args: tuple[Any, ...]) -> None:
+    def compile(self) -> None:
         self.take_time()
-        self.seen.append(args)
+        self.seen.append(self.name)
         if knobs.compilation.listener is not None:
             facts: dict[str, Any] = {"src": None, "metadata": {}, "metadata_group": {}, "times": None}
             knobs.compilation.listener(cache_hit=self.cache_hit, **facts)
@@ -118,7 +118,7 @@ def config_of(rank: int = 0, gpu_per_node: int = 8) -> EpDispatchCombineConfig:
 
 def compiled(kernels: Sequence[FakeKernel], config: EpDispatchCombineConfig | None = None) -> None:
     SAID.clear()
-    compile_all([(cast("CompiledKernel", kernel), (kernel.name,)) for kernel in kernels], config or config_of())
+    compile_all([cast("CompiledKernel", kernel) for kernel in kernels], config or config_of())
 
 
 def announced(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None], stderr: io.StringIO | None = None) -> str:
@@ -142,7 +142,7 @@ def test_a_long_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -
         "ep_a2a: compiling for the first use: 3 of 3 kernels are left (combine, count); "
         "/somewhere/cache keeps them, so the next start is quick\n"
     )
-    assert [kernel.seen for kernel in kernels] == [[], [("combine",)], [("combine",)], [("count",)]]
+    assert [kernel.seen for kernel in kernels] == [[], ["combine"], ["combine"], ["count"]]
 
 
 def test_what_is_done_already_is_not_counted_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +174,9 @@ def test_nothing_is_said_where_nothing_takes_long(
     ],
 )
 def test_ranks_of_a_node_compile_their_shares_first(rank: int, gpu_per_node: int, order: list[int]) -> None:
-    seen: list[tuple[str]] = []
+    seen: list[str] = []
     compiled([FakeKernel(str(place), seen=seen) for place in range(10)], config_of(rank, gpu_per_node))
-    assert seen == [(str(place),) for place in order]
+    assert seen == [str(place) for place in order]
 
 
 def test_the_first_rank_of_each_node_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_another_listener_stays_and_hears_everything(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(args: tuple[Any, ...]) -> None:
+    def fail() -> None:
         raise ValueError("no")
 
     kernel = FakeKernel("combine")
@@ -240,7 +240,7 @@ def store_kernel(out, VALUE: tl.constexpr) -> None:
 class OfflineKernel(FakeKernel):
     """Compiles for a GPU that is not there, by Triton's own compiler; does nothing once the watcher has spoken."""
 
-    def compile(self, args: tuple[Any, ...]) -> None:
+    def compile(self) -> None:
         if not SAID.is_set():
             compile_offline(store_kernel, (torch.zeros(1, dtype=torch.int32),), {"VALUE": 3}, 1)
             TIME.pass_by(self.secs)
@@ -263,5 +263,5 @@ def test_tritons_compiler_says_what_comes_from_its_cache(monkeypatch: pytest.Mon
 
 
 def test_kernels_have_names_and_say_whether_they_are_compiled() -> None:
-    kernel = CompiledKernel(store_kernel, {"VALUE": 3}, 1)
+    kernel = CompiledKernel(store_kernel, (torch.int32,), {"VALUE": 3}, 1)
     assert (kernel.name, kernel.is_compiled) == ("store", False)

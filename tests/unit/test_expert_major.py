@@ -1,6 +1,7 @@
 """Layout expert_major where no processes are needed: its specification, and what its kernels compile to."""
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import InputError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.ops.expert_major import ExpertMajorKernels
-from ep_a2a.ops.op_kernels import OpKernels
+from ep_a2a.ops.expert_major import expanding, reducing
+from ep_a2a.ops.intra_node import IntraNodeEngine
+from ep_a2a.ops.launches import CombineForm, DispatchForm
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
@@ -74,25 +76,26 @@ def test_weights_are_needed() -> None:
 config_of = functools.partial(deepseek_v3, rank=1, layout="expert_major", expert_alignment=128)
 
 
-def variants_of(config: EpDispatchCombineConfig) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
-    table = torch.zeros(64, dtype=torch.int64)
-    return list(ExpertMajorKernels(OpKernels(config, table, torch.device("cpu"))).compiled_kernels())
+def engine_of(config: EpDispatchCombineConfig) -> IntraNodeEngine:
+    engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms = 132
+    return engine
 
 
-def test_a_bound_on_multiprocessors_is_one_on_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
-    monkeypatch.setattr(
-        "ep_a2a.kernels.compiled_kernel.CompiledKernel.run", lambda _, programs, *__: launched.append(programs)
-    )
-    kernels = OpKernels(config_of(), torch.zeros(64, 8, dtype=torch.int64), torch.device("cpu"))
-    by_expert = ExpertMajorKernels(kernels)
-    kernels.num_sms = 132
-    for max_sms in (24, 0):
+def variants_of(config: EpDispatchCombineConfig) -> list[CompiledKernel]:
+    return [each for each in engine_of(config).compiled_kernels() if re.search("expand|expert_rows|reduce", each.name)]
+
+
+def test_a_bound_on_multiprocessors_is_one_on_programs() -> None:
+    config = config_of()
+    for max_sms, most in ((24, (24, 24)), (0, (528, 1056))):
+        kernels = engine_of(config).kernels
         kernels.max_sms = max_sms
-        by_expert.expand(4096, has_scales=False)
-        by_expert.reduce(torch.empty(0), 4096)
-    assert launched[:3] == [32, 24, 24]
-    assert min(launched[4:]) > 132
+        form = DispatchForm(config.data_type, has_scales=False, has_weights=True, num_tokens=4096, step_tokens=4096)
+        numbering, copying = expanding(kernels, form)
+        adding = reducing(kernels, CombineForm(False, False, (False, False), 4096, 4096))
+        assert numbering.num_programs == config.num_local_experts == 32
+        assert (copying.num_programs, adding.num_programs) == most
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -107,9 +110,9 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_rows_move_in_vectors(changes: dict[str, Any], tmp_path: Path) -> None:
     """And none is spilled."""
     variants = variants_of(config_of(**changes))
-    assert len(variants) == (4 if "quant_type" in changes else 3)
-    for variant, args in variants:
-        asm = compile_kernel(variant, args)
+    assert len(variants) == 3
+    for variant in variants:
+        asm = compile_kernel(variant)
         loads, stores = vector_accesses(asm["ptx"])
         assert loads > 0, variant.kernel.__name__
         assert stores > 0 or variant.kernel.__name__ == "number_expert_rows_kernel"
@@ -120,5 +123,5 @@ def test_rows_move_in_vectors(changes: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.full
 def test_an_older_gpu_and_scales_of_bytes() -> None:
     config = config_of(data_type=torch.float8_e4m3fn, scale_dim=5, scale_type_size=1, hidden_dim=144)
-    for variant, args in variants_of(config):
-        assert ".target sm_80" in compile_kernel(variant, args, 80)["ptx"]
+    for variant in variants_of(config):
+        assert ".target sm_80" in compile_kernel(variant, 80)["ptx"]

@@ -5,20 +5,23 @@ A first run compiles for half a minute; later ones find Triton's disk cache.
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from triton.runtime.errors import PTXASError
 
 from ep_a2a import policy
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
 from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
+from ep_a2a.ops.launches import combine_forms, dispatch_forms
 from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_ALONE, TILE_TOKENS, Phase, choose_launch, fit, many_cast_tokens
 from tests.cases.configs import deepseek_v3 as config_of
 from tests.offline_compile import compile_kernel, resources, vector_accesses
@@ -67,14 +70,17 @@ CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
 ]
 
 
-def variants_of(
-    config: EpDispatchCombineConfig, capability: int = HOPPER
-) -> list[tuple[CompiledKernel, tuple[Any, ...]]]:
-    """What a device of NUM_SMS multiprocessors would be given."""
+def engine_of(config: EpDispatchCombineConfig, capability: int = HOPPER) -> IntraNodeEngine:
+    """The engine of a device of NUM_SMS multiprocessors."""
     engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
     engine.kernels.num_sms = NUM_SMS
     engine.kernels.can_depend = capability >= HOPPER
-    return engine.compiled_kernels()
+    return engine
+
+
+def variants_of(config: EpDispatchCombineConfig, capability: int = HOPPER) -> list[CompiledKernel]:
+    """What such a device would be given."""
+    return engine_of(config, capability).compiled_kernels()
 
 
 def kind_of(variant: CompiledKernel) -> str:
@@ -108,21 +114,21 @@ def chosen() -> list[Any]:
     kinds: set[str] = set()
     for quant, layout, changes, names in rows:
         config = config_of(**{"quant_type": quant, "layout": layout, "world_size": 8} | changes)
-        variants = {named(variant): (variant, args) for variant, args in variants_of(config)}
-        others = [n for n, (v, _) in variants.items() if not is_dispatch(v) and not n.endswith("dependent")]
+        variants = {named(variant): variant for variant in variants_of(config)}
+        others = [n for n, v in variants.items() if not is_dispatch(v) and not n.endswith("dependent")]
         for name in names.split() or others:
-            kind = kind_of(variants[name][0])
+            kind = kind_of(variants[name])
             # one variant of each kernel is enough for `make test`
             marks = [pytest.mark.full] if kind in kinds else []
             kinds.add(kind)
             wide = "wide-" if changes is WIDE else ""
-            cases.append(pytest.param(config, *variants[name], id=f"{quant}-{layout}-{wide}{name}", marks=marks))
+            cases.append(pytest.param(config, variants[name], id=f"{quant}-{layout}-{wide}{name}", marks=marks))
     return cases
 
 
-@pytest.mark.parametrize(("config", "variant", "args"), chosen())
-def test_every_variant_compiles_for_hopper(config, variant, args, tmp_path):
-    asm = compile_kernel(variant, args, HOPPER)
+@pytest.mark.parametrize(("config", "variant"), chosen())
+def test_every_variant_compiles_for_hopper(config, variant, tmp_path):
+    asm = compile_kernel(variant, HOPPER)
     loads, stores = vector_accesses(asm["ptx"])
     if kind_of(variant) != "count_local_experts":
         assert loads > 0
@@ -160,8 +166,8 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel,
 @pytest.mark.full
 def test_sparse_polls_read_as_the_others_do():
     """tests/order has the loads of those that are not sparse."""
-    variants = {named(variant): (variant, args) for variant, args in variants_of(config_of(**SPARSE))}
-    texts = [compile_kernel(*variants[f"low_latency_dispatch-{way}"])["ttgir"] for way in ("dependent", "sparse")]
+    variants = {named(variant): variant for variant in variants_of(config_of(**SPARSE))}
+    texts = [compile_kernel(variants[f"low_latency_dispatch-{way}"])["ttgir"] for way in ("dependent", "sparse")]
     dependent, sparse = (text.count("isVolatile = true") for text in texts)
     assert dependent == sparse > 0
 
@@ -215,38 +221,31 @@ def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, us
 def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
     """Other numbers of warps are other variants: their registers must allow as many programs as the policy gives."""
     config = config_of(launch="manual", block_num=1 << 16, warp_num_per_block=num_warps, hidden_dim=1024)
-    variant, args = next((v, a) for v, a in variants_of(config) if named(v) == name)
+    variant = next(each for each in variants_of(config) if named(each) == name)
     assert variant.num_warps == num_warps
-    used = resources(compile_kernel(variant, args, HOPPER)["cubin"], tmp_path)
+    used = resources(compile_kernel(variant, HOPPER)["cubin"], tmp_path)
     _check_fit(config, Phase(kind_of(variant)), num_warps, used)
 
 
 @pytest.mark.parametrize(("world_size", "num_beside"), [(2, 4), (4, 3)])
-def test_combines_that_start_early_fit_beside_a_dispatch(world_size, num_beside):
-    """A program of dispatch holds half of a multiprocessor's registers."""
-    config = config_of(world_size=world_size)
-    early = [
-        variant
-        for variant, _ in variants_of(config)
-        if kind_of(variant) == "combine" and variant.named_constants["DEPENDENT_LAUNCH"]
-    ]
-    assert early
-    for variant in early:
-        assert variant.max_registers is not None
-        assert variant.max_registers * 32 * variant.num_warps * num_beside <= REGISTERS_PER_SM // LL_PROGRAMS_PER_SM
-
-
-def test_low_latency_dispatches_leave_room_for_a_second_program():
-    for variant, _ in variants_of(config_of(quant_type="fp8_per_1x128")):
-        if kind_of(variant) == "low_latency_dispatch":
-            assert variant.max_registers is not None
-            assert variant.max_registers * 32 * variant.num_warps * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
-        elif kind_of(variant) == "combine":
-            # all programs that the policy asks for
-            programs = policy.THREADS_PER_SM[Phase.COMBINE] // (32 * variant.num_warps)
-            assert variant.max_registers * 32 * variant.num_warps * programs <= REGISTERS_PER_SM
-        else:
+def test_registers_leave_room_for_as_many_programs_as_launches_ask_for(world_size, num_beside):
+    """A program of a low-latency dispatch leaves half of a multiprocessor; an early combine fits into the other."""
+    seen = set()
+    for variant in variants_of(config_of(world_size=world_size)):
+        kind, constants, threads = kind_of(variant), variant.named_constants, 32 * variant.num_warps
+        if kind not in ("low_latency_dispatch", "combine"):
             assert variant.max_registers is None
+            continue
+        registers = variant.max_registers * threads
+        is_early = kind == "combine" and constants["DEPENDENT_LAUNCH"]
+        seen.add((kind, is_early))
+        if kind == "low_latency_dispatch":
+            assert registers * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
+        elif is_early:
+            assert registers * num_beside <= REGISTERS_PER_SM // LL_PROGRAMS_PER_SM
+        else:
+            assert registers * (policy.THREADS_PER_SM[Phase.COMBINE] // threads) <= REGISTERS_PER_SM
+    assert seen == {("low_latency_dispatch", False), ("combine", True), ("combine", False)}
 
 
 def test_one_thread_reads_each_word_that_a_program_waits_for():
@@ -255,7 +254,7 @@ def test_one_thread_reads_each_word_that_a_program_waits_for():
     for changes in (*manual, {}, {"max_sms": 20}):
         for world_size, hidden_dim in ((2, 8), (8, 7168)):
             config = config_of(hidden_dim=hidden_dim, world_size=world_size, num_experts_per_token=2, **changes)
-            for variant, _ in variants_of(config):
+            for variant in variants_of(config):
                 constants, kind = variant.named_constants, kind_of(variant)
                 lanes = {
                     "bulk_dispatch": ("COUNT_LANES", "POISON_LANES"),
@@ -276,76 +275,52 @@ def test_casts_change_dispatch_only():
     """Why the other kernels are compiled for one quant type: they are the same with all."""
 
     def others(quant: str) -> list[Any]:
-        return [
-            (
-                kind_of(variant),
-                variant.named_constants,
-                variant.num_warps,
-                [arg.dtype if isinstance(arg, torch.Tensor) else "integer" for arg in args],
-            )
-            for variant, args in variants_of(config_of(quant_type=quant))
-            if not is_dispatch(variant)
-        ]
+        return [variant.key for variant in variants_of(config_of(quant_type=quant)) if not is_dispatch(variant)]
 
     for quant in ("fp8_per_1x128", "fp8_per_token", "mxfp8", "fp8_static"):
         assert others(quant) == others("none")
 
 
-@pytest.mark.parametrize(
-    ("quant", "num_dispatch"),
-    [
-        ("none", 2),
-        ("fp8_per_1x128", 6),
-        ("fp8_per_token", 6),
-        ("mxfp8", 6),
-        # tokens that come cast have no scales
-        ("fp8_static", 4),
-        ("fp8_blockwise", 2),
-        ("fp8_direct_cast", 2),
-    ],
+def test_a_scale_of_a_whole_row_takes_the_registers_of_all_warps():
+    """No tiles of tokens then, which the warps of a bounded launch would divide among themselves."""
+    bulk = [v.named_constants for v in variants_of(config_of(quant_type="fp8_per_token", max_sms=20)) if is_dispatch(v)]
+    found = {(each["GROUP"], each["TOKENS"]) for each in bulk if "TOKENS" in each}
+    assert found == {(7168, 0), (0, TILE_TOKENS)}
+
+
+@settings(max_examples=20, derandomize=True, database=None)
+@given(
+    most=st.integers(1, 600) | st.integers(MAX_COUNTED_ALONE - 1, MAX_COUNTED_ALONE + 60),
+    flagged=st.sampled_from([0, 1, 30, 128]),
+    max_sms=st.sampled_from([0, 8, 24]),
+    quant_type=st.sampled_from(["none", "fp8_per_token", "fp8_blockwise"]),
+    world_size=st.sampled_from([2, 8, 16]),
+    layout=st.sampled_from(["rank_major", "compact"]),
+    stages=st.sampled_from([WHOLE, SEND, RECEIVE]),
 )
-@pytest.mark.parametrize(
-    ("tokens", "flagged", "world_size", "kinds", "num_combines"),
-    [
-        # dispatch twice: its programs count alone up to a size
-        (4096, LOW_LATENCY_MAX_TOKENS, 8, ("dependent", "alone", "many"), 8),
-        (MAX_COUNTED_ALONE, LOW_LATENCY_MAX_TOKENS, 8, ("dependent", "alone"), 8),
-        (LOW_LATENCY_MAX_ROWS // 8 + 1, LOW_LATENCY_MAX_TOKENS, 8, ("dependent", "alone"), 4),
-        (LOW_LATENCY_MAX_ROWS // 8, LOW_LATENCY_MAX_TOKENS, 8, ("dependent",), 4),
-        (4096, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse", "alone", "many"), 8),
-        (LOW_LATENCY_MAX_TOKENS + 1, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse", "alone"), 8),
-        (LOW_LATENCY_MAX_TOKENS, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
-        (FEW_TOKENS + 1, LOW_LATENCY_MAX_TOKENS, 2, ("dependent", "sparse"), 8),
-        (FEW_TOKENS, LOW_LATENCY_MAX_TOKENS, 2, ("dependent",), 4),
-        (16, 16, 8, ("dependent",), 4),
-        (16, 0, 8, ("alone",), 4),
-        (MAX_COUNTED_ALONE, 0, 8, ("alone",), 8),
-        (MAX_COUNTED_ALONE + 1, 0, 8, ("alone", "many"), 8),
-    ],
-)
-def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flagged, world_size, kinds, num_combines):
-    """With and without weights; with a cast also fp8 tokens that come cast, with scales or (no tokens) without."""
-    assert LOW_LATENCY_MAX_ROWS // 8 + 1 < FEW_TOKENS <= LOW_LATENCY_MAX_TOKENS <= LOW_LATENCY_MAX_ROWS // 2
-    assert LOW_LATENCY_MAX_TOKENS < MAX_COUNTED_ALONE
+def test_kernels_are_compiled_for_all_sizes_of_steps(most, flagged, max_sms, quant_type, world_size, layout, stages):
+    """Also of steps that are captured before any like them has run; and no more: a kernel takes seconds to compile."""
     config = config_of(
-        quant_type=quant, max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size
+        max_num_inp_token_per_rank=most,
+        flagged_max_tokens=flagged,
+        max_sms=max_sms,
+        quant_type=quant_type,
+        world_size=world_size,
+        layout=layout,
+        compiled_calls="serving",
     )
-    if quant in ("fp8_blockwise", "fp8_direct_cast") and tokens >= many_cast_tokens(config):
-        num_combines += 4  # with wide programs
-    variants = [variant for variant, _ in variants_of(config)]
-    names = [named(variant) for variant in variants]
-    assert len(set(names)) == len(names) == num_dispatch * len(kinds) + 1 + num_combines
-    found = [_way_of(variant) for variant in variants if is_dispatch(variant)]
-    assert sorted(found) == sorted([*kinds] * num_dispatch)
-    # bounded in their multiprocessors, programs are others, and no more kinds of them
-    bounded = variants_of(replace(config, max_sms=20))
-    assert sorted(named(v).removesuffix("-ahead") for v, _ in bounded if is_dispatch(v)) == sorted(
-        named(v) for v in variants if is_dispatch(v)
-    )
-    assert all(v.named_constants["READ_AHEAD"] for v, _ in bounded if kind_of(v) == "combine")
-    # a group that is a whole row is cast by all warps
-    bulk = [v.named_constants for v, _ in bounded if kind_of(v) == "bulk_dispatch"]
-    assert {(each["GROUP"] == 7168, each["TOKENS"]) for each in bulk} <= {(True, 0), (False, TILE_TOKENS)}
+    engine = engine_of(config)
+    listed = engine.compiled_kernels(stages)
+    needed = set()
+    for size in range(1, most + 1):
+        (dispatch,), (combine,) = dispatch_forms(config, size), combine_forms(config, size)
+        for launch in (
+            *engine._dispatch_launches(dispatch, stages, NO_WISH),
+            *engine._combine_launches(combine, stages, NO_WISH),
+        ):
+            needed.add(launch.kernel.key)
+    assert {variant.key for variant in listed} == needed
+    assert len(listed) == len(needed)
 
 
 @pytest.mark.parametrize(
@@ -361,12 +336,12 @@ def test_variants_are_all_that_calls_can_reach(quant, num_dispatch, tokens, flag
 def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
     """One form of dispatch and one of combine, for each size of step: all of them are among those of all calls."""
     few, every = (variants_of(config_of(compiled_calls=calls, **changes)) for calls in ("serving", "all"))
-    names, all_names = ([named(variant) for variant, _ in variants] for variants in (few, every))
+    names, all_names = ([named(variant) for variant in variants] for variants in (few, every))
     assert set(names) <= set(all_names)
     assert (len(names), len(all_names)) == (num_few, num_all)
-    ways = [_way_of(variant) for variant, _ in few if is_dispatch(variant)]
+    ways = [_way_of(variant) for variant in few if is_dispatch(variant)]
     assert sorted(ways) == ["alone", "dependent", "many"]
-    for variant, _ in few:
+    for variant in few:
         constants = variant.named_constants
         if is_dispatch(variant):
             assert constants["HAS_WEIGHTS"]
@@ -386,15 +361,6 @@ def _way_of(variant: CompiledKernel) -> str:
     return "sparse" if constants["SPARSE_POLLS"] else "flagged"
 
 
-def test_an_older_gpu_has_fewer_variants():
-    """No dependent launches: what differs in nothing else is compiled once. Combine's blocks differ too."""
-    for world_size, ways in ((8, 3), (2, 4)):
-        counts = Counter(named(variant) for variant, _ in variants_of(config_of(world_size=world_size), AMPERE))
-        assert all(count == (2 if name.startswith("combine") else 1) for name, count in counts.items()), counts
-        # dispatch: of few tokens, of few ranks also with sparse polls, counted alone, of many; with and without weights
-        assert len(counts) == 2 * ways + 1 + 4
-
-
 @pytest.mark.parametrize(
     "tokens", [1, LOW_LATENCY_MAX_TOKENS, 255, 256, MAX_COUNTED_ALONE, MAX_COUNTED_ALONE + 1, 65535, 65536, 2**24 - 1]
 )
@@ -404,7 +370,7 @@ def test_fields_hold_every_count(tokens, flagged, world_size):
     """A rank may send all its tokens to one rank: that number fits a field, and of few tokens each has a lane."""
     config = config_of(max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size)
     most = {Phase.LOW_LATENCY_DISPATCH: config.low_latency_tokens, Phase.BULK_DISPATCH: tokens}
-    dispatches = [variant for variant, _ in variants_of(config) if is_dispatch(variant)]
+    dispatches = [variant for variant in variants_of(config) if is_dispatch(variant)]
     for variant in dispatches:
         constants, count = variant.named_constants, most[Phase(kind_of(variant))]
         assert count < 1 << constants["COUNT_BITS"]
@@ -429,10 +395,10 @@ def test_fields_hold_every_count(tokens, flagged, world_size):
 def test_rows_move_in_vectors(changes, capability):
     """Rows that are no power of two; many ranks on compute capability 8.0."""
     config, seen = config_of(layout="rank_major", num_experts_per_token=2, **changes), set()
-    for variant, args in variants_of(config, capability):
+    for variant in variants_of(config, capability):
         if variant.named_constants.get("HAS_WEIGHTS") is not True and not variant.named_constants.get("CHECK_INDICES"):
             seen.add(kind_of(variant))
-            ptx = compile_kernel(variant, args, capability)["ptx"]
+            ptx = compile_kernel(variant, capability)["ptx"]
             assert f".target sm_{capability}" in ptx
             if kind_of(variant) != "count_local_experts":
                 assert min(vector_accesses(ptx)) > 0, kind_of(variant)
@@ -451,11 +417,11 @@ def test_every_dtype_compiles_for_an_older_gpu(dtype):
         scale_dim=5,
         scale_type_size=1,
     )
-    for variant, args in variants_of(config, AMPERE):
+    for variant in variants_of(config, AMPERE):
         constants = variant.named_constants
         has_scales = constants.get("SCALE_WIDTH") or constants.get("HAS_SCALES")
         if not is_dispatch(variant) or (constants["HAS_WEIGHTS"] and has_scales):
-            assert ".target sm_80" in compile_kernel(variant, args, AMPERE)["ptx"]
+            assert ".target sm_80" in compile_kernel(variant, AMPERE)["ptx"]
 
 
 @pytest.mark.full
@@ -464,10 +430,10 @@ def test_casts_need_a_newer_gpu(kind):
     """What docs/memory-model.md says of older GPUs; the integer conversion is the interpreter's only."""
     quant = "fp8_direct_cast" if kind == "combine" else "fp8_per_token"
     config = config_of(quant_type=quant, hidden_dim=256, world_size=2, num_experts_per_token=2)
-    variant, args = next((v, a) for v, a in variants_of(config, AMPERE) if kind_of(v) == kind)
-    assert "e4m3x2" in compile_kernel(variant, args, ADA)["ptx"]
+    variant = next(each for each in variants_of(config, AMPERE) if kind_of(each) == kind)
+    assert "e4m3x2" in compile_kernel(variant, ADA)["ptx"]
     with pytest.raises((triton.compiler.errors.CompilationError, PTXASError)) as caught:
-        compile_kernel(variant, args, AMPERE)
+        compile_kernel(variant, AMPERE)
     cause: BaseException = caught.value
     while cause.__cause__ is not None and not isinstance(cause, PTXASError):
         cause = cause.__cause__
@@ -477,10 +443,9 @@ def test_casts_need_a_newer_gpu(kind):
 
 def test_a_bound_on_multiprocessors_is_compiled_once(monkeypatch):
     """Engines bound and free the launches of an op in every step."""
-    config = config_of()
-    engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine = engine_of(config_of())
     kernels, compiled = engine.kernels, []
-    kernels.num_sms, kernels.capability, kernels.can_depend, kernels.interpreted = NUM_SMS, (9, 0), True, False
+    kernels.interpreted = False
     monkeypatch.setattr("ep_a2a.ops.engine.compile_all", lambda *_: compiled.append(kernels.max_sms))
     engine.compile()
     for bound in (20, NUM_SMS, 20, 0):
@@ -493,7 +458,7 @@ def test_a_bound_on_multiprocessors_is_compiled_once(monkeypatch):
     assert not kernels.plans
     engine.limit_sms(0, "share of the GPU")
     assert kernels.shares_sm, "another bound leaves it"
-    small = [kernel for kernel, _ in engine.compiled_kernels() if kernel.shares_sm]
+    small = [kernel for kernel in engine.compiled_kernels() if kernel.shares_sm]
     assert {kernel.name for kernel in small} == {"bulk_dispatch", "combine"}
     assert {(kernel.num_warps, kernel.max_registers) for kernel in small} == {(4, 96)}
     engine.limit_sms(0, shares_sm=False)

@@ -15,7 +15,7 @@ QUICK = {
     "ep2-rank_major-combine-fp8-4-combine",
     "ep2-weights-11-combine",
     "ep2-weights-exchange-spans",
-    "ep2-expert_major-cast-6-local",
+    "ep2-expert_major-cast-1-local",
     "ep2-rings-bf16-0-local",
     "ep2-rings-cast-1-local",
     "ep2-rings-bf16-3-local",

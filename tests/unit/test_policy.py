@@ -29,9 +29,7 @@ from ep_a2a.policy import (
     Phase,
     _combine_ns,
     choose_launch,
-    dispatch_phase,
     fit,
-    launch_shapes,
 )
 from tests.cases.configs import deepseek_v3
 
@@ -354,40 +352,6 @@ def test_no_grid_exceeds_what_fits(
     assert min(chosen.send_elements, chosen.add_elements) >= 1
     # the same question has the same answer: ranks and replays must not differ
     assert chosen == choose_launch(config, *arguments)
-
-
-def shape(phase: Phase, size: int, launch: Launch) -> tuple[object, ...]:
-    """What kernels are compiled for; a program of a dispatch counts alone where tokens are few enough."""
-    elements = launch.send_elements, launch.send_rows, launch.add_elements
-    flags = launch.sparse_polls, launch.read_ahead, launch.dependent
-    return phase, launch.num_warps, elements, flags, phase is Phase.BULK_DISPATCH and size <= MAX_COUNTED_ALONE
-
-
-@settings(max_examples=25, derandomize=True, database=None)
-@given(
-    most=st.integers(1, 600) | st.integers(MAX_COUNTED_ALONE - 1, MAX_COUNTED_ALONE + 60),
-    flagged=st.sampled_from([0, 1, 30, 128]),
-    max_sms=st.sampled_from([0, 8, 24]),
-    quant_type=st.sampled_from(["none", "fp8_blockwise"]),
-    world_size=st.sampled_from([2, 8, 16]),
-)
-def test_every_shape_that_a_step_can_have_is_listed(most, flagged, max_sms, quant_type, world_size):
-    config = config_of(
-        max_num_inp_token_per_rank=most,
-        flagged_max_tokens=flagged,
-        max_sms=max_sms,
-        quant_type=quant_type,
-        world_size=world_size,
-    )
-    listed = launch_shapes(config, H200_SMS)
-    needed = {
-        shape(phase, size, choose_launch(config, phase, size, size, H200_SMS))
-        for size in range(1, most + 1)
-        for phase in (dispatch_phase(config, size), Phase.COMBINE)
-    }
-    assert {shape(phase, size, launch) for phase, size, launch in listed} == needed
-    # each once: a kernel takes seconds to compile
-    assert len(listed) == len(needed)
 
 
 @settings(max_examples=300, derandomize=True, database=None)

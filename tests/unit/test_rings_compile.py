@@ -1,19 +1,18 @@
 """The kernels of rings compile for GPUs, without spilling, and move rows in vectors; and what a ring's shape is."""
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ep_a2a.config import EpDispatchCombineKernelType
+from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError
 from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
 from ep_a2a.ops.arguments import NO_WISH, WHOLE
+from ep_a2a.ops.launches import combine_forms, dispatch_forms
 from ep_a2a.ops.rings import RingEngine
-from ep_a2a.ops.warmup_args import warmup_combines, warmup_dispatches
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 from tests.offline_compile import check_moves
@@ -45,10 +44,8 @@ config_of = functools.partial(
 
 @pytest.mark.parametrize("changes", first_is_quick(FORMS.items()))
 def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
-    config = config_of(**changes)
-    engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    engine.kernels.num_sms = NUM_SMS
-    check_moves(engine.compiled_kernels(), {"exchange_kernel", "offer_results_kernel", "return_kernel"}, tmp_path)
+    moving = {"exchange_kernel", "offer_results_kernel", "return_kernel"}
+    check_moves(engine_of(config_of(**changes)).compiled_kernels(), moving, tmp_path)
 
 
 def test_shape_of_rings() -> None:
@@ -87,36 +84,36 @@ def test_channels_are_a_launch_number() -> None:
     assert Rings.of(config_of(rdma_block_num=16, launch="manual")).num_channels == 16
 
 
+def engine_of(config: EpDispatchCombineConfig) -> RingEngine:
+    engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
+    engine.kernels.num_sms = NUM_SMS
+    return engine
+
+
 @pytest.mark.parametrize(("max_sms", "channels", "offering"), [(0, 256, 4 * NUM_SMS), (24, 24, 24)])
 def test_a_bound_on_multiprocessors_bounds_programs(max_sms: int, channels: int, offering: int) -> None:
     config = config_of(max_sms=max_sms)
-    engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    engine.kernels.num_sms = NUM_SMS
-    (dispatch,) = warmup_dispatches(config, engine.kernels.device)
-    (combine,) = warmup_combines(config, engine.kernels.device)
-    most = config.max_num_inp_token_per_rank
+    engine, most = engine_of(config), config.max_num_inp_token_per_rank
+    (dispatch,), (combine,) = dispatch_forms(config, most), combine_forms(config, most)
     launches = [
-        *engine._dispatch_launches(replace(dispatch, num_tokens=most), WHOLE, NO_WISH),
-        *engine._combine_launches(replace(combine, step_tokens=most), WHOLE, NO_WISH),
+        *engine._dispatch_launches(dispatch, WHOLE, NO_WISH),
+        *engine._combine_launches(combine, WHOLE, NO_WISH),
     ]
-    found = {variant.kernel.__name__: num_programs for variant, _, num_programs in launches}
-    assert found == {
-        "number_rows_kernel": min(NUM_SMS, channels),
-        "exchange_kernel": channels,
-        "bulk_dispatch_kernel": 1,
-        "offer_results_kernel": offering,
-        "return_kernel": channels,
+    assert {launch.kernel.name: launch.num_programs for launch in launches} == {
+        "number_rows": min(NUM_SMS, channels),
+        "exchange": channels,
+        "bulk_dispatch": 1,
+        "offer_results": offering,
+        "return": channels,
     }
 
 
 def test_manual_launches_take_the_configs_number_of_programs() -> None:
     config = config_of(launch="manual", block_num=7)
-    engine = RingEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    engine.kernels.num_sms = NUM_SMS
-    (dispatch,) = warmup_dispatches(config, engine.kernels.device)
+    (dispatch,) = dispatch_forms(config, 4096)
     for wish, number in ((NO_WISH, 7), (NO_WISH._replace(block_num=9), 9)):
-        launches = engine._dispatch_launches(replace(dispatch, num_tokens=4096), WHOLE, wish)
-        assert {variant.kernel.__name__: each for variant, _, each in launches}["number_rows_kernel"] == number
+        numbering, *_ = engine_of(config)._dispatch_launches(dispatch, WHOLE, wish)
+        assert (numbering.kernel.name, numbering.num_programs) == ("number_rows", number)
 
 
 def test_without_rings_there_is_no_memory_for_them() -> None:

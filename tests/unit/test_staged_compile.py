@@ -52,4 +52,4 @@ def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     moving = {"pack_kernel", "forward_kernel", "pack_sums_kernel", "sum_nodes_kernel"}
     # others are of rings, or of an op inside a node
     wanted = {*moving, "pass_on_kernel", "post_failure_kernel"}
-    check_moves((each for each in engine.compiled_kernels() if each[0].kernel.__name__ in wanted), moving, tmp_path)
+    check_moves((each for each in engine.compiled_kernels() if each.kernel.__name__ in wanted), moving, tmp_path)

@@ -17,7 +17,7 @@ def kernels(*, is_well_here: bool, is_well_elsewhere: bool, interpreted: bool = 
     )
     engine._rendezvous = SimpleNamespace(exchange=lambda _, own: [own, is_well_elsewhere])
     engine._memory = SimpleNamespace(view=lambda *_: None)
-    engine._ring = SimpleNamespace(rings=SimpleNamespace(num_nodes=2, head_words=1))
+    engine.rings = SimpleNamespace(num_nodes=2, head_words=1)
     engine.kernels = SimpleNamespace(interpreted=interpreted)
     engine._running, engine._is_connected = None, True
     return engine, done

@@ -99,9 +99,9 @@ def test_a_module_that_is_gone_is_an_error_with_a_remedy() -> None:
 def test_a_compiled_kernel_without_a_launcher_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(multiply_and_add_kernel, "warmup", lambda *args, **options: SimpleNamespace())
-    kernel = CompiledKernel(multiply_and_add_kernel, {}, num_warps=4)
+    kernel = CompiledKernel(multiply_and_add_kernel, (torch.float32, torch.float32), {}, num_warps=4)
     with pytest.raises(UnsupportedError, match="_init_handles"):
-        kernel.compile((torch.zeros(4), torch.zeros(4)))
+        kernel.compile()
 
 
 @pytest.mark.parametrize(("shares_sm", "code", "asked"), [(False, 0, []), (True, 0, [(7, 9, 100)]), (True, 1, None)])
@@ -118,10 +118,12 @@ def test_a_kernel_that_shares_multiprocessors_asks_for_shared_memory(
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuFuncSetAttribute=set_attribute))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(multiply_and_add_kernel, "warmup", lambda *args, **options: made)
-    kernel = CompiledKernel(multiply_and_add_kernel, {}, num_warps=4, shares_sm=shares_sm)
+    kernel = CompiledKernel(
+        multiply_and_add_kernel, (torch.float32, torch.float32), {}, num_warps=4, shares_sm=shares_sm
+    )
     if asked is None:
         with pytest.raises(RuntimeError, match="CUDA error 1"):
-            kernel.compile((torch.zeros(4), torch.zeros(4)))
+            kernel.compile()
     else:
-        kernel.compile((torch.zeros(4), torch.zeros(4)))
+        kernel.compile()
         assert calls == asked

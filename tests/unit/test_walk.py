@@ -9,8 +9,8 @@ from tools import walk
 def test_a_warm_dispatch_enters_few_files(ranks):
     found = ranks(walk.walk_of, 1, "dispatch")[0]
     assert found.files[:2] == ["memory/guards.py", "ops/base_op.py"]
-    assert found.files[-1] == "kernels/compiled_kernel.py"
-    assert len(found.files) <= 7, walk.report("dispatch", found)
+    assert found.files[-2:] == ["kernels/compiled_kernel.py", "ops/arguments.py"]
+    assert len(found.files) <= 8, walk.report("dispatch", found)
     assert found.num_calls <= 36, walk.report("dispatch", found)
 
 
@@ -27,7 +27,7 @@ def test_a_new_op_is_built(ranks):
 def test_managers_reach_the_same_launch(ranks):
     found = ranks(walk.walk_of, 2, "manager")[0]
     assert {"managers/base.py", "ops/base_op.py", "kernels/compiled_kernel.py"} <= set(found.files)
-    assert len(found.files) <= 9, walk.report("manager", found)
+    assert len(found.files) <= 10, walk.report("manager", found)
 
 
 def test_only_calls_of_python_functions_count():
