@@ -8,6 +8,8 @@ for given scales.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ep_a2a.config import (
@@ -260,6 +262,35 @@ def _groups(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.reshape(num_tokens, hidden_dim // size, size)
 
 
+def quantize_per_128x128(
+    weights: torch.Tensor, scale_format: ScaleFormat | str = ScaleFormat.FLOAT32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each 128x128 block of a weight matrix with one scale; see `quantize_groups` for formula and errors.
+
+    Args:
+        weights: bf16, fp16 or fp32 `[N, K]`, both >= 1; the last blocks may be smaller than 128.
+        scale_format: one of ScaleFormat's values.
+
+    Returns:
+        q float8_e4m3fn `[N, K]` and scales `[ceil(N / 128), ceil(K / 128)]`, float32 or uint8 (UE8M0).
+
+    Raises:
+        ShapeError: also where N or K is 0.
+    """
+    _require_matrix("weights", weights)
+    if weights.numel() == 0:
+        raise ShapeError("weights [N, K] with N >= 1 and K >= 1", str(tuple(weights.shape)))
+    num_rows, num_columns = weights.shape
+    row_blocks, column_blocks = math.ceil(num_rows / FP8_GROUP_SIZE), math.ceil(num_columns / FP8_GROUP_SIZE)
+    padding = (0, column_blocks * FP8_GROUP_SIZE - num_columns, 0, row_blocks * FP8_GROUP_SIZE - num_rows)
+    padded = torch.nn.functional.pad(weights, padding)
+    blocks = padded.reshape(row_blocks, FP8_GROUP_SIZE, column_blocks, FP8_GROUP_SIZE).transpose(1, 2)
+    q, scales = quantize_groups(blocks.reshape(row_blocks, column_blocks, FP8_GROUP_SIZE**2), scale_format)
+    tiles = q.view(torch.uint8).reshape(row_blocks, column_blocks, FP8_GROUP_SIZE, FP8_GROUP_SIZE).transpose(1, 2)
+    matrix = tiles.reshape(padded.shape)[:num_rows, :num_columns].contiguous()
+    return matrix.view(FP8_DTYPE), scales
+
+
 def quantize(
     x: torch.Tensor,
     quant_type: QuantType | str,
@@ -327,6 +358,30 @@ def dequantize(
     _require_shape("scales", scales, (num_tokens, num_groups))
     values = q.to(torch.float32).reshape(num_tokens, num_groups, group_size)
     return (values * scales_to_float32(scales).unsqueeze(-1)).reshape(num_tokens, hidden_dim).to(dtype)
+
+
+def dequantize_per_128x128(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns q * scale in float32, rounded once to dtype: the inverse of `quantize_per_128x128`.
+
+    Args:
+        q: float8_e4m3fn `[N, K]`.
+        scales: float32 or uint8 (UE8M0) `[ceil(N / 128), ceil(K / 128)]`.
+        dtype: dtype of the result.
+
+    Returns:
+        `[N, K]` in dtype.
+
+    Raises:
+        DtypeError: q is not float8_e4m3fn, or scales is neither float32 nor uint8.
+        ShapeError: the shapes do not fit each other.
+    """
+    _require_matrix("q", q)
+    _require_dtype("q", q, (FP8_DTYPE,))
+    num_rows, num_columns = q.shape
+    _require_shape("scales", scales, (math.ceil(num_rows / FP8_GROUP_SIZE), math.ceil(num_columns / FP8_GROUP_SIZE)))
+    factors = scales_to_float32(scales)
+    factors = factors.repeat_interleave(FP8_GROUP_SIZE, 0).repeat_interleave(FP8_GROUP_SIZE, 1)
+    return (q.to(torch.float32) * factors[:num_rows, :num_columns]).to(dtype)
 
 
 def _dispatch_quant_type(quant_type: QuantType | str) -> QuantType:

@@ -13,11 +13,13 @@ from ep_a2a.config import QuantType, ScaleFormat
 from ep_a2a.errors import DtypeError, ShapeError, UnknownNameError
 from ep_a2a.quantization import (
     dequantize,
+    dequantize_per_128x128,
     fp32_to_e4m3_bits,
     quantize,
     quantize_groups,
     quantize_mxfp8,
     quantize_per_1x128,
+    quantize_per_128x128,
     quantize_per_token,
     quantize_static,
     round_scale_up_to_ue8m0,
@@ -170,6 +172,23 @@ def test_layouts_agree_with_groups() -> None:
     assert same_bytes(quantize_per_1x128(x.T.contiguous().T)[0], q)
 
 
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (200, 300), (256, 1)])
+def test_weight_blocks(shape: tuple[int, int], scale_format: str) -> None:
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * torch.arange(1, shape[0] + 1)[:, None]
+    q, scales = quantize_per_128x128(weights, scale_format)
+    assert q.shape == shape
+    assert q.is_contiguous()
+    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    for i, j in np.ndindex(*scales.shape):
+        block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+        part, part_scale = quantize_per_token(weights[block].reshape(1, -1), scale_format)
+        assert scales[i, j] == part_scale.item()
+        assert same_bytes(q[block].reshape(1, -1), part)
+    back = dequantize_per_128x128(q, scales)
+    assert (back - weights).abs().max() <= weights.abs().max() / 16
+
+
 @given(
     num_tokens=st.integers(0, 5),
     num_groups=st.integers(1, 4),
@@ -256,6 +275,10 @@ Q = torch.zeros(2, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         (lambda: quantize_per_1x128(torch.zeros(2, 130)), ShapeError),
         (lambda: quantize_per_1x128(torch.zeros(2, 0)), ShapeError),
         (lambda: quantize_per_1x128(torch.zeros(2, 2, 128)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(0, 128)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(128, 0)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(4, dtype=torch.float32)), ShapeError),
+        (lambda: quantize_per_128x128(torch.zeros(4, 4, dtype=torch.int8)), DtypeError),
         (lambda: dequantize(torch.zeros(2, 256), torch.ones(2, 1), "fp8_per_token"), DtypeError),
         (lambda: dequantize(Q, torch.ones(2, 2), "fp8_per_token"), ShapeError),
         (lambda: dequantize(Q, torch.ones(2, 1), "fp8_per_1x128"), ShapeError),
@@ -265,6 +288,8 @@ Q = torch.zeros(2, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         (lambda: quantize_mxfp8(torch.zeros(2, 48)), ShapeError),
         (lambda: quantize_static(torch.zeros(2, 48), torch.ones(2)), ShapeError),
         (lambda: quantize(torch.zeros(2, 48), "fp8_static"), DtypeError),
+        (lambda: dequantize_per_128x128(Q, torch.ones(1, 1)), ShapeError),
+        (lambda: dequantize_per_128x128(torch.zeros(2, 256), torch.ones(1, 2)), DtypeError),
     ],
 )
 def test_wrong_arguments(call: Callable[[], object], error: type[Exception]) -> None:
