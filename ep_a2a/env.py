@@ -93,7 +93,10 @@ BACKEND = Variable(
     "",
     str,
     "a backend name",
-    "Backend of EP groups when the call names none; in ATOM, the switch (docs/atom.md).",
+    "Backend of EP groups when neither the call nor the config names one; in ATOM, the switch (docs/atom.md).",
+)
+CONFIG = Variable(
+    "EP_A2A_CONFIG", "", str, "a path", "Config file (configs/*.toml) read by init_dist_env when the call names none."
 )
 TIMEOUT_SECS = Variable(
     "EP_A2A_TIMEOUT_SECS",

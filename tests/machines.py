@@ -50,7 +50,7 @@ def choice_of(
     machine: Machine, backend: str | None = None, ranks_per_node: tuple[int, ...] = (), **sizes: Any
 ) -> Choice:
     """What a request gets on a machine, before its backend is asked."""
-    return choose(machine.num_gpus, backend, ranks_per_node, **sizes)
+    return choose(machine.num_gpus, backend, None, ranks_per_node, **sizes)
 
 
 def findings_of(

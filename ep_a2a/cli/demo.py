@@ -12,7 +12,7 @@ from ep_a2a.commands.options import Device, Quant, given, named_backend
 DEFAULT_RANKS = 4
 RANKS = "Processes; more than GPUs share them. Default: 4, on 2 or 3 GPUs as many."
 TEXT = "Text to send; default: the project's README."
-BACKENDS = "ep_a2a, naive or allgather_reducescatter; default: EP_A2A_BACKEND, ep_a2a."
+BACKENDS = "ep_a2a, naive or allgather_reducescatter; default: EP_A2A_CONFIG's file, EP_A2A_BACKEND, ep_a2a."
 GPUS_PER_NODE = "Ranks per virtual node; default: as the machine is."
 
 

@@ -8,7 +8,8 @@ import typer
 from ep_a2a.cli import options as opt
 from ep_a2a.commands.options import Quant
 
-BACKEND = "Backend to judge, as given to init_dist_env; default: EP_A2A_BACKEND's."
+BACKEND = "Backend to judge, as given to init_dist_env; default: the config file's, EP_A2A_BACKEND's."
+CONFIG = "Configuration to judge: a TOML file (configs/*.toml); default: EP_A2A_CONFIG."
 RANKS = (
     "Ranks of each node, separated by commas; more than GPUs share them. Default: one node with a rank per GPU, or 4 "
     "on CPU."
@@ -24,6 +25,7 @@ def doctor(
         float, typer.Option(min=0.1, max=opt.MOST_SECS, help="Seconds that torch may take to import.")
     ] = 120.0,
     backend: Annotated[str | None, typer.Option(help=BACKEND)] = None,
+    config: Annotated[str | None, typer.Option(help=CONFIG)] = None,
     ranks_per_node: Annotated[Any, opt.numbers(RANKS, opt.MOST_RANKS, "--ranks-per-node", "--ranks", least=1)] = None,
     hidden: Annotated[int | None, opt.number("Hidden size.", opt.MOST_HIDDEN)] = None,
     max_tokens: Annotated[int | None, opt.number(TOKENS, opt.MOST_TOKENS)] = None,

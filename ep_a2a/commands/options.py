@@ -69,21 +69,25 @@ def check_topk(topk: int, num_experts: int) -> None:
         raise TopKError(f"<= {num_experts}, the number of experts", str(topk), "Lower --topk.", field="topk")
 
 
-def named_backend(option: str | None) -> tuple[str, str]:
-    """Returns the name of the backend and who chose it, in the order of choose_backend.
+def named_backend(option: str | None, config_file: str | None = None) -> tuple[str, str]:
+    """Returns the name of the backend and who chose it, in the order of config.file.choose_backend.
 
     Raises:
-        UnknownNameError: there is no such backend.
+        UnknownNameError: there is no such backend. ConfigError: the config file is wrong.
     """
     from ep_a2a import env
-    from ep_a2a.managers.registry import check_backend_name, choose_backend
+    from ep_a2a.config.file import choose_backend, read_config_file
+    from ep_a2a.managers.registry import check_backend_name
 
-    name = choose_backend(option)
+    name = choose_backend(option, config_file)
     try:
         check_backend_name(name)
     except UnknownNameError as error:
         error.field = f"--backend or {env.BACKEND.name}"
         raise
+    path = config_file or env.CONFIG.get()
     if option:
         return name, "named by --backend"
+    if path and read_config_file(path):
+        return name, f"named by {path}" if config_file else f"named by {path} ({env.CONFIG.name})"
     return name, f"named by {env.BACKEND.name}" if env.BACKEND.get() else "the default"

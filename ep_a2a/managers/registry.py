@@ -7,15 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a import env
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ep_a2a.managers.base import All2AllManagerBase
-
-DEFAULT_BACKEND = "ep_a2a"
 
 Creator = Callable[..., "All2AllManagerBase"]
 """Called as creator(cpu_group, tcp_store_group=...)."""
@@ -54,11 +51,6 @@ def available_backends() -> tuple[str, ...]:
     """Returns the names that `create_manager` takes, without aliases, in the order of registration."""
     with _lock:
         return tuple(_targets)
-
-
-def choose_backend(argument: str | None = None) -> str:
-    """Returns the backend's name: the caller's argument, else EP_A2A_BACKEND, else "ep_a2a"."""
-    return argument or env.BACKEND.get() or DEFAULT_BACKEND
 
 
 def check_backend_name(name: str) -> None:

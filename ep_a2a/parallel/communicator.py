@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import ClosedError, StateError, UnsupportedError
-from ep_a2a.managers.registry import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     from ep_a2a.managers.base import All2AllManagerBase

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import ConfigError
-from ep_a2a.managers.registry import DEFAULT_BACKEND
 from ep_a2a.parallel.communicator import DeviceCommunicator
 
 if TYPE_CHECKING:

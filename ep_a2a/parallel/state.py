@@ -6,6 +6,7 @@ import itertools
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,19 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from ep_a2a import env
+from ep_a2a.config.file import choose_backend
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, ConfigMismatchError, NotInitializedError, StateError
 from ep_a2a.log_once import log_once
-from ep_a2a.managers.registry import check_backend_name, choose_backend
+from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.parallel.communicator import DeviceCommunicator
 from ep_a2a.parallel.group_coordinator import GroupCoordinator, group_ranks
 from ep_a2a.topology import in_the_same_node_as
 from ep_a2a.topology.gpu_share import gpu_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "GroupCoordinator",
@@ -99,6 +104,7 @@ def init_dist_env(
     prefill_context_parallel_size: int = 1,
     *,
     all2all_backend: str | None = None,
+    config_file: str | Path | None = None,
     communicator: type[DeviceCommunicator] = DeviceCommunicator,
 ) -> None:
     """Joins the other ranks and makes the TP, DP and EP groups; AITER's function. Collective over the world.
@@ -123,11 +129,12 @@ def init_dist_env(
         data_parallel_rank: this process's replica.
         decode_context_parallel_size: must divide the TP size, whose ranks it reuses; makes no group here.
         prefill_context_parallel_size: multiplies the ranks of a replica; makes no group of its own here.
-        all2all_backend: backend of the EP group; None goes by EP_A2A_BACKEND, then "ep_a2a".
+        all2all_backend: backend of the EP group; None goes by the config file, then EP_A2A_BACKEND, then "ep_a2a".
+        config_file: TOML file (configs/*.toml); None takes EP_A2A_CONFIG, and no file if that is unset.
         communicator: class of the groups' communicators.
 
     Raises:
-        ConfigError: sizes, ranks or the device are impossible.
+        ConfigError: sizes, ranks, the device or the config file are impossible.
         ConfigMismatchError: the ranks disagree; the error names the argument and the ranks.
         StateError: already initialised with other arguments.
     """
@@ -138,7 +145,7 @@ def init_dist_env(
         decode_context_parallel_size,
         prefill_context_parallel_size,
         _usable_backend(backend),
-        choose_backend(all2all_backend),
+        choose_backend(all2all_backend, config_file),
     )
     check_backend_name(setup.all2all_backend)
     setup.check(data_parallel_rank, rankID)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.managers.registry import DEFAULT_BACKEND
+from ep_a2a.config.file import DEFAULT_BACKEND
 from tests.cases import parity_cases
 from tests.cases.parity_cases import pairs, reason_against
 

@@ -117,6 +117,7 @@ def life_of_a_manager(context):
 def backend_of_the_environment(context):
     """As an engine's launcher sets it."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("EP_A2A_CONFIG", raising=False)
         patch.setenv("EP_A2A_BACKEND", "naive")
         with initialised(context, context.world_size) as group:
             assert group.device_communicator.all2all_manager.backend == "naive"

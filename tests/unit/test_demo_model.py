@@ -86,11 +86,16 @@ def test_device_and_ranks(
     assert default_ranks(device, 4) == num_ranks
 
 
-def test_who_named_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_named_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert named_backend(None) == ("ep_a2a", "the default")
     monkeypatch.setenv("EP_A2A_BACKEND", "naive")
     assert named_backend(None) == ("naive", "named by EP_A2A_BACKEND")
-    assert named_backend("allgather_reducescatter") == ("allgather_reducescatter", "named by --backend")
+    path = tmp_path / "config.toml"
+    path.write_text('all2all_backend = "allgather_reducescatter"')
+    monkeypatch.setenv("EP_A2A_CONFIG", str(path))
+    assert named_backend(None) == ("allgather_reducescatter", f"named by {path} (EP_A2A_CONFIG)")
+    assert named_backend(None, str(path)) == ("allgather_reducescatter", f"named by {path}")
+    assert named_backend("naive", str(path)) == ("naive", "named by --backend")
 
 
 def test_casts_to_choose_from() -> None:

@@ -123,9 +123,12 @@ def test_the_default_device_and_ranks():
     assert found == [("cuda", (2,)), ("cpu", (4,))]
 
 
-def test_a_backend_that_is_not_there_is_an_error(monkeypatch):
-    monkeypatch.setenv("EP_A2A_BACKEND", "ep_a3a")
+@pytest.mark.parametrize(
+    ("variable", "value", "remedy"), [("BACKEND", "ep_a3a", "ep_a2a"), ("CONFIG", "/nowhere.toml", "EP_A2A_CONFIG")]
+)
+def test_a_backend_or_config_file_that_is_not_there_is_an_error(monkeypatch, variable, value, remedy):
+    monkeypatch.setenv(f"EP_A2A_{variable}", value)
     (finding,) = findings_of(CPU_HOST, section=GROUP)
     assert finding.level is Level.ERROR
-    assert "ep_a3a" in finding.found
-    assert "ep_a2a" in finding.remedy
+    assert value in finding.found
+    assert remedy in finding.remedy

@@ -9,8 +9,9 @@ import pytest
 from ep_a2a import env
 from ep_a2a.commands.messages import set_up_logging
 from ep_a2a.compat import deep_ep_sizes
+from ep_a2a.config.file import choose_backend
 from ep_a2a.errors import EnvironmentVariableError, EpA2AError
-from ep_a2a.managers.registry import check_backend_name, choose_backend
+from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.memory.transport_choice import choose_transport
 from tests.cases.tables import read_table
 
@@ -133,7 +134,8 @@ def test_known_names_are_no_typos(monkeypatch, caplog):
 # --- garbage in any variable is an error where it is used ---
 
 USES: dict[str, Callable[[], Any]] = {
-    "EP_A2A_BACKEND": lambda: check_backend_name(choose_backend()),
+    "EP_A2A_BACKEND": lambda: check_backend_name(choose_backend(None, None)),
+    "EP_A2A_CONFIG": lambda: choose_backend(None, None),
     "EP_A2A_INTERNODE_TRANSPORT": lambda: choose_transport("auto", {}),
     "EP_A2A_LOG_LEVEL": set_up_logging,
     "EP_A2A_DEEPEP_EDITION": deep_ep_sizes.known_ranks,

@@ -1,14 +1,29 @@
 """Rank formulas, the choice of a backend, and everything that is wrong before ranks meet."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import ep_a2a
+from ep_a2a.compat import deep_ep_sizes
+from ep_a2a.config.file import choose_backend, read_config_file
 from ep_a2a.errors import ConfigError, NotInitializedError, StateError
-from ep_a2a.managers.registry import choose_backend
 from ep_a2a.parallel import communicator, state
 from ep_a2a.parallel.group_coordinator import group_ranks
 from ep_a2a.parallel.state import destroy_dist_env, get_dp_group, get_tp_group, init_dist_env, is_initialized
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(text):
+        path = tmp_path / "config.toml"
+        path.write_text(text)
+        return path
+
+    return write
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (4, 1), (1, 4), (2, 2), (4, 2), (3, 5)])
@@ -32,11 +47,45 @@ def test_prefill_context_ranks_are_merged_too():
     assert ranks.dp == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
-def test_backend_order(monkeypatch):
+SHIPPED = sorted(path for path in CONFIGS.glob("*.toml") if path.name != deep_ep_sizes.FILE_NAME)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_config_files_name_a_known_backend(path):
+    assert read_config_file(path)["all2all_backend"] in ep_a2a.available_backends()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('all2all_backnd = "naive"', "Did you mean 'all2all_backend'"),
+        ("speed = 1", "Remove the key"),
+        ("all2all_backend = 3", "to be a name; got 3"),
+        ('all2all_backend = ""', "to be a name"),
+        ("all2all_backend =", "readable TOML"),
+    ],
+)
+def test_wrong_config_files(config_file, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config_file(config_file(text))
+
+
+def test_missing_config_file(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file(tmp_path / "missing.toml")
+
+
+def test_backend_order(monkeypatch, config_file):
     assert choose_backend() == "ep_a2a"
     monkeypatch.setenv("EP_A2A_BACKEND", "from_environment")
     assert choose_backend() == "from_environment"
-    assert choose_backend("from_argument") == "from_argument"
+    path = config_file('all2all_backend = "from_file"')
+    assert choose_backend(None, path) == "from_file"
+    monkeypatch.setenv("EP_A2A_CONFIG", str(path))
+    assert choose_backend() == "from_file"
+    assert choose_backend("from_argument", path) == "from_argument"
+    path.write_text("")
+    assert choose_backend() == "from_environment"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +155,7 @@ def test_nothing_before_init():
         {"rankID": 1},
         {"rankID": -1},
         {"data_parallel_rank": 1},
+        {"config_file": "/missing.toml"},
     ],
 )
 def test_impossible_arguments_raise_before_the_ranks_meet(arguments):

@@ -12,16 +12,18 @@ import pytest
 from ep_a2a import path_security, whole_files
 from ep_a2a.commands.demo.model import read_text
 from ep_a2a.commands.plan.model import read_model
+from ep_a2a.config.file import read_config_file
 from ep_a2a.errors import ConfigError, UntrustedFolderError
 from ep_a2a.telemetry.trace import write_trace
 from ep_a2a.whole_files import resolved, write_whole
 
 ANOTHER_USER = 12345
 READERS = {
+    "config file": read_config_file,
     "model": read_model,
     "text": functools.partial(read_text, num_tokens=1),
 }
-CONTENTS = {"JSON": b"[" * 100_000, "digits": b"9" * 6000, "not UTF-8": b"\xff"}
+CONTENTS = {"TOML": b"a = " + b"[" * 100_000, "JSON": b"[" * 100_000, "digits": b"9" * 6000, "not UTF-8": b"\xff"}
 PLACES = ("pipe", "folder", "none", "a\0b", "/dev/zero", "large", *CONTENTS)
 
 
@@ -181,3 +183,10 @@ def test_a_file_that_cannot_be_read_is_named_in_one_error(tmp_path, monkeypatch,
     assert place.replace("\0", "\\x00") in caught.value.expected
     assert len(caught.value.got) < 300
     assert "\n" not in caught.value.got
+
+
+def test_a_number_of_many_digits_is_named_by_its_key(tmp_path):
+    file = tmp_path / "backend.toml"
+    file.write_text(f"all2all_backend = 0x{'f' * 6000}")
+    with pytest.raises(ConfigError, match=r"all2all_backend in .* to be a name; got int of very many digits"):
+        read_config_file(file)

@@ -116,8 +116,8 @@ def request_facts(manager: Any, ranks_per_node: list[int], **sizes: Any) -> Fact
     """
     from ep_a2a.commands.options import OPTIONS_OF_FIELDS
     from ep_a2a.commands.plan.command import plan_op
+    from ep_a2a.config.file import DEFAULT_BACKEND
     from ep_a2a.errors import EpA2AError
-    from ep_a2a.managers.registry import DEFAULT_BACKEND
 
     num_nodes, num_ranks = len(ranks_per_node), sum(ranks_per_node)
     kernel, reason = manager.kernel_for(num_nodes, sizes.get("max_tokens"))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ep_a2a import env
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import did_you_mean
-from ep_a2a.managers.registry import DEFAULT_BACKEND
 from ep_a2a.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:

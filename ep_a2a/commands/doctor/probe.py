@@ -52,19 +52,22 @@ def find_machine(ask_secs: float = ASK_SECS) -> Machine:
     return Machine(**facts)
 
 
-def choose(num_gpus: int, backend: str | None, ranks: tuple[int, ...] | None, **sizes: Any) -> Choice:
+def choose(
+    num_gpus: int, backend: str | None, config: str | None, ranks: tuple[int, ...] | None, **sizes: Any
+) -> Choice:
     """Return the backend of a request, by the rule of init_dist_env, and its ranks.
 
     Args:
         num_gpus: that torch sees.
-        backend: None takes EP_A2A_BACKEND's, then the default.
+        backend: None takes the config file's, then EP_A2A_BACKEND's, then the default.
+        config: a TOML file; None takes EP_A2A_CONFIG.
         ranks: of each node; None is one node with a rank per GPU, or CPU_RANKS without one.
         sizes: `hidden`, `quant` and `max_tokens` of Choice.
     """
     ranks = ranks or (num_gpus or CPU_RANKS,)
     choice = Choice(device="cuda" if num_gpus else "cpu", ranks_per_node=ranks, **sizes)
     try:
-        name, reason = named_backend(backend)
+        name, reason = named_backend(backend, config)
     except EpA2AError as error:
         return replace(choice, refusal=f"expected {error.expected}; got {error.got}", remedy=error.remedy)
     return replace(choice, backend=name, backend_reason=reason)

@@ -36,7 +36,7 @@ def execute(options: SimpleNamespace) -> int:
     """
     sizes = {"hidden": options.hidden, "quant": options.quant.value, "max_tokens": options.max_tokens}
     machine, test = find_machine(options.ask_secs), None
-    choice = choose(machine.num_gpus, options.backend, options.ranks_per_node, **sizes)
+    choice = choose(machine.num_gpus, options.backend, options.config, options.ranks_per_node, **sizes)
     choice = ask_backend(choice, options.ask_secs)
     sections = run_checks(machine, choice)
     if options.selftest:

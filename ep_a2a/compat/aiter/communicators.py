@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat.aiter.managers import make_manager
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.log_once import log_once
 from ep_a2a.managers import base
 from ep_a2a.managers.base import All2AllManagerBase
-from ep_a2a.managers.registry import DEFAULT_BACKEND
 from ep_a2a.parallel.communicator import DeviceCommunicator as DeviceCommunicatorBase
 
 if TYPE_CHECKING:

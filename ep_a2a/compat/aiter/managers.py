@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ep_a2a.compat.mori.ops import EpDispatchCombineOp
 from ep_a2a.compat.parameters import take_mori_variables
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import max_tokens_named
 from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager as AgRsAll2AllManager
 from ep_a2a.managers.base import All2AllManagerBase, Cache
@@ -20,7 +21,7 @@ from ep_a2a.managers.external.flashinfer import FlashInferTwoSidedAll2AllManager
 from ep_a2a.managers.external.pplx import PplxAll2AllManager as PPLXAll2AllManager
 from ep_a2a.managers.naive import NaiveAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
-from ep_a2a.managers.registry import DEFAULT_BACKEND, create_manager, manager_type
+from ep_a2a.managers.registry import create_manager, manager_type
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

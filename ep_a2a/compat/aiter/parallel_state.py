@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ep_a2a.compat.aiter.communicators import CudaCommunicator
-from ep_a2a.managers.registry import DEFAULT_BACKEND, choose_backend
+from ep_a2a.config.file import DEFAULT_BACKEND, choose_backend
 from ep_a2a.parallel import state
 from ep_a2a.parallel.state import (
     GroupCoordinator,
@@ -32,7 +32,7 @@ def init_dist_env(*args: Any, all2all_backend: str | None = None, **kwargs: Any)
 
     This package's own backend goes by AITER's name for its default, "mori".
     """
-    chosen = choose_backend(all2all_backend)
+    chosen = choose_backend(all2all_backend, kwargs.get("config_file"))
     if chosen == DEFAULT_BACKEND and not all2all_backend:
         chosen = CudaCommunicator.default_backend
     state.init_dist_env(*args, **kwargs, all2all_backend=chosen, communicator=CudaCommunicator)

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
-from ep_a2a.managers.registry import DEFAULT_BACKEND, check_backend_name
+from ep_a2a.config.file import DEFAULT_BACKEND
+from ep_a2a.managers.registry import check_backend_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from ep_a2a import env
 from ep_a2a.compat.aiter.managers import make_manager
+from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.managers.registry import choose_backend
 
 if TYPE_CHECKING:
     from ep_a2a.managers.base import All2AllManagerBase
@@ -35,7 +36,7 @@ def install_manager(communicator: Any, backend: str = "") -> All2AllManagerBase:
         raise UnsupportedError(
             "an expert-parallel communicator", "another group's", "Use get_ep_group().device_communicator."
         )
-    name = choose_backend(backend)
+    name = backend or env.BACKEND.get() or DEFAULT_BACKEND
     manager = make_manager(name, communicator.cpu_group)
     manager.device = communicator.device
     if communicator.device_group is not None and communicator.device_group is not communicator.cpu_group:
