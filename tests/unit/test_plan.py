@@ -127,6 +127,10 @@ def blocks_of(structure: Any) -> dict[str, Any]:
 ODD_SIZES = ([128], [128, 128, 128], [128, "128"], [128, 0], [128, 128.0], [], "128x128", 128, {"rows": 1})
 
 
+def mixed(**layer: Any) -> dict[str, Any]:
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.layers.0.mlp.experts": layer}}
+
+
 ODD_VALUES = [
     *(({"torch_dtype": dtype}, "torch_dtype") for dtype in (5, True, ["float16"], "bananas", "nn")),
     *(({key: value}, key) for key in ("architectures", "text_config") for value in (5, [5], "a")),
@@ -141,7 +145,11 @@ ODD_QUANTIZATIONS = [
     (["fp8"], "quantization_config"),
     *(({"quant_method": method}, "quant_method") for method in (5, 0, ["fp8"])),
     ({"quant_algo": 7}, "quant_algo"),
+    (mixed(quant_algo=7), "quant_algo"),
+    (mixed(quant_algo="FP8_PB_WO", group_size="128"), "group_size"),
+    *(({**mixed(), "quantized_layers": layers}, "quantized_layers") for layers in (None, {}, [5])),
     ({**BLOCK_FP8, "activation_scheme": 5}, "activation_scheme"),
+    ({**BLOCK_FP8, "ignored_layers": [5]}, "ignored_layers"),
     *(({**BLOCK_FP8, "weight_block_size": sizes}, "weight_block_size") for sizes in ODD_SIZES),
     ({**PER_TOKEN_FP8, "config_groups": ["a"]}, "config_groups"),
     ({**PER_TOKEN_FP8, "config_groups": {"g": "a"}}, "g"),
@@ -230,6 +238,30 @@ def test_what_is_no_whole_number_is_refused_with_its_key_and_file(tmp_path, key,
         read_model(tmp_path)
     assert str(tmp_path / "config.json") in caught.value.remedy
     assert len(caught.value.got) < 300
+
+
+def test_a_list_of_modules_may_be_long():
+    quantization = {**BLOCK_FP8, "ignored_layers": [f"model.layers.{n}.mlp.gate" for n in range(2000)]}
+    values = {**DEEPSEEK, "num_hidden_layers": 2**31 - 1, "quantization_config": quantization}
+    assert model_of(values).quantization.name == "fp8"
+
+
+def test_a_quantisation_that_config_json_lacks_is_read_from_the_file_beside_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    beside = tmp_path / "hf_quant_config.json"
+    for algorithm, weights in (("MXFP8", "MXFP8"), ("NVFP4", "")):
+        beside.write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        model = read_model(tmp_path)
+        assert model == model_of(
+            {**DEEPSEEK, "quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
+        )
+        assert model.quantization[:2] == ("modelopt", weights)
+    beside.write_text('{"quantization": 1}')
+    with pytest.raises(ConfigError, match="by quantization in") as caught:
+        read_model(tmp_path)
+    assert str(beside) in caught.value.remedy
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "quantization_config": BLOCK_FP8}))
+    assert read_model(tmp_path).quantization.name == "fp8"
 
 
 def test_mistrals_own_file_is_read(tmp_path):

@@ -19,14 +19,18 @@ from ep_a2a.whole_files import read_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-CONFIG_FILE, MISTRAL_FILE = "config.json", "params.json"
-"""A model's file, and Mistral's in its place."""
+CONFIG_FILE, QUANTIZATION_FILE, MISTRAL_FILE = "config.json", "hf_quant_config.json", "params.json"
+"""A model's file, one beside it, and one in its place."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 NESTED_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys of the language model in models with several kinds of input."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_LAYERS = 128
+"""Layers that are looked at where a config does not say how many there are."""
+
+LAYER_KEYS, DENSE_LAYERS_KEY = ("num_hidden_layers", "num_layers", "n_layers"), "first_k_dense_replace"
 BLOCKS_KEY = "block_configs"
 """Key of a list with an object for each layer, in models whose layers differ."""
 
@@ -57,6 +61,8 @@ class MoeModel:
 def read_model(path: Path) -> MoeModel:
     """Reads the MoE layers from a config.json or params.json (Mistral), or from the folder that it lies in.
 
+    A quantisation that config.json lacks is read from the hf_quant_config.json beside it.
+
     Args:
         path: of the file or its folder.
 
@@ -67,15 +73,24 @@ def read_model(path: Path) -> MoeModel:
     file = path / CONFIG_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists() and (path / MISTRAL_FILE).exists():
         file = path / MISTRAL_FILE
-    remedy = f"Correct {file}." if file.is_file() else "Name that file, or its folder."
-    values = read_file(file, "a model's config.json", remedy, json.loads)
-    if not isinstance(values, dict):
-        raise ConfigError(f"a JSON object in {file}", type(values).__name__, remedy)
+    values, remedy = _read_object(file), f"Correct {file}."
+    beside = file.with_name(QUANTIZATION_FILE)
     try:
+        if not any(config.get(key) for config in _with_nested(values) for key in QUANTIZATION_KEYS) and beside.exists():
+            remedy = f"Correct {file} or {beside}."
+            values = {**values, QUANTIZATION_KEYS[0]: _read_object(beside)}
         return model_of(values)
     except ConfigError as error:
         error.remedy = remedy
         raise
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    remedy = f"Correct {file}." if file.is_file() else "Name that file, or its folder."
+    values = read_file(file, "a model's config.json", remedy, json.loads)
+    if not isinstance(values, dict):
+        raise ConfigError(f"a JSON object in {file}", type(values).__name__, remedy)
+    return values
 
 
 def model_of(values: Mapping[str, Any]) -> MoeModel:
@@ -100,6 +115,7 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
     if num_per_token > most:
         raise ConfigError(f"<= {most}, {why}", str(num_per_token), REMEDY, field=repr(field))
     quantization = (found(config, key, dict, CONFIG_FILE) for config in configs for key in QUANTIZATION_KEYS)
+    layers = range(_number(text, (DENSE_LAYERS_KEY,))[0], _number(text, LAYER_KEYS)[0] or MAX_LAYERS)
     expert_dtype = family.expert_dtype and (found(values, EXPERT_DTYPE_KEY, str, CONFIG_FILE) or family.expert_dtype)
     return MoeModel(
         found(text, "model_type", str, CONFIG_FILE) or model_types[0],
@@ -107,7 +123,7 @@ def model_of(values: Mapping[str, Any]) -> MoeModel:
         num_experts,
         num_per_token,
         _dtype([values, text]),
-        read_quantization(next(filter(None, quantization), {}), expert_dtype),
+        read_quantization(next(filter(None, quantization), {}), layers, expert_dtype),
         family.shares_tokens,
         is_known=known is not None,
     )

@@ -1,8 +1,9 @@
-"""Reads how vLLM quantises the experts of a model, by what its config.json says of the whole model."""
+"""Reads how vLLM quantises the experts of a model: as all of it, by layer, or left out by a list of modules."""
 
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,6 +21,14 @@ PLACE = "quantization_config"
 FP8_BITS = 8
 FP4_EXPERTS = "fp4"
 """A family's `expert_dtype` of experts in MXFP4, or in the format that `moe_quant_algo` names."""
+LEFT_OUT_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
+"""Keys of lists of modules that are not quantised."""
+BLOCK_FP8_ALGORITHMS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+"""ModelOpt's names, in models of several algorithms, for what vLLM serves as fp8 with blocks of weights."""
+EXPERT_LAYERS = re.compile(r"\.experts(\.|$)|\.moe\.(gate|up|down)_proj")
+ROOTS = ("model.", "language_model.model.", "model.language_model.", "backbone.")
+BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "moe", "ffn", "mixer")
+"""Names of a MoE layer's experts are root, "layers.N.", block, ".experts"."""
 
 
 class Quantization(NamedTuple):
@@ -37,18 +46,19 @@ class Quantization(NamedTuple):
     activations: SimpleNamespace | None
 
 
-def read_quantization(values: Mapping[str, Any], expert_dtype: str | None) -> Quantization:
+def read_quantization(values: Mapping[str, Any], layers: range, expert_dtype: str | None) -> Quantization:
     """Returns the experts' quantisation.
 
     Args:
-        values: of quantization_config; empty where there is none.
+        values: of quantization_config, or of ModelOpt's hf_quant_config.json; empty where there is none.
+        layers: numbers of the layers that may have experts.
         expert_dtype: the experts' own, in families whose experts may have another than the other layers; else None.
 
     Raises:
         ConfigError: a value is of another type than vLLM reads.
     """
-    is_mxfp4 = found(values, "store_dtype", str, PLACE) == "mxfp4"
-    name = "mxfp4" if is_mxfp4 else _method(values)
+    values = _of_experts(values, layers)
+    name = _method(values)
     has_fp4 = expert_dtype == FP4_EXPERTS
     weights = ("FP4" if found(values, "moe_quant_algo", str, PLACE) else "MXFP4") if has_fp4 else ""
     activations = None
@@ -61,6 +71,30 @@ def read_quantization(values: Mapping[str, Any], expert_dtype: str | None) -> Qu
     elif name == "compressed-tensors" and not has_fp4:
         activations = _compressed_tensors_quant(values)
     return Quantization(name, weights, activations)
+
+
+def _of_experts(values: Mapping[str, Any], layers: range) -> Mapping[str, Any]:
+    """Returns what config.json would hold if the whole model had the experts' quantisation; {} where there is none."""
+    if "quantization" in values:
+        values = {"quant_method": "modelopt", **found(values, "quantization", dict, PLACE)}
+    left_out = [entry for key in LEFT_OUT_KEYS for entry in found(values, key, list, PLACE)]
+    is_modelopt = _is_mxfp8(values) or "quant_algo" in values
+    if any(_means_experts(entry, layers, is_modelopt=is_modelopt) for entry in left_out):
+        return {"quant_method": f"{_method(values)} without the experts"}
+    if found(values, "store_dtype", str, PLACE) == "mxfp4":
+        return {"quant_method": "mxfp4"}
+    if _algorithm(values) != "MIXED_PRECISION":
+        return values
+    by_layer = found(values, "quantized_layers", dict, PLACE)
+    if not by_layer:
+        raise ConfigError(f"algorithms of layers by quantized_layers in {PLACE}", "none", REMEDY)
+    own = [found(by_layer, name, dict, "quantized_layers") for name in by_layer if EXPERT_LAYERS.search(name)]
+    # the op's memory serves the layer whose rows take most: one that is not cast
+    layer: Mapping[str, Any] = min(own, key=lambda each: _algorithm(each) in BLOCK_FP8_ALGORITHMS, default={})
+    if _algorithm(layer) not in BLOCK_FP8_ALGORITHMS:
+        return {**values, "quant_algo": _algorithm(layer)} if layer else {}
+    size = found({"group_size": 128, **layer}, "group_size", int, "quantized_layers")
+    return {"quant_method": "fp8", "weight_block_size": [size, size]}
 
 
 def found(values: Mapping[str, Any], key: str, kind: type[T], place: str) -> T:
@@ -80,7 +114,27 @@ def _method(values: Mapping[str, Any]) -> str:
 
 def _is_mxfp8(values: Mapping[str, Any]) -> bool:
     """Whether weights are MXFP8, as ModelOpt or a checkpoint of vLLM's short name says."""
-    return _method(values) == "mxfp8" or "MXFP8" in found(values, "quant_algo", str, PLACE).upper()
+    return _method(values) == "mxfp8" or "MXFP8" in _algorithm(values)
+
+
+def _algorithm(values: Mapping[str, Any]) -> str:
+    return found(values, "quant_algo", str, PLACE).upper()
+
+
+def _means_experts(entry: str, layers: range, *, is_modelopt: bool) -> bool:
+    """Whether an entry of a list of modules that are not quantised means experts of any layer, as vLLM reads it."""
+    # the last layer stands for all that the entry does not name
+    named = {*layers[-1:], *(int(number) for number in re.findall("[0-9]{1,9}", entry) if int(number) in layers)}
+    modules = [f"{root}layers.{layer}.{block}.experts" for root in ROOTS for layer in named for block in BLOCKS]
+    if entry.startswith("re:"):
+        try:
+            pattern = re.compile(entry[3:])
+        except re.error as error:
+            raise ConfigError(f"a pattern behind re: in {PLACE}", f"{shown(entry)}: {error}", REMEDY) from error
+        return any(pattern.match(f"{module}.0.down_proj") for module in modules)
+    if is_modelopt:
+        return any(entry in module or module in entry or fnmatch(module, entry) for module in modules)
+    return "experts" in entry and any(module in entry for module in modules)
 
 
 def _compressed_tensors_quant(quantization: Mapping[str, Any]) -> SimpleNamespace | None:

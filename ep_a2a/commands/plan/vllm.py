@@ -140,8 +140,6 @@ def assumptions(model: MoeModel, options: VllmOptions, config: EpDispatchCombine
         copied = "each tensor-parallel rank brings all tokens of its replica; else --sequence-parallel"
         found.append(shared if options.sequence_parallel_size(model) > 1 else copied)
     found += _about_experts(model, options, config)
-    if model.quantization.activations is not None and options.quant is None:
-        found.append("all experts quantised as quantization_config says of the whole model; else --quant none")
     if model.quantization.name == "mxfp4" and config.hidden_dim % PADDED_MULTIPLE:
         padded = -(-config.hidden_dim // PADDED_MULTIPLE) * PADDED_MULTIPLE
         found.append(f"experts that take rows of {config.hidden_dim}; --hidden {padded} for Marlin's and TRTLLM's")
