@@ -62,6 +62,9 @@ class AdapterOp(BaseOp):
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device) -> None:
         super().__init__(config, device, StreamOrder())
         _warn_of_fields(type(self).__name__, config, self.takes)
+        int32 = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+        self._total_recv, self._recv_counts = int32(1), int32(config.world_size)
+        self._local_expert_count = int32(config.num_local_experts)
 
     @abc.abstractmethod
     def _send(self, step: Step) -> DispatchResult:
@@ -140,6 +143,16 @@ class AdapterOp(BaseOp):
 
     def _check_weights(self, weights: torch.Tensor | None) -> None:
         """Raise if combine cannot sum weights."""
+
+    @property
+    def recv_counts(self) -> torch.Tensor:
+        """[W] int32, the rows received from each source in the last dispatch."""
+        return self._recv_counts
+
+    @property
+    def local_expert_count(self) -> torch.Tensor:
+        """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
+        return self._local_expert_count
 
     @functools.cached_property
     @outside_modes()

@@ -73,13 +73,11 @@ class CollectiveDispatchCombineOp(AdapterOp):
         # the tensors that calls return, at fixed addresses: R rows for dispatch, M rows for combine
         rows, max_tokens = config.max_num_recv_tokens, config.max_num_inp_token_per_rank
         empty = functools.partial(torch.empty, device=self.device)
-        int32 = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
         self._tokens = empty(rows, config.hidden_dim, dtype=config.wire_dtype)
         self._weights = empty(rows, config.topk, dtype=torch.float32)
         self._scales = empty(rows, config.num_scales * config.scale_bytes, dtype=torch.uint8)
         self._indices = empty(rows, config.topk, dtype=torch.int32)
-        self._total_recv, self._recv_counts = int32(1), int32(config.world_size)
-        self._local_expert_count, self._positions = int32(config.num_local_experts), int32(0)
+        self._positions = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._result = empty(max_tokens, config.hidden_dim, dtype=config.combined_dtype)
         self._result_weights = empty(max_tokens, config.topk, dtype=torch.float32)
 
@@ -169,16 +167,6 @@ class CollectiveDispatchCombineOp(AdapterOp):
         by_token = rows.new_zeros(sum(route.counts), rows.shape[1])
         by_token.index_copy_(0, route.received, rows[route.slots])
         return self._exchange.sum_rows(by_token, route.counts)
-
-    @property
-    def recv_counts(self) -> torch.Tensor:
-        """[W] int32, the rows received from each source in the last dispatch."""
-        return self._recv_counts
-
-    @property
-    def local_expert_count(self) -> torch.Tensor:
-        """[E] int32, the received slots per expert of this rank, after dispatch(call_local_expert_count=True)."""
-        return self._local_expert_count
 
     @property
     def expert_recv_count(self) -> torch.Tensor:

@@ -269,9 +269,7 @@ class LibraryDispatchCombineOp(AdapterOp):
         # of the step in progress: the library's handle, and the ids as the library was given them
         self._handle: Any = None
         self._sent_ids: torch.Tensor | None = None
-        int32 = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
-        self._total_recv, self._recv_counts = int32(1), int32(config.world_size)
-        self._local_expert_count, self._expert_recv_count = (int32(config.num_local_experts) for _ in range(2))
+        self._expert_recv_count = torch.zeros_like(self._local_expert_count)
         self._no_weights = torch.zeros(
             config.max_num_inp_token_per_rank, config.topk, dtype=torch.float32, device=self.device
         )
@@ -338,11 +336,6 @@ class LibraryDispatchCombineOp(AdapterOp):
         if not self.capabilities.recv_counts:
             raise self._unsupported("counts of received rows by source")
         return self._recv_counts
-
-    @property
-    def local_expert_count(self) -> torch.Tensor:
-        """Received slots per local expert, int32 [E], filled by dispatch(call_local_expert_count=True)."""
-        return self._local_expert_count
 
     @property
     def expert_recv_count(self) -> torch.Tensor:
