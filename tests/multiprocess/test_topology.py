@@ -5,7 +5,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from ep_a2a.errors import ConfigError
 from ep_a2a.memory import private_files
@@ -13,32 +12,13 @@ from ep_a2a.memory.host_record import host_identity
 from ep_a2a.memory.peers import peers_of
 from ep_a2a.testing import RankFailure, RankPool
 from ep_a2a.topology import classify, facts, gather_report, in_the_same_node_as
+from tests.cases.op_checks import raised
 from tests.messages import messages_of
 from tests.shared_files import files_of
 
 
-def subgroup(context, members):
-    """The group of `members` (global ranks), or None on other ranks. Collective over all ranks."""
-    group = dist.new_group(members, backend="gloo")
-    if context.rank not in members:
-        return None
-    # a member that leaves before all are connected breaks the handshake of another
-    dist.barrier(group)
-    return group
-
-
 def process_id(_context):
     return os.getpid()
-
-
-def probe_group(context, members, source_rank):
-    group = subgroup(context, members)
-    if group is None:
-        return None
-    try:
-        return in_the_same_node_as(group, source_rank)
-    finally:
-        dist.destroy_process_group(group)
 
 
 def report_of(context, directories, boot_ids):
@@ -69,12 +49,6 @@ def die_while_probing(context, dying_rank, has_offers):
 
     facts.try_to_open = die if context.rank == dying_rank else say_and_try
     gather_report(context.group)
-
-
-@pytest.mark.parametrize("source_rank", [0, 1, 2])
-def test_group_without_global_rank_zero(ranks, source_rank):
-    results = ranks(probe_group, 4, [1, 2, 3], source_rank)
-    assert results == [None, [True] * 3, [True] * 3, [True] * 3]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +92,12 @@ def test_who_shares_memory(ranks, tmp_path, apart, boot_ids, same_node, nodes, p
     assert all(message.startswith(warning) for message in results[0][2])
 
 
+def ask_of_a_rank_that_is_none(context):
+    raised(ConfigError, lambda: in_the_same_node_as(context.group, 2), "source_rank to be a rank of the group, 0 to 1")
+
+
 def test_source_rank_is_checked(ranks):
-    with pytest.raises(RankFailure) as caught:
-        ranks(probe_group, 4, [1, 2, 3], 3)
-    assert {type(error) for error in caught.value.errors.values()} == {ConfigError}
+    ranks(ask_of_a_rank_that_is_none, 2)
 
 
 def test_a_rank_that_dies_while_probing_leaves_nothing(tmp_path):
