@@ -13,7 +13,7 @@ from ep_a2a import survivors
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.rendezvous import Rendezvous
-from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
+from ep_a2a.memory.subgroups import make_subgroup
 from ep_a2a.parallel.survivors import Survivors
 from ep_a2a.testing import RankContext
 from tests.cases.fault_cases import TIMEOUT_SECS, settled_step, store_of, timed
@@ -23,7 +23,6 @@ from tests.cases.op_checks import raised
 
 NO_STORE_SECS = 20.0
 """Bound for the error that a store has ended, far below that of a meeting."""
-MEETING_SECS = 2.0
 
 
 def experts_of_ranks(case: Case) -> list[list[int]]:
@@ -78,28 +77,3 @@ def go_on(context: RankContext, case: Case, left: Survivors, num_nodes: int = 1,
     left.manager.destroy()
     # the process of the store must be the last to go
     dist.barrier(left.group)
-
-
-def one_is_late(context: RankContext, case: Case) -> list[tuple[int, ...]]:
-    """Rank 2 counts as gone; rank 1 comes to the meeting when rank 0 has given up. Whom rank 0's error names.
-
-    Then both try again, and go on.
-    """
-    manager = create_manager("ep_a2a", context.group)
-    manager.get_handle(kwargs_of(case, context.rank))
-    meeting = Rendezvous(context.group)
-    meeting.barrier("ops are made")
-    found: list[tuple[int, ...]] = []
-    error = RankTimeoutError("x", "y", missing_ranks=(2,))
-    if context.rank == 0:
-        late = raised(
-            RankTimeoutError, lambda: survivors(error, manager, experts_of_ranks(case), timeout_secs=MEETING_SECS)
-        )
-        found = [late.missing_ranks, late.late_ranks]
-    meeting.barrier("rank 0 has given up")
-    if context.rank < 2:
-        left = survivors(error, manager, experts_of_ranks(case))
-        go_on(context, case, left)
-        destroy_subgroup(left.group)
-    manager.destroy()
-    return found

@@ -1,9 +1,7 @@
 """Ranks die at once, also the one that held the group's store; the others go on with a manager of their own."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +9,7 @@ from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
 from ep_a2a.testing import RankFailure, RankPool
 from tests.cases.fault_cases import SLACK_SECS
 from tests.cases.op_cases import Case
-from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on, one_is_late
+from tests.cases.survivor_cases import NO_STORE_SECS, die_and_go_on
 
 CASE = Case(hidden_dim=32, num_experts=8, tokens=((4, 3, 5, 2),), max_tokens=5)
 
@@ -33,7 +31,3 @@ def test_survivors_go_on(victims: tuple[int, ...], store_dies: bool, lost: list[
         assert seen["experts"] == [expert for each in left for expert in (each, (each + 1) % 4)]
         assert seen["destroy_secs"] < CLOSE_PATIENCE_SECS + SLACK_SECS
         assert seen.get("no_store_secs", 0) < NO_STORE_SECS
-
-
-def test_a_survivor_that_is_late_is_not_called_gone_and_may_come_again(ranks: Any) -> None:
-    assert ranks(one_is_late, 3, replace(CASE, world_size=3, num_experts=6)) == [[(2,), (1,)], [], []]

@@ -60,13 +60,28 @@ def test_ids_that_cannot_be_replaced_are_refused(ids: torch.Tensor, said: str) -
         left_with(tuple(range(300)), ()).physical_ids(ids)
 
 
-def test_experts_may_be_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The manager of rank 1 of three."""
     monkeypatch.setattr(module, "dist", SimpleNamespace(get_world_size=lambda _: 3, get_rank=lambda _: 1))
     monkeypatch.setattr(module, "make_subgroup", lambda *_, **__: None)
     monkeypatch.setattr(module, "create_manager", lambda *_: SimpleNamespace())
-    manager: Any = SimpleNamespace(cpu_group=None, backend="ep_a2a", device="cpu")
+    return SimpleNamespace(cpu_group=None, backend="ep_a2a", device="cpu")
+
+
+def test_experts_may_be_a_tensor(manager: Any) -> None:
     left = survivors(RankTimeoutError("x", "y", missing_ranks=(2,)), manager, torch.tensor([[0, 1], [1, 0], [2, 0]]))
     assert (left.experts, left.lost_experts) == ((0, 1, 1, 0), (2,))
+
+
+def test_an_error_of_the_meeting_names_all_that_are_gone(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_comes(*_: Any, **__: Any) -> None:
+        raise RankTimeoutError("x", "y", missing_ranks=(0,))
+
+    monkeypatch.setattr(module, "make_subgroup", nobody_comes)
+    with pytest.raises(RankTimeoutError) as caught:
+        survivors(RankTimeoutError("x", "y", missing_ranks=(2,)), manager, [[0], [1], [2]])
+    assert caught.value.missing_ranks == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +97,8 @@ def test_experts_may_be_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_go_on_is_refused_before_anybody_meets(
-    monkeypatch: pytest.MonkeyPatch, missing: tuple[int, ...], experts: list[list[int]], said: str
+    manager: Any, missing: tuple[int, ...], experts: list[list[int]], said: str
 ) -> None:
-    monkeypatch.setattr(module, "dist", SimpleNamespace(get_world_size=lambda _: 3, get_rank=lambda _: 1))
-    manager: Any = SimpleNamespace(cpu_group=None)
     error = RankTimeoutError("x", "y", missing_ranks=missing, late_ranks=(0,))
     with pytest.raises(ConfigError, match=said):
         survivors(error, manager, experts)
