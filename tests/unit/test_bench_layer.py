@@ -16,8 +16,6 @@ from ep_a2a.commands.bench.experts import (
     MoEWeights,
     dense_experts,
     grouped_product,
-    make_weights,
-    place_pairs,
     quantize_rows,
     quantize_whole_rows,
     run_experts,
@@ -91,20 +89,6 @@ def test_rows_without_own_experts() -> None:
     assert not out.any()
 
 
-def test_pairs_have_slots_by_expert() -> None:
-    ids = make_ids(50)
-    positions, bounds = place_pairs(ids, FIRST, NUM_LOCAL)
-    local = ids - FIRST
-    own = (local >= 0) & (local < NUM_LOCAL)
-    assert torch.equal(positions >= 0, own)
-    counts = torch.bincount(local[own], minlength=NUM_LOCAL)
-    for expert in range(NUM_LOCAL):
-        of_expert = positions[own & (local == expert)]
-        assert of_expert.sort().values.tolist() == list(range(int(counts[expert])))
-    assert bounds.tolist() == [0, *(-(-counts // 16) * 16).cumsum(0).tolist()]
-    assert (positions.dtype, bounds.dtype) == (torch.int32,) * 2
-
-
 def test_the_product_has_more_rows_than_a_tile_none_and_a_part_of_one() -> None:
     width, depth = 64, 256
     rows, scales = quantize_whole_rows(torch.randn(112, depth))
@@ -137,19 +121,6 @@ def test_a_product_leaves_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) 
     for free in (0, 8, 200):
         grouped_product(torch.empty(16, 16), torch.empty(16), matrices, torch.zeros(2), 16, free)
     assert grids == [132, 124, 1]
-
-
-def test_tiles_divide_small_matrices() -> None:
-    assert tile_of(1, 192, 96) == {"ROWS": 64, "COLUMNS": 64, "STEP": 32, "num_warps": 8, "num_stages": 4}
-
-
-def test_weights_are_made_once() -> None:
-    shape = 5, 128, 32, 2, 1, torch.device("cpu")
-    weights = make_weights(*shape)
-    assert make_weights(*shape) is weights
-    assert (weights.first_expert, len(weights.w1.values)) == (3, 2)
-    assert weights.w1.values.dtype == weights.w2.values.dtype == FP8
-    assert abs(float(weights.w1.of(1).std()) * 128**0.5 - 1) < 0.05
 
 
 def test_cast_is_the_reference_s() -> None:
