@@ -30,12 +30,12 @@ def break_bytes(made: Any) -> Any:
 
 
 def lose_flag(made: Any) -> Any:
-    made.push = lambda launch: made.state[selftest.GAVE_UP].fill_(1)
+    made.push = lambda launch: made.state[push.GAVE_UP].fill_(1)
     return made
 
 
 DAMAGE = {
-    "byte": ("Push", break_bytes, CheckFailedError, "bytes pushed"),
+    "byte": ("Push", break_bytes, CheckFailedError, "words; got 1 others"),
     "flag": ("Push", lose_flag, RankTimeoutError, "did not come"),
     # what rank 1 sends is not what the others expect of it
     "row": ("_tokens", lambda tokens: tokens + 1, CheckFailedError, "dispatch of step 0"),

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, PushLaunch, pattern
+from ep_a2a.commands.measure.push import VECTOR_BYTES, Push, PushLaunch
 from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import Timer, TimingSettings
-from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.sm_share import share_of
 
@@ -81,19 +80,12 @@ class ReferencePush(RoundTrip):
         self._meet("both pushes are over")
         self.check_timed()
         for direction in (self._dispatch, self._combine):
-            for source, (first, count, landed) in direction.received.items():
-                words = slice(landed * VECTOR_BYTES, (landed + count) * VECTOR_BYTES)
-                got = direction.landing[words].view(torch.int32)
-                want = pattern(source, first, count, got.device)
-                if not torch.equal(got, want):
-                    num_wrong = int((got != want).sum())
-                    raise CheckFailedError(f"rank {source}'s {got.numel()} words", f"{num_wrong} others")
+            direction.check_bytes()
 
     def check_timed(self) -> None:
         """Checks that every flag has come."""
         for direction in (self._dispatch, self._combine):
-            if int(direction.state[GAVE_UP]):
-                raise RankTimeoutError("every rank's flag", "a flag that did not come")
+            direction.check_flags()
 
     def close(self) -> None:
         """Gives the landing areas back when all ranks are done with them."""

@@ -14,7 +14,7 @@ import torch
 from ep_a2a import env
 from ep_a2a.commands import messages
 from ep_a2a.commands.doctor.checks import Finding, error, note, ok, warning
-from ep_a2a.commands.measure.push import GAVE_UP, VECTOR_BYTES, Push, PushLaunch, pattern
+from ep_a2a.commands.measure.push import LINKS_REMEDY, VECTOR_BYTES, Push, PushLaunch
 from ep_a2a.commands.progress import Progress
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.managers.make_op import make_op
@@ -39,7 +39,6 @@ VALUES = 251
 SLOW = 0.5
 """A pair with less than this share of the median rate gets a warning."""
 CPU_NOTE = "on CPU, over shared memory, in Triton's interpreter: a functional check that says nothing about GPUs"
-REMEDY = "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid"
 FLAGS_REMEDY = "Flags do not travel between these two: look at `nvidia-smi topo -m` and at native atomics."
 OTHER_REMEDY = "Run it again with EP_A2A_LOG_LEVEL=INFO, and read the ranks' messages above."
 
@@ -134,9 +133,7 @@ def _push(context: RankContext, secs: float) -> tuple[float, int]:
             start = time.perf_counter()
             for _ in range(num_pushes):
                 made.push(PUSH_LAUNCH[kind])
-            # Reading the state waits for the pushes.
-            if int(made.state[GAVE_UP]):
-                raise RankTimeoutError("the peer's flag", "a flag that did not come", missing_ranks=(1 - context.rank,))
+            made.check_flags()
             seconds: list[float] = rendezvous.exchange("seconds", time.perf_counter() - start)
             return max(seconds)
 
@@ -144,10 +141,7 @@ def _push(context: RankContext, secs: float) -> tuple[float, int]:
         seconds_of(1)
         num_pushes = int(max(1, secs / seconds_of(1)))
         seconds = seconds_of(num_pushes)
-        want = pattern(1 - context.rank, 0, PUSH_BYTES[kind] // VECTOR_BYTES, context.device)
-        # No name for a view of the landing area: it would outlive the memory.
-        is_right = torch.equal(made.landing.view(torch.int32), want)
-        _require(is_right, f"{PUSH_BYTES[kind]} bytes pushed", context.rank)
+        made.check_bytes()
         rendezvous.barrier("pushed")
     return num_pushes * PUSH_BYTES[kind] / seconds / 1e9, 2 * (num_pushes + 2)
 
@@ -155,7 +149,7 @@ def _push(context: RankContext, secs: float) -> tuple[float, int]:
 def _require(right: bool, what: str, rank: int) -> None:
     if not right:
         found = f"something else at rank {rank} of the group"
-        raise CheckFailedError(f"{what} to arrive as it was sent", found, REMEDY)
+        raise CheckFailedError(f"{what} to arrive as it was sent", found, LINKS_REMEDY)
 
 
 # --- in the command ---

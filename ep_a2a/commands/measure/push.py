@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ep_a2a.errors import UnsupportedError
+from ep_a2a.errors import CheckFailedError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.arena import allocate_symmetric
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ CPU_TIMEOUT_SECS = 30.0
 LOADS_IN_FLIGHT = 8
 """Vectors that a thread loads before it stores the first, where a launch does not say."""
 MAX_THREADS = 1024
+LINKS_REMEDY = "Look at the links and at the GPUs' errors: nvidia-smi -q -d ECC; dmesg | grep -i xid"
 CUDA_SOURCE = Path(__file__).with_name("push.cu")
 CUDA_CONSTANTS = {
     "MAX_THREADS": MAX_THREADS,
@@ -114,6 +115,20 @@ class Push:
         source = pattern(rank, 0, int(vectors[rank].sum()), device)
         self.push = (_cuda_push if device.type == "cuda" else _copied_push)(source, self.state, peers)
         rendezvous.barrier("flags are clear")
+
+    def check_flags(self) -> None:
+        """Raises RankTimeoutError where a flag has not come in time; waits for the pushes that are queued."""
+        if int(self.state[GAVE_UP]):
+            raise RankTimeoutError("every rank's flag", "a flag that did not come")
+
+    def check_bytes(self) -> None:
+        """Raises CheckFailedError where something has arrived that the peers have not sent."""
+        for source, (first, count, landed) in self.received.items():
+            # No name for a view of the landing area: it would outlive the memory.
+            words = slice(landed * VECTOR_BYTES, (landed + count) * VECTOR_BYTES)
+            is_wrong = self.landing[words].view(torch.int32) != pattern(source, first, count, self.landing.device)
+            if num_wrong := int(is_wrong.sum()):
+                raise CheckFailedError(f"rank {source}'s {is_wrong.numel()} words", f"{num_wrong} others", LINKS_REMEDY)
 
     def close(self) -> None:
         """Gives the landing area back; no rank may push any more."""
