@@ -112,7 +112,7 @@ class EpDispatchCombineOp(BaseOp):
             self._checked_calls: dict[Hashable, CheckedDispatch] = {}
             self._agreed_max_sms: set[int] = set()
             self._telling_between_nodes = arena.rendezvous.telling if config.uses_rings else contextlib.nullcontext
-            max_tokens = config.max_num_inp_token_per_rank
+            max_tokens, self._most_rows = config.max_num_inp_token_per_rank, config.max_num_expert_rows
             self._tag_mask, self._tag_shift = tag_mask(max_tokens), tag_shift(max_tokens)
             self._result, self._result_weights = map(self.memory.view, (Region.RESULT, Region.RESULT_WEIGHTS))
             by_expert = config.layout == Layout.EXPERT_MAJOR
@@ -180,7 +180,7 @@ class EpDispatchCombineOp(BaseOp):
         if isinstance(args.weights, torch.Tensor) and args.weights.numel() == 0:
             args.weights = None
         rows, weights, ids, out = args.rows, args.weights, args.ids, args.out
-        if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self.config.max_num_expert_rows:
+        if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self._most_rows:
             args.rows = rows = rows[: math.prod(step.lead)]  # the whole registered buffer may be passed
         key = inputs.signature(rows, weights, ids)
         if key not in step.combines:
@@ -198,10 +198,10 @@ class EpDispatchCombineOp(BaseOp):
         args.out = result = self._result if out is None else out
         inputs.check_apart("out", result, rows, "the rows to be combined")
         args.num_tokens, args.step_tokens = step.num_tokens, step.step_tokens
-        args.rows = self._beyond_peers(args, rows, "combine_rows", self.config.max_num_expert_rows)
+        args.rows = self._beyond_peers(args, rows, "combine_rows", self._most_rows)
         if weights is not None:
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
-            args.weights = self._beyond_peers(args, weights, "combine_weights", self.config.max_num_expert_rows)
+            args.weights = self._beyond_peers(args, weights, "combine_weights", self._most_rows)
         for place, bias in enumerate((bias_0, bias_1)):
             if bias is not None:
                 inputs.check_same_or_apart(f"bias_{place}", bias, result)
