@@ -12,14 +12,7 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
-from ep_a2a.errors import (
-    ClosedError,
-    ConfigMismatchError,
-    InputError,
-    StateError,
-    UnsupportedError,
-    max_tokens_named,
-)
+from ep_a2a.errors import ClosedError, ConfigMismatchError, InputError, StateError, UnsupportedError, max_tokens_named
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
