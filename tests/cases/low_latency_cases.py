@@ -32,7 +32,7 @@ ON_TWO_NODES = replace(FP8, world_size=4, num_experts=12, tokens=((4, 0, 3, 1),)
 CASES = {
     "bf16": BASE,
     "fp8": FP8,
-    "fp8-per_token": replace(FP8, quant_type="fp8_per_token", hidden_dim=48),
+    "fp8-per_token": replace(FP8, quant_type="fp8_per_token", hidden_dim=48, dtype=torch.float32),
     "cast already": replace(ONE_STEP, dtype=FP8_DTYPE, scale_dim=2),
     "float32-dropped": replace(ONE_STEP, dtype=torch.float32, routing="some_dropped", topk=3),
     # more than a flagged dispatch takes

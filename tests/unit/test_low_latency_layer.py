@@ -12,7 +12,6 @@ from ep_a2a.compat import ep_low_latency, triton_distributed
 from ep_a2a.compat.combine_time_weights import exchange_kernel
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
 from ep_a2a.compat.triton_distributed.contexts import make_config
-from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import NotInitializedError
 from tests.offline_compile import compile_kernel
 
@@ -31,25 +30,6 @@ def config_of(**changes: Any) -> Any:
         "rank": 3,
     }
     return make_config(**{**values, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "wire", "combined", "num_scales"),
-    [
-        ({}, FP8_DTYPE, torch.bfloat16, 56),
-        ({"fp8_gsize": 7168}, FP8_DTYPE, torch.bfloat16, 1),
-        ({"dtype": torch.float32}, FP8_DTYPE, torch.float32, 56),
-        ({"online_quant_fp8": False}, torch.bfloat16, torch.bfloat16, 0),
-        ({"online_quant_fp8": False, "hidden": 192}, torch.bfloat16, torch.bfloat16, 0),
-        ({"online_quant_fp8": False, "dtype": FP8_DTYPE}, FP8_DTYPE, torch.bfloat16, 56),
-        ({"online_quant_fp8": False, "dtype": FP8_DTYPE, "fp8_gsize": 64}, FP8_DTYPE, torch.bfloat16, 112),
-    ],
-)
-def test_what_travels(changes, wire, combined, num_scales):
-    config = config_of(**changes)
-    assert (config.wire_dtype, config.combined_dtype, config.num_scales) == (wire, combined, num_scales)
-    assert config.layout == "expert_major"
-    assert not config.num_scales or config.scale_bytes == 4
 
 
 ARGUMENTS = {
