@@ -6,6 +6,7 @@ What DeepEP's own tests of its intranode and low-latency kernels look at, agains
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,8 +30,10 @@ from ep_a2a.errors import (
 )
 from ep_a2a.reference import reduce_experts_reference
 from ep_a2a.testing import RankContext
+from tests.cases.low_latency_cases import check_sources
 from tests.cases.op_cases import (
     Case,
+    check_expert_rows,
     combine_by_nodes,
     expert_results,
     make_biases,
@@ -255,34 +258,15 @@ def weighed_sum(step: Step, results: list[torch.Tensor]) -> torch.Tensor:
 
 def check_low_latency(step: Step, got: Any, counts: torch.Tensor) -> None:
     """Every expert's rows, and their scales in DeepEP's order of memory."""
-    expected = step.received
-    same_bits(counts, expected.expert_counts, "recv_count")
     x, scales = got if isinstance(got, tuple) else (got, None)
-    assert x.shape == expected.tokens.shape
     if scales is not None:
         assert scales.stride(1) == 1
         assert scales.stride(2) == x.shape[1]
-    for expert, count in enumerate(counts.tolist()):
-        same_bits(x[expert, :count], expected.tokens[expert, :count], f"rows of local expert {expert}")
-        if scales is not None:
-            # contiguous() leaves the strides of a single scale per row as they are
-            mine = torch.empty(scales[expert, :count].shape, dtype=scales.dtype).copy_(scales[expert, :count])
-            if mine.dtype == torch.int32:
-                mine = mine.view(torch.uint8)
-            same_bits(mine, expected.scales[expert, :count], f"scales of local expert {expert}")
-
-
-def check_sources(step: Step, handle: Any, counts: torch.Tensor) -> None:
-    """DeepEP's src_info and layout_range: where each row comes from."""
-    src_info, layout_range = handle[0].cpu(), handle[1].cpu()
-    for expert, count in enumerate(counts.tolist()):
-        places = []
-        for source, inputs in enumerate(step.everyone):
-            tokens = (inputs.ids == step.first_expert + expert).any(1).nonzero().flatten().tolist()
-            begin, number = divmod(int(layout_range[expert, source]), 1 << 32)
-            assert (begin, number) == (len(places), len(tokens))
-            places += tokens
-        assert src_info[expert, :count].tolist() == places
+        # contiguous() leaves the strides of a single scale per row as they are
+        scales = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device).copy_(scales)
+        scales = scales.view(torch.uint8) if scales.dtype == torch.int32 else scales
+    op: Any = SimpleNamespace(expert_recv_count=counts, config=SimpleNamespace(expert_alignment=1))
+    check_expert_rows(step.case, op, (x, None, scales), replace(step.received, weights=None))
 
 
 def low_latency(context: RankContext, case: Case, with_hook: bool, repeated: bool) -> None:
@@ -306,7 +290,7 @@ def low_latency(context: RankContext, case: Case, with_hook: bool, repeated: boo
             finish(hook, event)
             check_low_latency(step, got, counts)
             assert stats.tolist() == [repetition * count for count in counts.tolist()]
-        check_sources(step, handle, counts)
+        check_sources(case, number, context.rank, *handle[:2])
         assert tuple(handle[2:]) == (case.max_tokens, case.hidden_dim, case.num_experts)
         results = experts_results(step)
         mine = results[context.rank].to(context.device)

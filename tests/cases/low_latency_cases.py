@@ -94,25 +94,13 @@ class LayerStep(Step):
         expected, case = self.reference[self.op.config.rank], self.case
         check_expert_rows(case, self.op, (tokens, None, scales), replace(expected, weights=None))
         same_bits(counts, expected.expert_counts, "counts")
-        sources = self.expected_sources()
-        indices, packed = meta.recv_token_source_indices, meta.recv_token_source_count_and_start
-        rows_per_expert = case.world_size * case.max_tokens
-        assert (indices.shape, indices.dtype) == ((len(sources), rows_per_expert), torch.int32)
-        assert (packed.shape, packed.dtype) == ((len(sources), case.world_size), torch.int64)
-        for expert, by_source in enumerate(sources):
-            rows = [token for part in by_source for token in part]
-            assert indices[expert].tolist() == rows + [-1] * (rows_per_expert - len(rows))
-            starts = [sum(map(len, by_source[:source])) for source in range(case.world_size)]
-            assert (packed[expert] & 0xFFFFFFFF).tolist() == list(map(len, by_source))
-            assert (packed[expert] >> 32).tolist() == starts
-
-    def expected_sources(self) -> list[list[list[int]]]:
-        """For each of this rank's experts and each source: its tokens that name the expert."""
-        first, last = expert_ranges(self.case.num_experts, self.case.world_size)[self.op.config.rank]
-        ids = [make_inputs(self.case, self.number, rank).ids for rank in range(self.case.world_size)]
-        return [
-            [(each == expert).any(dim=1).nonzero().flatten().tolist() for each in ids] for expert in range(first, last)
-        ]
+        check_sources(
+            case,
+            self.number,
+            self.op.config.rank,
+            meta.recv_token_source_indices,
+            meta.recv_token_source_count_and_start,
+        )
 
     def experts(self) -> torch.Tensor:
         """What this rank's experts return."""
@@ -127,6 +115,22 @@ class LayerStep(Step):
 
     def check_result(self, got: torch.Tensor) -> None:
         same_sums(got, self.before_combine()[2], f"combine {self.number}")
+
+
+def check_sources(case: Case, number: int, rank: int, indices: torch.Tensor, packed: torch.Tensor) -> None:
+    """Where each row of a rank's experts comes from: its token, and each source's first row and number of rows."""
+    first, last = expert_ranges(case.num_experts, case.world_size)[rank]
+    ids = [make_inputs(case, number, source).ids for source in range(case.world_size)]
+    rows_per_expert = case.world_size * case.max_tokens
+    assert (indices.shape, indices.dtype) == ((last - first, rows_per_expert), torch.int32)
+    assert (packed.shape, packed.dtype) == ((last - first, case.world_size), torch.int64)
+    for expert in range(first, last):
+        tokens: list[int] = []
+        for source, each in enumerate(ids):
+            named = (each == expert).any(1).nonzero().flatten().tolist()
+            assert divmod(int(packed[expert - first, source]), 1 << 32) == (len(tokens), len(named))
+            tokens += named
+        assert indices[expert - first].tolist() == tokens + [-1] * (rows_per_expert - len(tokens))
 
 
 def run_step(

@@ -12,7 +12,6 @@ from tests.markers import needs_gpus
     "body",
     [
         "complete_program",
-        "fewer_rows_than_received_buffer",
         "rows_are_missing",
         "what_is_refused",
         "a_dtype_per_call",
@@ -28,6 +27,9 @@ def test_halves(ranks: Any, kernel_type: str) -> None:
     ranks(mori_programs.halves, 2, kernel_type, device="cuda")
 
 
-@needs_gpus(4)
-def test_across_nodes(ranks: Any) -> None:
-    ranks(mori_programs.across_nodes, 4, "InterNodeV1LL", 2, device="cuda")
+@pytest.mark.parametrize(
+    ("world_size", "kernel_type", "gpu_per_node"),
+    [(2, "IntraNode", 8), pytest.param(4, "InterNodeV1LL", 2, marks=needs_gpus(4))],
+)
+def test_fewer_rows(ranks: Any, world_size: int, kernel_type: str, gpu_per_node: int) -> None:
+    ranks(mori_programs.fewer_rows_than_received_buffer, world_size, kernel_type, gpu_per_node, device="cuda")

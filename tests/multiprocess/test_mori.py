@@ -14,9 +14,7 @@ def test_halves(ranks, kernel_type):
     ranks(mori_programs.halves, 2, kernel_type)
 
 
-@pytest.mark.parametrize(
-    "body", ["fewer_rows_than_received_buffer", "rows_are_missing", "what_is_refused", "a_dtype_per_call"]
-)
+@pytest.mark.parametrize("body", ["rows_are_missing", "what_is_refused", "a_dtype_per_call"])
 def test_calls(ranks, body):
     ranks(getattr(mori_programs, body), 2)
 
@@ -25,5 +23,6 @@ def test_addresses(ranks):
     assert ranks(mori_programs.addresses, 2) == [[1, 2], [1, 2]]
 
 
-def test_across_nodes(ranks):
-    ranks(mori_programs.across_nodes, 2, "InterNodeV1LL", 1)
+@pytest.mark.parametrize(("kernel_type", "gpu_per_node"), [("IntraNode", 8), ("InterNodeV1LL", 1)])
+def test_fewer_rows(ranks, kernel_type, gpu_per_node):
+    ranks(mori_programs.fewer_rows_than_received_buffer, 2, kernel_type, gpu_per_node)
