@@ -2,14 +2,14 @@
 
 The formulas are those of DeepEP V1 in two editions: 2025 (218c5a1, csrc/config.hpp) and 2026 (dd758ca,
 csrc/legacy/config.hpp). `choose_edition`, else EP_A2A_DEEPEP_EDITION, decides for `ep-a2a plan --json` and
-for `ep_a2a.compat.deep_ep` alike. Constants and chunk sizes are in configs/deep_ep_sizes.toml.
+for `ep_a2a.compat.deep_ep` alike. Chunk sizes are in configs/deep_ep_sizes.toml.
 """
 
 from __future__ import annotations
 
 import functools
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,17 @@ from ep_a2a.errors import UnknownNameError, UnsupportedError
 
 FILE_NAME = "deep_ep_sizes.toml"
 EDITIONS = {2025: "April 2025", 2026: "July 2026"}
+
 INT_BYTES, INT64_BYTES, FLOAT_BYTES, INT4_BYTES, BFLOAT16_BYTES = 4, 8, 4, 16, 2
 """`INT4` is CUDA's vector of four ints."""
+ALIGNMENT_BYTES = 128
+NUM_NVL_PEERS = 8
+"""GPUs of a node."""
+MAX_TOPK = MAX_SCALES = 128
+SIDE_BYTES = 2 * INT_BYTES + MAX_TOPK * (INT64_BYTES + FLOAT_BYTES) + MAX_SCALES * FLOAT_BYTES
+"""Beside a row in a ring: its source, ids and weights, scales."""
 SCALE_GROUP = 128
 """Elements that share a scale in DeepEP's fp8 rows."""
-
 
 _edition: int | None = None
 
@@ -70,23 +76,37 @@ class Config:
         return -(-self.num_max_rdma_chunked_recv_tokens // chunk) * chunk
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns the bytes of DeepEP's rings inside a node. Our ops allocate other sizes, when they are made."""
+        """Returns the bytes of DeepEP's rings inside a node: one per channel and rank of the node.
+
+        Our ops allocate other sizes, when they are made.
+
+        Args:
+            hidden_bytes: of one row. num_ranks: over all nodes.
+        """
         self._check_hint(hidden_bytes, num_ranks)
-        return nvl_ring_bytes(hidden_bytes, num_ranks, self)
+        head_bytes = (2 * max(num_ranks // NUM_NVL_PEERS, 1) + 3) * INT_BYTES
+        ring_bytes = head_bytes + self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + SIDE_BYTES)
+        return _aligned(self.num_sms // 2 * min(num_ranks, NUM_NVL_PEERS) * ring_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns the bytes of DeepEP's rings between nodes; 0 up to 8 ranks."""
+        """Returns the bytes of DeepEP's rings between nodes: one to send, one to receive per channel and node.
+
+        0 up to 8 ranks. Arguments are those of get_nvl_buffer_size_hint.
+        """
         self._check_hint(hidden_bytes, num_ranks)
-        return rdma_hint_bytes(hidden_bytes, num_ranks, self)
+        if num_ranks <= NUM_NVL_PEERS:
+            return 0
+        head_bytes = (2 * NUM_NVL_PEERS + 2) * INT_BYTES
+        ring_bytes = head_bytes + self.num_rdma_ring_tokens * (hidden_bytes + SIDE_BYTES + INT4_BYTES)
+        return _aligned(self.num_sms // 2 * (num_ranks // NUM_NVL_PEERS) * 2 * ring_bytes)
 
     def _check_hint(self, hidden_bytes: int, num_ranks: int) -> None:
-        peers = num_nvl_peers()
         checked_integer("hidden_bytes", hidden_bytes, 1)
         checked_integer("num_ranks", num_ranks, 1)
-        is_whole = num_ranks < peers or num_ranks % peers == 0
-        require(is_whole, None, f"fewer than {peers} ranks or a multiple of it", str(num_ranks))
-        is_even = num_ranks <= peers or self.num_sms % 2 == 0
-        require(is_even, None, f"an even num_sms for more than {peers} ranks", str(self.num_sms))
+        is_whole = num_ranks < NUM_NVL_PEERS or num_ranks % NUM_NVL_PEERS == 0
+        require(is_whole, None, f"fewer than {NUM_NVL_PEERS} ranks or a multiple of it", str(num_ranks))
+        is_even = num_ranks <= NUM_NVL_PEERS or self.num_sms % 2 == 0
+        require(is_even, None, f"an even num_sms for more than {NUM_NVL_PEERS} ranks", str(self.num_sms))
 
 
 @dataclass(frozen=True)
@@ -106,7 +126,7 @@ class DeepEpHints:
 
 @functools.cache
 def deep_ep_table() -> dict[str, Any]:
-    """Returns the parsed data file: `constants`, `sizes`, `configs_2025` and `configs_2026`."""
+    """Returns the parsed data file: `configs_2025` and `configs_2026`."""
     # configs/ lies inside an installed package, in a checkout beside it
     package = Path(__file__).resolve().parents[1]
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
@@ -149,46 +169,6 @@ def chunk_configs(num_ranks: int) -> tuple[Config, Config]:
             return Config(row["num_sms"], *row["dispatch"]), Config(row["num_sms"], *row["combine"])
     known = ", ".join(map(str, known_ranks()))
     raise UnsupportedError(f"one of DeepEP's numbers of ranks: {known}", str(num_ranks), "Ask for one of these.")
-
-
-def hidden_bytes_of(hidden_dim: int, element_bytes: int) -> int:
-    """Returns the bytes of a row in the hints, at least those of bf16 (DeepEP, README, get_hidden_bytes)."""
-    return hidden_dim * max(element_bytes, BFLOAT16_BYTES)
-
-
-def nvl_ring_bytes(hidden_bytes: int, num_ranks: int, config: Config) -> int:
-    """Returns DeepEP's get_nvl_buffer_size_hint (csrc/config.hpp): a ring per channel and rank of the node.
-
-    Args:
-        hidden_bytes: of one row, as hidden_bytes_of returns it.
-        num_ranks: over all nodes.
-        config: of dispatch or of combine; DeepEP takes the larger of the two results.
-    """
-    peers = num_nvl_peers()
-    head_bytes = (2 * max(num_ranks // peers, 1) + 3) * INT_BYTES
-    ring_bytes = head_bytes + config.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _side_bytes())
-    return _aligned(config.num_sms // 2 * min(num_ranks, peers) * ring_bytes)
-
-
-def rdma_ring_bytes(hidden_bytes: int, num_ranks: int, config: Config) -> int:
-    """Returns the bytes of rings between nodes (csrc/config.hpp): one to send, one to receive per channel and node.
-
-    DeepEP reserves none up to eight ranks, whatever this formula gives: see rdma_hint_bytes. Arguments are those of
-    nvl_ring_bytes.
-    """
-    peers = num_nvl_peers()
-    head_bytes = (2 * peers + 2) * INT_BYTES
-    row_bytes = hidden_bytes + _side_bytes() + INT4_BYTES
-    ring_bytes = head_bytes + config.num_max_rdma_chunked_recv_tokens * row_bytes
-    return _aligned(config.num_sms // 2 * (num_ranks // peers) * 2 * ring_bytes)
-
-
-def rdma_hint_bytes(hidden_bytes: int, num_ranks: int, config: Config) -> int:
-    """Returns DeepEP's get_rdma_buffer_size_hint: rdma_ring_bytes of rings of whole chunks, or 0 inside one node."""
-    if num_ranks <= num_nvl_peers():
-        return 0
-    whole = replace(config, num_max_rdma_chunked_recv_tokens=config.num_rdma_ring_tokens)
-    return rdma_ring_bytes(hidden_bytes, num_ranks, whole)
 
 
 @dataclass(frozen=True)
@@ -276,11 +256,12 @@ def deep_ep_hints(
     low_latency = low_latency_bytes(hidden_dim, max_tokens, num_experts)
     if num_ranks not in known_ranks():
         return DeepEpHints(None, None, low_latency)
-    hidden_bytes = hidden_bytes_of(hidden_dim, element_bytes)
+    # a row counts as bf16 at least (DeepEP, README, get_hidden_bytes)
+    hidden_bytes = hidden_dim * max(element_bytes, BFLOAT16_BYTES)
     configs = chunk_configs(num_ranks)
     return DeepEpHints(
-        max(nvl_ring_bytes(hidden_bytes, num_ranks, config) for config in configs),
-        max(rdma_hint_bytes(hidden_bytes, num_ranks, config) for config in configs),
+        max(config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for config in configs),
+        max(config.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) for config in configs),
         low_latency,
     )
 
@@ -290,18 +271,5 @@ def _rows() -> list[dict[str, Any]]:
     return rows
 
 
-def _side_bytes() -> int:
-    """Returns the bytes beside a row in a ring: its source, ids and weights, scales."""
-    sizes = deep_ep_table()["sizes"]
-    topk_bytes = sizes["num_max_topk"] * (INT64_BYTES + FLOAT_BYTES)
-    return int(sizes["source_meta_bytes"] + topk_bytes + sizes["num_max_scales"] * FLOAT_BYTES)
-
-
-def num_nvl_peers() -> int:
-    """Returns the GPUs of a node in DeepEP's formulas."""
-    return int(deep_ep_table()["constants"]["num_max_nvl_peers"])
-
-
 def _aligned(num_bytes: int) -> int:
-    alignment_bytes = int(deep_ep_table()["constants"]["num_buffer_alignment_bytes"])
-    return -(-num_bytes // alignment_bytes) * alignment_bytes
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

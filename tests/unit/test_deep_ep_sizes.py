@@ -40,7 +40,6 @@ def _edition(monkeypatch):
 def test_the_table_is_complete(monkeypatch, year):
     monkeypatch.setenv("EP_A2A_DEEPEP_EDITION", str(year))
     assert sizes.known_ranks() == tuple(num_ranks for of, num_ranks, _ in ROWS if of == year)
-    assert sizes.deep_ep_table()["constants"] == {"num_max_nvl_peers": 8, "num_buffer_alignment_bytes": 128}
     assert year == 2025 or sizes.known_ranks() == RANK_COUNTS
 
 
@@ -52,9 +51,8 @@ def test_every_row(monkeypatch, year, num_ranks, row):
     assert configs == (Config(num_sms, *dispatch), Config(num_sms, *combine))
     hints = sizes.deep_ep_hints(hidden_dim=7168, element_bytes=2, num_ranks=num_ranks, max_tokens=128, num_experts=256)
     assert hints == sizes.DeepEpHints(nvl_bytes, rdma_bytes, LOW_LATENCY[year])
-    hidden_bytes = sizes.hidden_bytes_of(7168, 2)
-    assert max(config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for config in configs) == nvl_bytes
-    assert max(config.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) for config in configs) == rdma_bytes
+    assert max(config.get_nvl_buffer_size_hint(7168 * 2, num_ranks) for config in configs) == nvl_bytes
+    assert max(config.get_rdma_buffer_size_hint(7168 * 2, num_ranks) for config in configs) == rdma_bytes
 
 
 def test_other_numbers_of_ranks_have_no_rings():
@@ -65,7 +63,10 @@ def test_other_numbers_of_ranks_have_no_rings():
 
 
 def test_rows_count_as_bf16_at_least():
-    assert [sizes.hidden_bytes_of(7168, size) for size in (1, 2, 4)] == [14336, 14336, 28672]
+    of = {"num_ranks": 8, "max_tokens": 128, "num_experts": 256}
+    fp8, bf16, float32 = (sizes.deep_ep_hints(hidden_dim=7168, element_bytes=size, **of) for size in (1, 2, 4))
+    assert fp8 == bf16
+    assert float32.nvl_bytes == sizes.deep_ep_hints(hidden_dim=2 * 7168, element_bytes=2, **of).nvl_bytes
 
 
 # --- the command ---
