@@ -78,11 +78,6 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
         super()._prepare_combine(step, args)
         self._exchange.run(weights, step.num_tokens, step.step_tokens)
 
-    @property
-    def num_inbox_bytes(self) -> int:
-        """Bytes on this rank of the memory for other ranks' weights."""
-        return 0 if self._exchange is None else self._exchange.num_bytes
-
     def record_spans(self) -> None:
         """Launch kernels that note times from now on. Local."""
         super().record_spans()
@@ -116,7 +111,6 @@ class WeightExchange:
         num_weights = config.max_num_inp_token_per_rank * topk
         num_exchanged = rings.num_nodes * num_weights if rings.by_host else 0
         inbox_bytes, exchanged_bytes = world_size * num_weights * FLAGGED_WORD_BYTES, 2 * num_exchanged * WEIGHT_BYTES
-        self.num_bytes = inbox_bytes + exchanged_bytes
         address_bytes = world_size * ADDRESS_BYTES
         sizes = BlockSizes(inbox_bytes, {}, address_bytes + exchanged_bytes, {}, record_words=1)
         memory = op.arena.acquire(f"{config.digest()} combine-time weights", op.index, sizes)

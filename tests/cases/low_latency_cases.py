@@ -191,8 +191,6 @@ def two_open_steps(context: RankContext, case: Case) -> None:
         assert (layer.dispatch_ctx.phase, layer.dispatch_ctx.call_count) == (0, 4)
         layer.dispatch_ctx.update_phase()
         run_step(case, layer, 0, context)
-        memory = layer.dispatch_ctx.phases[0].op.arena
-        assert memory.num_bytes == layer.num_bytes + 2 * 8 * case.world_size
         layer.finalize()
 
 

@@ -3,7 +3,6 @@
 import inspect
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,26 +10,9 @@ import torch
 from ep_a2a.compat import ep_low_latency, triton_distributed
 from ep_a2a.compat.combine_time_weights import exchange_kernel
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, create_ep_ll_a2a_ctx
-from ep_a2a.compat.triton_distributed.contexts import make_config
 from ep_a2a.errors import NotInitializedError
+from tests.cases.op_cases import Case
 from tests.offline_compile import compile_kernel
-
-
-def config_of(**changes: Any) -> Any:
-    """The shape of the published benchmark: 8 GPUs, 128 tokens each, top 8 of 256 experts, hidden size 7168."""
-    values: dict[str, Any] = {
-        "max_m": 128,
-        "hidden": 7168,
-        "topk": 8,
-        "num_experts": 256,
-        "online_quant_fp8": True,
-        "fp8_gsize": 128,
-        "dtype": torch.bfloat16,
-        "world_size": 8,
-        "rank": 3,
-    }
-    return make_config(**{**values, **changes})
-
 
 ARGUMENTS = {
     EPLowLatencyAllToAllLayer: "max_m hidden topk online_quant_fp8 rank num_experts local_world_size world_size "
@@ -72,10 +54,8 @@ def test_arguments_are_those_of_triton_distributed(function):
     ],
 )
 def test_the_exchange_of_weights_compiles_for_hopper(topk, spans, gpus_per_node):
-    config = replace(
-        config_of(topk=topk, local_world_size=gpus_per_node),
-        internode_transport="torch.distributed" if gpus_per_node < 8 else "auto",
-    )
+    case = Case(world_size=8, num_experts=256, topk=topk, layout="expert_major", num_nodes=8 // gpus_per_node)
+    config = replace(case.config(3), internode_transport="torch.distributed" if gpus_per_node < 8 else "auto")
     kernel = exchange_kernel(config, spans=spans)
     assert kernel.constants["GPUS"] == gpus_per_node
     asm = compile_kernel(kernel)

@@ -258,7 +258,6 @@ class LowLatencyMode(BufferBase):
             op.combine(rows, weights, compared, out=out)
             return out
         op.combine_send(rows, weights, compared, out=out)
-
         step.combine_hook = Hook(op.combine_recv, op.device)
         return out
 

@@ -16,7 +16,6 @@ from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, InputError, UnsupportedError, max_tokens_named
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.ops.inputs import check_rows, check_tensor, in_int32
-from ep_a2a.ops.memory import block_sizes
 from ep_a2a.quantization import quantize_groups
 from ep_a2a.topology import classify, gather_report
 
@@ -63,11 +62,6 @@ class PhaseBuffers:
         groups = tokens.view(tokens.shape[0], self.op.config.num_scales, self._cast_group)
         rows, scales = quantize_groups(groups)
         return rows.flatten(1), scales
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of this phase's buffers on this rank."""
-        return block_sizes(self.op.config).num_bytes + self.op.num_inbox_bytes
 
     def release(self) -> None:
         """Ends the use by one of the layer's two contexts; the second call closes the op."""
@@ -260,14 +254,44 @@ def create_ep_ll_a2a_ctx(
     if arena is None:
         arena = world_arena()
     with arena.rendezvous.telling(), max_tokens_named("max_m"):
+        # the ranks may meet for these, so they come before what one rank alone may refuse
         indices = [arena.unshared_index() for _ in range(NUM_PHASES)]
         topology = _nodes(arena, world_size, local_world_size)
-        per_node = topology.gpu_per_node if topology.internode else world_size
-        config = make_config(
-            max_m, hidden, topk, num_experts, online_quant_fp8, fp8_gsize, dtype, world_size, rank, per_node
+        quant_type, num_scales = _cast_of(hidden, online_quant_fp8, fp8_gsize, dtype)
+        checked_integer("num_experts", num_experts, 1)
+        checked_integer("world_size", world_size, 1)
+        config = EpDispatchCombineConfig(
+            data_type=FP8_DTYPE if num_scales else dtype,
+            combine_dtype=dtype if num_scales and online_quant_fp8 else None,
+            rank=rank,
+            world_size=world_size,
+            hidden_dim=hidden,
+            scale_dim=num_scales,
+            scale_type_size=SCALE_BYTES if num_scales else 0,
+            max_token_type_size=WIDEST_ELEMENT_BYTES,
+            max_num_inp_token_per_rank=max_m,
+            num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
+            num_experts_per_token=topk,
+            num_experts=num_experts,
+            kernel_type=inter_node_kernel(max_m) if topology.internode else KernelType.IntraNode,
+            gpu_per_node=topology.gpu_per_node if topology.internode else world_size,
+            quant_type=quant_type.value,
+            layout=Layout.EXPERT_MAJOR.value,
         )
-        cast_group = fp8_gsize if online_quant_fp8 and not config.casts_in_dispatch else 0
-        phases = [PhaseBuffers(op, cast_group) for op in _make_ops(config, topology, arena, indices)]
+        factory = OpFactory(arena, CombineTimeWeightsOp)
+        places = [None] * NUM_PHASES if topology.internode else indices
+        ops = [cast("CombineTimeWeightsOp", factory.make(config, topology, place)) for place in places]
+
+    def end() -> None:
+        factory.close(alone=False)
+        for index in indices:
+            arena.give_back(index)
+
+    if topology.internode:
+        # finalize closes this op last; the factory may have made an arena for both
+        ops[-1].close_after = end
+    cast_group = fp8_gsize if online_quant_fp8 and num_scales else 0
+    phases = [PhaseBuffers(op, cast_group) for op in ops]
     return LowlatencyDispatchContext(phases), LowlatencyCombineContext(phases)
 
 
@@ -287,78 +311,21 @@ def _nodes(arena: Arena, world_size: int, local_world_size: int | None) -> Topol
         raise
 
 
-def make_config(
-    max_m: int,
-    hidden: int,
-    topk: int,
-    num_experts: int,
-    online_quant_fp8: bool,
-    fp8_gsize: int,
-    dtype: torch.dtype,
-    world_size: int,
-    rank: int,
-    local_world_size: int | None = None,
-) -> EpDispatchCombineConfig:
-    """Returns the op configuration of a layer; arguments are those of EPLowLatencyAllToAllLayer.
-
-    local_world_size: None = world_size.
-
-    Raises:
-        ConfigError: a value is impossible.
-    """
-    gpus_per_node = local_world_size or world_size
-    has_scales = online_quant_fp8 or dtype == FP8_DTYPE
+def _cast_of(hidden: int, online_quant_fp8: bool, fp8_gsize: int, dtype: torch.dtype) -> tuple[QuantType, int]:
+    """Returns the cast inside dispatch, and the scales of a token that is cast before; 0 = none."""
     checked_integer("fp8_gsize", fp8_gsize, 1)
-    checked_integer("num_experts", num_experts, 1)
-    checked_integer("world_size", world_size, 1)
-    if has_scales and checked_integer("hidden", hidden, 1) % fp8_gsize:
+    if not online_quant_fp8 and dtype != FP8_DTYPE:
+        return QuantType.NONE, 0
+    if checked_integer("hidden", hidden, 1) % fp8_gsize:
         raise ConfigError(f"a multiple of fp8_gsize {fp8_gsize} with fp8 tokens", str(hidden), field="hidden")
-    quant_type, num_scales = QuantType.NONE, 0
-    if online_quant_fp8:
-        if dtype == FP8_DTYPE:
-            raise ConfigError(
-                "dtype before the cast (bfloat16, float16 or float32) with online_quant_fp8",
-                "float8_e4m3fn",
-                "Pass online_quant_fp8=False for tokens that are all cast already.",
-            )
-        casts = {hidden: QuantType.FP8_PER_TOKEN, FP8_GROUP_SIZE: QuantType.FP8_PER_1X128}
-        quant_type = casts.get(fp8_gsize, QuantType.NONE)
-    if has_scales and quant_type is QuantType.NONE:
-        num_scales = hidden // fp8_gsize
-    return EpDispatchCombineConfig(
-        data_type=FP8_DTYPE if num_scales else dtype,
-        combine_dtype=dtype if num_scales and online_quant_fp8 else None,
-        rank=rank,
-        world_size=world_size,
-        hidden_dim=hidden,
-        scale_dim=num_scales,
-        scale_type_size=SCALE_BYTES if num_scales else 0,
-        max_token_type_size=WIDEST_ELEMENT_BYTES,
-        max_num_inp_token_per_rank=max_m,
-        num_experts_per_rank=num_owned_experts(num_experts, world_size, rank),
-        num_experts_per_token=topk,
-        num_experts=num_experts,
-        kernel_type=KernelType.IntraNode if gpus_per_node == world_size else inter_node_kernel(max_m),
-        gpu_per_node=gpus_per_node,
-        quant_type=quant_type.value,
-        layout=Layout.EXPERT_MAJOR.value,
-    )
-
-
-def _make_ops(
-    config: EpDispatchCombineConfig, topology: Topology, arena: Arena, indices: list[int]
-) -> list[CombineTimeWeightsOp]:
-    """Returns an op for each of the arena's indices. Collective."""
-    if not topology.internode:
-        return [CombineTimeWeightsOp(config, arena=arena, index=index) for index in indices]
-    factory = OpFactory(arena, CombineTimeWeightsOp)
-    ops = [cast("CombineTimeWeightsOp", factory.make(config, topology, None)) for _ in indices]
-
-    def end() -> None:
-        factory.close(alone=False)
-        for index in indices:
-            arena.give_back(index)
-
-    # finalize closes this op last; the factory may have made an arena for both
-    ops[-1].close_after = end
-    return ops
+    if not online_quant_fp8:
+        return QuantType.NONE, hidden // fp8_gsize
+    if dtype == FP8_DTYPE:
+        raise ConfigError(
+            "dtype before the cast (bfloat16, float16 or float32) with online_quant_fp8",
+            "float8_e4m3fn",
+            "Pass online_quant_fp8=False for tokens that are all cast already.",
+        )
+    if fp8_gsize == FP8_GROUP_SIZE:
+        return QuantType.FP8_PER_1X128, 0
+    return (QuantType.FP8_PER_TOKEN, 0) if fp8_gsize == hidden else (QuantType.NONE, hidden // fp8_gsize)

@@ -203,11 +203,6 @@ class EPLowLatencyAllToAllLayer:
         self.combine_ctx.update_phase()
         return out
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both sets of buffers on this rank."""
-        return sum(buffers.num_bytes for buffers in self._phases)
-
     def reset(self) -> None:
         """Makes the layer usable again after an error or unfinished steps. Collective; open steps are lost."""
         for buffers in self._phases:
