@@ -164,7 +164,7 @@ class NativeOp:
         return lambda *_, **__: RECEIVED if name.startswith("dispatch") else None
 
 
-DEEP_EP_OPS = SimpleNamespace(rank=0, num_ranks=2, device=torch.device("cpu"), close=lambda: None)
+DEEP_EP_OPS = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"), close=lambda: None)
 """Stands for a buffer's ops."""
 
 

@@ -69,7 +69,7 @@ class BufferBase:
         warn_once("deep_ep", "Buffer", *(name for name, is_given in ignored.items() if is_given))
         self._steps = Steps(max_open_steps)
         self._ops = Ops(group, device, max_num_tokens_per_rank, gpus_per_node)
-        self.group, self.rank, self.group_size = group, self._ops.rank, self._ops.num_ranks
+        self.group, self.rank, self.group_size = group, self._ops.rank, self._ops.world_size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy

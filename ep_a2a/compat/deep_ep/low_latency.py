@@ -281,7 +281,7 @@ class LowLatencyMode(BufferBase):
     def _check_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, shape: OpShape, recv_stats: torch.Tensor | None
     ) -> None:
-        check_num_experts(shape.num_experts, self._ops.num_ranks)
+        check_num_experts(shape.num_experts, self._ops.world_size)
         if x.shape[0] > shape.max_tokens:
             raise TooManyTokensError(
                 f"at most {shape.max_tokens} tokens (num_max_dispatch_tokens_per_rank)",
@@ -293,7 +293,7 @@ class LowLatencyMode(BufferBase):
         group = FP8_GROUP_SIZE * (PACKED_SCALES if shape.scale_format is ScaleFormat.UE8M0 else 1)
         if shape.scale_format is not None and shape.hidden_dim % group:
             raise ShapeError(f"a hidden size that is a multiple of {group} with these scales", str(shape.hidden_dim))
-        expected = (shape.num_experts // self._ops.num_ranks,)
+        expected = (shape.num_experts // self._ops.world_size,)
         if recv_stats is not None and (recv_stats.dtype != torch.int32 or tuple(recv_stats.shape) != expected):
             raise ShapeError(
                 f"cumulative_local_expert_recv_stats int32 {list(expected)}",

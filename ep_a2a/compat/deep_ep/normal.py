@@ -64,7 +64,7 @@ class NormalMode(BufferBase):
         """
         self._require_open()
         layout, event = self._stream.run(
-            lambda: dispatch_layout(topk_idx, num_experts, self.group_size, self._ops.topology.num_nodes),
+            lambda: dispatch_layout(topk_idx, num_experts, self.group_size, self._ops.nodes.num_nodes),
             topk_idx,
             previous_event,
             async_finish,
@@ -210,7 +210,7 @@ class NormalMode(BufferBase):
 
         The host waits for the ranks' counts, unless num_worst_tokens bounds them.
         """
-        num_ranks, num_experts = self._ops.num_ranks, num_tokens_per_expert.shape[0]
+        num_ranks, num_experts = self._ops.world_size, num_tokens_per_expert.shape[0]
         if topk_idx is None:
             ids, is_sent = rank_ids(is_token_in_rank), is_token_in_rank
         else:
@@ -232,7 +232,7 @@ class NormalMode(BufferBase):
             step_tokens, num_recv_tokens, per_expert, sent = exchange_counts(
                 self._ops.groups, self._ops.rank, is_sent, num_tokens_per_expert
             )
-        if self._ops.topology.internode:
+        if self._ops.nodes.internode:
             received = None if sent is None else sent[:, self._ops.rank]
             handle = NormalHandle((is_token_in_rank, *[None] * 5, received, None, None, None))
         else:
@@ -317,10 +317,10 @@ class NormalMode(BufferBase):
     ) -> None:
         if is_token_in_rank.dtype != torch.bool:
             raise DtypeError("is_token_in_rank of dtype torch.bool", str(is_token_in_rank.dtype))
-        expected = (num_tokens, self._ops.num_ranks)
+        expected = (num_tokens, self._ops.world_size)
         if tuple(is_token_in_rank.shape) != expected:
             raise ShapeError(f"is_token_in_rank of shape {expected}", str(tuple(is_token_in_rank.shape)))
-        check_num_experts(num_tokens_per_expert.shape[0], self._ops.num_ranks)
+        check_num_experts(num_tokens_per_expert.shape[0], self._ops.world_size)
         if (topk_idx is None) != (topk_weights is None):
             raise InputError("topk_idx and topk_weights, or neither", "one of them")
         if topk_idx is not None and topk_idx.shape[0] != num_tokens:

@@ -20,7 +20,6 @@ from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, EpA2AError, StateError, TooManyTokensError, max_tokens_named
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.managers.native import NativeAll2AllManager
-from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
@@ -59,17 +58,8 @@ class OpShape:
     scale_format: ScaleFormat | None = None
 
 
-class BufferManager(NativeAll2AllManager):
-    """A manager whose ops by expert may take weights in combine, as DeepEP's, which weighs rows at the token's rank."""
-
-    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> EpDispatchCombineOp:
-        if self._factory is None:
-            self._factory = OpFactory(self.arena, CombineTimeWeightsOp)
-        return super()._make_op(config, topology, index)
-
-
-class Ops:
-    """A manager and its ops by shape and memory index. Construction is collective.
+class Ops(NativeAll2AllManager):
+    """A manager that keeps its ops, by shape and memory index. Construction is collective.
 
     Args:
         group: the ranks; any backend.
@@ -78,7 +68,7 @@ class Ops:
         gpus_per_node: None goes by the ranks' hosts; a number cuts virtual nodes of that many ranks.
 
     Attributes:
-        topology: the nodes of the group.
+        nodes: those of the group.
 
     Raises:
         ConfigError: gpus_per_node would put ranks of two hosts on one node.
@@ -93,38 +83,36 @@ class Ops:
         max_tokens: int,
         gpus_per_node: int | None = None,
     ) -> None:
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._max_tokens = checked_integer("max_num_tokens_per_rank", max_tokens, 0)
         backends = dist.get_backend_config(group)
-        self._own_group: dist.ProcessGroup | None = None
-        if "cpu:gloo" not in backends:
-            self._own_group = make_subgroup(group, range(self.num_ranks))
-        cpu_group = self._own_group or group
-        self.manager = BufferManager(cpu_group)
+        has_gloo = "cpu:gloo" in backends
+        self._own_group = None if has_gloo else make_subgroup(group, range(dist.get_world_size(group)))
+        super().__init__(self._own_group or group)
+        self.device_group = group if "cuda:nccl" in backends else None
         if device is not None:
-            self.manager.device = torch.device(device)
-        self.groups = DeviceGroups(cpu_group, group if "cuda:nccl" in backends else None)
+            self.device = torch.device(device)
         self._ops: dict[tuple[OpShape, int], EpDispatchCombineOp] = {}
         self._num_sms: dict[EpDispatchCombineOp, int] = {}
         try:
-            self.topology = self.groups.rendezvous.attempt("finding the nodes", lambda: self._find_nodes(gpus_per_node))
+            self.nodes = self._rendezvous.attempt("finding the nodes", lambda: self._find_nodes(gpus_per_node))
         except EpA2AError:
             self.close()
             raise
 
     def _find_nodes(self, gpus_per_node: int | None) -> Topology:
         try:
-            topology = self.manager.topology(gpus_per_node)
+            topology = self.topology(gpus_per_node)
         except ConfigError as error:
             error.field = "gpus_per_node"
             raise
         NodeGrid.of(topology, self.rank)
         return topology
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the tokens."""
-        return self.manager.device
+    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> EpDispatchCombineOp:
+        """Returns an op that by expert may take weights in combine, as DeepEP's, which weighs at the token's rank."""
+        if self._factory is None:
+            self._factory = OpFactory(self.arena, CombineTimeWeightsOp)
+        return super()._make_op(config, topology, index)
 
     def max_tokens_for(self, step_tokens: int) -> int:
         """Returns M of the op for a step.
@@ -152,7 +140,7 @@ class Ops:
         if key not in self._ops:
             by_expert = shape.layout is Layout.EXPERT_MAJOR
             with max_tokens_named("num_max_dispatch_tokens_per_rank" if by_expert else "max_num_tokens_per_rank"):
-                self._ops[key] = self.manager.get_handle(self._handle_kwargs(shape), index)
+                self._ops[key] = self.get_handle(self._handle_kwargs(shape), index)
         return self._ops[key]
 
     def _handle_kwargs(self, shape: OpShape) -> dict[str, Any]:
@@ -160,8 +148,8 @@ class Ops:
         casts = shape.scale_format is not None
         return {
             "rank": self.rank,
-            "num_ep_ranks": self.num_ranks,
-            "gpu_per_node": self.topology.gpu_per_node,
+            "num_ep_ranks": self.world_size,
+            "gpu_per_node": self.nodes.gpu_per_node,
             # the dtype of combine's rows; DeepEP combines bf16 rows if tokens travel as fp8
             "input_dtype": torch.bfloat16 if is_cast else shape.dtype,
             "quant_dtype": FP8_DTYPE if is_cast or casts else shape.dtype,
@@ -169,7 +157,7 @@ class Ops:
             "scale_dim": shape.num_scales,
             "scale_type_size": shape.scale_bytes,
             "max_num_tokens_per_dp_rank": shape.max_tokens,
-            "num_local_experts": shape.num_experts // self.num_ranks,
+            "num_local_experts": shape.num_experts // self.world_size,
             "num_experts_per_token": shape.topk,
             "layout": shape.layout.value,
             "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
@@ -189,8 +177,7 @@ class Ops:
         self._ops.clear()
         self._num_sms.clear()
         # garbage collection may call this, at another time on every rank: do not wait for the others
-        self.manager.destroy(alone=True)
-        self.groups.close()
+        self.destroy(alone=True)
         if self._own_group is not None:
             destroy_subgroup(self._own_group)
             self._own_group = None

@@ -45,6 +45,7 @@ class CombineInput:
         registered: the registered buffers that have been asked for, by dtype; ops of all token dtypes share them.
 
     Attributes:
+        native: as given.
         own_weights: this rank's own topk_weights, as given to the dispatch before; None without any.
         lost_rows: whether earlier combines were given too few rows.
     """
@@ -52,7 +53,7 @@ class CombineInput:
     def __init__(
         self, native: DispatchCombineOp, config: EpDispatchCombineConfig, registered: dict[torch.dtype, Registered]
     ) -> None:
-        self._native, self._config, self._registered = native, config, registered
+        self.native, self._config, self._registered = native, config, registered
         self.own_weights: torch.Tensor | None = None
         self.lost_rows = LostRows(native.device)
         self._rows: torch.Tensor | None = None
@@ -61,12 +62,12 @@ class CombineInput:
     @property
     def _step(self) -> Step | None:
         """The step whose rows have been received and not combined."""
-        step = self._native.open_step
+        step = self.native.open_step
         return step if step is not None and step.next_call == "combine" else None
 
     def registered(self, dtype: torch.dtype, hidden_dim: int) -> torch.Tensor:
         """Returns the registered buffer for combine's input of a dtype, from the op that was first asked for it."""
-        owner = self._registered[dtype].owner if dtype in self._registered else self._native
+        owner = self._registered[dtype].owner if dtype in self._registered else self.native
         rows = owner.get_registered_combine_input_buffer(dtype, hidden_dim)
         self._registered[dtype] = Registered(owner, rows)
         return rows

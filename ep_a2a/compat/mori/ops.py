@@ -96,7 +96,7 @@ class EpDispatchCombineOp:
         self.config, self.native = config, native
         self._registered: dict[torch.dtype, Registered] = {}
         self._combine_input = CombineInput(native, config, self._registered)
-        self._by_dtype = {config.data_type: (native, self._combine_input)}
+        self._by_dtype = {config.data_type: self._combine_input}
         self._counts_experts = False
 
     def _choose_native(self, tokens: torch.Tensor) -> None:
@@ -113,9 +113,9 @@ class EpDispatchCombineOp:
             return
         if self.native.has_open_step:
             return
-        for native, combine_input in self._by_dtype.values():
-            native.check()
-            combine_input.lost_rows.check()
+        for each in self._by_dtype.values():
+            each.native.check()
+            each.lost_rows.check()
         if dtype not in self._by_dtype:
             if is_capturing(self.native.device):
                 raise UnsupportedError(
@@ -124,8 +124,9 @@ class EpDispatchCombineOp:
                     "Dispatch tokens of this dtype once on all ranks before the capture.",
                 )
             made = self._make(replace(self.config, data_type=dtype))
-            self._by_dtype[dtype] = made, CombineInput(made, made.config, self._registered)
-        self.native, self._combine_input = self._by_dtype[dtype]
+            self._by_dtype[dtype] = CombineInput(made, made.config, self._registered)
+        self._combine_input = self._by_dtype[dtype]
+        self.native = self._combine_input.native
 
     @outside_graphs
     def dispatch(
@@ -266,19 +267,19 @@ class EpDispatchCombineOp:
         The reset is collective. An error that one rank has recorded reaches all ranks. The error of a combine that was
         given too few rows, which `check` repeats, is forgotten in either case.
         """
-        for native, combine_input in self._by_dtype.values():
+        for each in self._by_dtype.values():
             try:
-                native.check()
+                each.native.check()
             except ClosedError:
                 raise
             except EpA2AError:
-                native.reset()
-            combine_input.lost_rows.clear()
+                each.native.reset()
+            each.lost_rows.clear()
 
     def close(self) -> None:
         """Ends the use of the op and gives its memory to the next one, in the same order on all ranks. Not MORI's."""
-        for native, _ in self._by_dtype.values():
-            native.close()
+        for each in self._by_dtype.values():
+            each.native.close()
         become_closed(self, "op")
 
     @property
