@@ -36,6 +36,7 @@ from tests.cases.op_cases import (
     check_expert_rows,
     combine_by_nodes,
     expert_results,
+    expert_rows,
     make_biases,
     make_inputs,
     reference_of,
@@ -97,12 +98,11 @@ class Step:
         assert (None if per_rdma_rank is None else per_rdma_rank.tolist()) == (
             None if self.case.num_nodes == 1 else nodes.sum(0).tolist()
         )
-        self.layout_given = {
+        return {
             "num_tokens_per_rank": per_rank,
             "is_token_in_rank": is_in_rank,
             "num_tokens_per_expert": per_expert,
         }
-        return self.layout_given
 
     def local_ids(self) -> torch.Tensor:
         """The received ids as DeepEP returns them: of this rank's experts from 0, -1 for others."""
@@ -134,16 +134,18 @@ def fp8(case: Case) -> Case:
 
 def returned_rows(step: Step) -> list[torch.Tensor]:
     """What all ranks' experts return in normal mode."""
-    rows = []
-    for rank, each in enumerate(step.expected):
-        generator = torch.Generator().manual_seed(91 + 7 * step.number + rank)
-        rows.append(torch.randn(each.total_recv, step.case.hidden_dim, generator=generator).bfloat16())
-    return rows
+    return [expert_rows(step.case, torch.bfloat16, each, r, step.number) for r, each in enumerate(step.expected)]
 
 
-def normal_mode(context: RankContext, case: Case, with_topk: bool, asynchronous: bool) -> None:
-    """DeepEP's intranode test: layout, dispatch, cached dispatch, combine with weights and bias."""
+def normal_mode(
+    context: RankContext, case: Case, with_topk: bool, asynchronous: bool, is_bounded: bool = False
+) -> None:
+    """DeepEP's intranode test: layout, dispatch, cached dispatch, combine with weights and bias.
+
+    is_bounded: num_worst_tokens, so that the host gets no counts, and as many rows as could come, and one more.
+    """
     buffer = make_buffer(context, case)
+    most = case.world_size * case.max_tokens + 1 if is_bounded else 0
     launch: dict[str, Any] = {"config": Config(24, 8, 256), "async_finish": asynchronous}
     for number in range(len(case.tokens)):
         step = Step(case, number, context)
@@ -151,20 +153,27 @@ def normal_mode(context: RankContext, case: Case, with_topk: bool, asynchronous:
             launch["previous_event"] = buffer.capture()
             hold_up(context.device)
         topk = {"topk_idx": step.topk_idx, "topk_weights": step.topk_weights} if with_topk else {}
-        got, ids, weights, per_expert, handle, event = buffer.dispatch(step.x, **step.layout(buffer), **topk, **launch)
+        layout = step.layout(buffer)
+        got, ids, weights, per_expert, handle, event = buffer.dispatch(
+            step.x, **layout, **topk, num_worst_tokens=most, **launch
+        )
         event.current_stream_wait()
-        step.check_received(got)
-        assert per_expert == step.expert_counts(context.rank)
+        count = step.received.total_recv
+        given = got if isinstance(got, tuple) else (got,)
+        assert {len(each) for each in given} == {most or count}
+        step.check_received(tuple(each[:count] for each in given) if case.scale_dim else got[:count])
+        assert per_expert == ([] if is_bounded else step.expert_counts(context.rank))
         sent = torch.stack([each.counts_per_source for each in step.expected], 1)
         prefixes = sent.cumsum(0).to(torch.int32)
-        if case.num_nodes == 1:
-            same_bits(handle[0], prefixes, "rank_prefix_matrix")
+        is_in_rank, prefix = (handle[4], handle[0]) if case.num_nodes == 1 else (handle[0], handle[6])
+        assert (is_in_rank is layout["is_token_in_rank"], len(handle)) == (True, 6 if case.num_nodes == 1 else 10)
+        if is_bounded:
+            assert prefix is None
         else:
-            assert len(handle) == 10
-            assert handle[0] is step.layout_given["is_token_in_rank"]
-            same_bits(handle[6], prefixes[:, context.rank], "recv_gbl_rank_prefix_sum")
+            same_bits(prefix, prefixes if case.num_nodes == 1 else prefixes[:, context.rank], "prefix sums")
         if with_topk:
-            check_topk(step, ids, weights)
+            check_topk(step, ids[:count], weights[:count])
+            assert bool((ids[count:] == -1).all())
         else:
             assert ids is None
             assert weights is None
@@ -172,7 +181,7 @@ def normal_mode(context: RankContext, case: Case, with_topk: bool, asynchronous:
             assert nothing == [None] * 4
             event.current_stream_wait()
             step.check_received(again)
-        check_combine(buffer, step, handle, weights, launch)
+        check_combine(buffer, step, handle, weights, launch, most or count)
     buffer.destroy()
 
 
@@ -186,35 +195,6 @@ def hold_up(device: torch.device) -> None:
         del zeros
 
 
-def worst_case(context: RankContext, case: Case) -> None:
-    """num_worst_tokens: no counts on the host, as many rows as could come, and one that no rank can fill."""
-    buffer = make_buffer(context, case)
-    num_worst_tokens = case.world_size * case.max_tokens + 1
-    for number in range(len(case.tokens)):
-        step = Step(case, number, context)
-        got, ids, weights, per_expert, handle, _ = buffer.dispatch(
-            step.x,
-            **step.layout(buffer),
-            topk_idx=step.topk_idx,
-            topk_weights=step.topk_weights,
-            num_worst_tokens=num_worst_tokens,
-        )
-        count = step.received.total_recv
-        x, scales = got if isinstance(got, tuple) else (got, None)
-        assert per_expert == []
-        assert handle[0] is (None if case.num_nodes == 1 else step.layout_given["is_token_in_rank"])
-        assert x.shape[0] == ids.shape[0] == weights.shape[0] == num_worst_tokens
-        step.check_received(x[:count] if scales is None else (x[:count], scales[:count]))
-        check_topk(step, ids[:count], weights[:count])
-        assert bool((ids[count:] == -1).all())
-        rows = returned_rows(step)
-        mine = torch.full((num_worst_tokens, case.hidden_dim), torch.nan, dtype=torch.bfloat16)
-        mine[:count] = rows[context.rank]
-        combined, _, _ = buffer.combine(mine.to(context.device), handle)
-        same_sums(combined, step.combined(rows), "combine")
-    buffer.destroy()
-
-
 def check_topk(step: Step, ids: torch.Tensor, weights: torch.Tensor) -> None:
     local = step.local_ids()
     same_bits(ids, local, "recv_topk_idx")
@@ -222,13 +202,16 @@ def check_topk(step: Step, ids: torch.Tensor, weights: torch.Tensor) -> None:
 
 
 def check_combine(
-    buffer: Buffer, step: Step, handle: Any, weights: torch.Tensor | None, launch: dict[str, Any]
+    buffer: Buffer, step: Step, handle: Any, weights: torch.Tensor | None, launch: dict[str, Any], num_rows: int
 ) -> None:
     device = step.context.device
     rows = returned_rows(step)
     given = tuple(bias.to(device) for bias in step.biases(step.context.rank).values())
+    own = rows[step.context.rank]
+    mine = torch.full((num_rows, own.shape[1]), torch.nan, dtype=own.dtype)
+    mine[: len(own)] = own
     combined, sums, event = buffer.combine(
-        rows[step.context.rank].to(device),
+        mine.to(device),
         handle,
         topk_weights=weights,
         bias=given if len(given) > 1 else given[0],

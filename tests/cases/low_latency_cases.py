@@ -287,13 +287,7 @@ def construction(context: RankContext, case: Case) -> None:
             arena=arena,
         )
         assert [each.dtype for each in contexts] == [case.dtype, case.dtype]
-        assert contexts[1].send_tokens_comm_buf.shape == (
-            case.num_experts // case.world_size,
-            case.world_size * case.max_tokens,
-            case.hidden_dim,
-        )
         for each in contexts:
-            assert (each.max_m, each.world_size, each.num_phases) == (case.max_tokens, case.world_size, 2)
             each.finalize()
         assert contexts[0].phases[0].op.arena is arena
         raised(errors.ClosedError, contexts[0].phases[1].op.check)

@@ -7,20 +7,24 @@ import pytest
 
 from tests.cases import deep_ep_cases as cases
 from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
+from tests.cases.op_cases import Case
 from tests.cases.staged_cases import over
+
+BOUNDED = replace(fp8(NORMAL), tokens=((0, 7),))
 
 
 @pytest.mark.parametrize(
-    ("case", "with_topk", "asynchronous"),
-    [(NORMAL, True, True), (fp8(NORMAL), True, False), (NORMAL, False, False)],
-    ids=["bf16", "fp8", "without-topk"],
+    ("case", "with_topk", "asynchronous", "is_bounded"),
+    [
+        (NORMAL, True, True, False),
+        (fp8(NORMAL), True, False, False),
+        (NORMAL, False, False, False),
+        (BOUNDED, True, False, True),
+    ],
+    ids=["bf16", "fp8", "without-topk", "bounded"],
 )
-def test_normal_mode(ranks: Any, case: Any, with_topk: bool, asynchronous: bool) -> None:
-    ranks(cases.normal_mode, case.world_size, case, with_topk, asynchronous)
-
-
-def test_worst_case(ranks: Any) -> None:
-    ranks(cases.worst_case, 2, replace(fp8(NORMAL), tokens=((0, 7),)))
+def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool, is_bounded: bool) -> None:
+    ranks(cases.normal_mode, case.world_size, case, with_topk, asynchronous, is_bounded)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +54,10 @@ TRANSPORTS = ("peer_memory", "torch.distributed", "nvshmem")
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_normal_mode_between_nodes(ranks: Any, transport: str) -> None:
-    four, two = replace(NORMAL, **FOUR, num_nodes=2), replace(NORMAL, num_nodes=2)
+    four = replace(NORMAL, **FOUR, num_nodes=2)
     ranks(over, 4, transport, cases.normal_mode, four, True, True)
     ranks(over, 4, transport, cases.normal_mode, fp8(four), False, False)
-    ranks(over, 2, transport, cases.worst_case, replace(fp8(two), tokens=((0, 7),)))
+    ranks(over, 2, transport, cases.normal_mode, replace(BOUNDED, num_nodes=2), True, False, True)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
