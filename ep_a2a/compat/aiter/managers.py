@@ -43,27 +43,18 @@ __all__ = [
 
 
 class MoriHandles(All2AllManagerBase):
-    """First base of a manager whose handles have MORI's interface; the second is one of this package's managers."""
+    """First base of a manager whose handles have MORI's interface; the second is one of this package's managers.
+
+    `get_handle` takes AITER's kwargs, see config_from_handle_kwargs. As in AITER, the hosts of the ranks decide which
+    kernels run, and between nodes these are InterNodeV1. `low_latency` has no effect. `quant_type` is the cast of
+    combine's rows. A `gpu_per_node` of 2 or more cuts a host into virtual nodes of so many ranks; one that is no less
+    than a host has, and 1, the value of AITER's test, have no effect.
+    """
 
     def __init__(self, cpu_group: dist.ProcessGroup, tcp_store_group: Any = None) -> None:
         take_mori_variables()
         super().__init__(cpu_group, tcp_store_group)
         self._mori_ops = Cache()
-
-    def get_handle(self, kwargs: Mapping[str, Any], index: int = 0) -> EpDispatchCombineOp:
-        """Returns the op for AITER's handle kwargs, with MORI's interface. Collective when it is new.
-
-        As in AITER, the hosts of the ranks decide which kernels run, and between nodes these are InterNodeV1.
-        `low_latency` has no effect.
-
-        Args:
-            kwargs: AITER's, see config_from_handle_kwargs. `quant_type` is the cast of combine's rows. A `gpu_per_node`
-                of 2 or more cuts a host into virtual nodes of so many ranks; one that is no less than a host has, and
-                1, the value of AITER's test, have no effect.
-            index: ops whose steps overlap need different indices.
-        """
-        op: EpDispatchCombineOp = super().get_handle(kwargs, index)
-        return op
 
     def _get_handle(self, kwargs: Mapping[str, Any], index: int) -> EpDispatchCombineOp:
         per_node = kwargs.get("gpu_per_node")
