@@ -31,7 +31,8 @@ from tests.cases.op_cases import Case
 
 PACKAGE = Path(ep_a2a.__file__).parent
 MACHINERY = tuple(
-    str(PACKAGE / name) for name in ("memory/rendezvous.py", "memory/peers.py", "memory/host_record.py", "clock.py")
+    str(PACKAGE / name)
+    for name in ("memory/rendezvous.py", "memory/peers.py", "memory/verdict.py", "memory/host_record.py", "clock.py")
 )
 ENTERS = ("telling", "manager.make(", "return Rendezvous(", "try:")
 """Parts of lines that only lead to the first line whose error is told, or hold no code that could fail."""
