@@ -1,14 +1,15 @@
 """What ranks do in the simulator: the op's cases against the oracle, and steps that overlap."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
-from ep_a2a.errors import CapacityError, ConfigMismatchError, RankTimeoutError
+from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.ops import EpDispatchCombineOp
 from tests.cases.op_cases import (
     BY_HOSTS,
@@ -18,11 +19,11 @@ from tests.cases.op_cases import (
     arena_of,
     make_inputs,
     make_op,
-    reference_of,
     run_case,
     same_sums,
     set_first_epoch,
 )
+from tests.cases.op_checks import raised
 from tests.cases.ring_cases import SMALL_RINGS, rings
 from tests.simulator.ranks import Context
 
@@ -146,6 +147,30 @@ def run_chain(context: Context, case: Case) -> None:
             same_sums(got, expected, f"combine of step {number}")
 
 
+def run_late_weights(context: Context, case: Case) -> None:
+    """Steps whose combine, not their dispatch, is given the router's weights."""
+    with arena_of(context, case) as arena:
+        op = CombineTimeWeightsOp(case.config(context.rank), arena=arena)
+        dispatch = op.dispatch
+        op.dispatch = lambda x, _, *given, **wishes: dispatch(x, None, *given, **wishes)  # type: ignore[method-assign]
+        for number in range(case.num_steps):
+            step = Step.dispatch(case, op, number, context.device)
+            rows, _, expected, _ = step.before_combine()
+            got = op.combine(rows, make_inputs(case, number, context.rank).weights, step.ids)[0]
+            same_sums(got[: len(expected)], expected, f"combine of step {number}")
+        op.check()
+
+
+def fails(context: Context, case: Case, kind: type[EpA2AError], steps: Callable[..., None]) -> tuple[Any, float]:
+    """The error that ends steps on every rank, and when it came; the op can be reset."""
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena)
+        error = raised(kind, lambda: steps(context, case, op))
+        told_at = clock.now()
+        op.reset()
+    return error, told_at
+
+
 def unchecked_steps(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
     """Steps that are checked for failures but not for values."""
     for number in range(case.num_steps):
@@ -156,77 +181,45 @@ def unchecked_steps(context: Context, case: Case, op: EpDispatchCombineOp) -> No
         op.check()
 
 
-def run_late_weights(context: Context, case: Case) -> None:
-    """Steps whose combine, not their dispatch, is given the router's weights."""
-    with arena_of(context, case) as arena:
-        op = CombineTimeWeightsOp(case.config(context.rank), arena=arena)
-        for number in range(case.num_steps):
-            everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
-            mine, counts = everyone[context.rank], [each.tokens.shape[0] for each in everyone]
-            got = op.dispatch(mine.tokens, None, mine.scales, mine.ids)
-            reference = reference_of(case, number, everyone)
-            step = Step(case, op, number, context.device, mine.ids, counts, reference, got)
-            rows, _, expected, _ = step.before_combine()
-            same_sums(
-                op.combine(rows, mine.weights, mine.ids)[0][: len(expected)], expected, f"combine of step {number}"
-            )
-        op.check()
+def steps_ahead(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
+    """Steps whose hosts go on before they hear that one has failed."""
+    inputs = [make_inputs(case, number, context.rank).on(context.device) for number in range(case.num_steps)]
+    rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+    for given in inputs:
+        received = op.dispatch(*given)[0]
+        op.combine(rows[: len(received)], None, given[3])
+    context.synchronize()
+    op.check()
+
+
+def disagreeing_step(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
+    """A step for which each rank gives another step_tokens."""
+    op.dispatch(*make_inputs(case, 0, context.rank).on(context.device), step_tokens=3 + context.rank)
+    context.synchronize()
+    op.check()
 
 
 def run_without_room(context: Context, case: Case) -> None:
     """A step that brings a rank more rows than it may receive, of which all ranks hear soon."""
     start = clock.now()
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        with pytest.raises(CapacityError):
-            unchecked_steps(context, case, op)
-        assert clock.now() - start < SOON_SECS
-        op.reset()
+    _, told_at = fails(context, case, CapacityError, unchecked_steps)
+    assert told_at - start < SOON_SECS
 
 
 def run_behind_failure(context: Context, case: Case) -> None:
-    """Steps whose hosts go on before they hear that one brings a rank more rows than it may receive."""
-    inputs = [make_inputs(case, number, context.rank) for number in range(case.num_steps)]
-
-    def steps() -> None:
-        for mine in inputs:
-            received = op.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids)[0]
-            op.combine(rows[: len(received)], None, mine.ids)
-        context.synchronize()
-        op.check()
-
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
-        with pytest.raises(CapacityError):
-            steps()
-        op.reset()
+    fails(context, case, CapacityError, steps_ahead)
 
 
 def run_disagreeing(context: Context, case: Case) -> None:
-    """A step for which each rank gives another step_tokens: the error says who gave what."""
-    mine = make_inputs(case, 0, context.rank)
-
-    def step() -> None:
-        op.dispatch(mine.tokens, mine.weights, mine.scales, mine.ids, step_tokens=3 + context.rank)
-        context.synchronize()
-        op.check()
-
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        with pytest.raises(ConfigMismatchError, match=r"rank 0: step_tokens 3 .*rank 1: step_tokens 4 "):
-            step()
-        op.reset()
+    """The error says who gave what."""
+    error, _ = fails(context, case, ConfigMismatchError, disagreeing_step)
+    assert re.search(r"rank 0: step_tokens 3 .*rank 1: step_tokens 4 ", str(error)), error
 
 
 def run_until_late(context: Context, case: Case) -> None:
     """Steps until a rank stands still for longer than the others wait, of which all ranks hear."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        with pytest.raises(RankTimeoutError) as late:
-            unchecked_steps(context, case, op)
-        assert late.value.missing_ranks in ((LATE_RANK,), ())
-        op.reset()
+    error, _ = fails(context, case, RankTimeoutError, unchecked_steps)
+    assert error.missing_ranks in ((LATE_RANK,), ())
 
 
 BODIES: dict[str, Any] = {
