@@ -23,4 +23,4 @@ def test_parity(ranks: Any, name: str, layout: str, world_size: int) -> None:
         reason = f"{name} needs {world_size} GPUs, a rank on each, found {num_gpus}"
     if reason is not None:
         pytest.skip(reason)
-    ranks(parity_cases.run_backend, world_size, name, layout, HIDDEN_DIM, device="cuda")
+    ranks(parity_cases.run_backend, world_size, name, layout, HIDDEN_DIM)

@@ -21,7 +21,7 @@ ALWAYS_THERE = ("ep_a2a", "reference_push", "nccl_agrs") if torch.cuda.device_co
 def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
     shape = {"hidden": 1024, "topk": 4, "experts": 16, "quant": "fp8_per_1x128"}
     workload = Workload(2, num_tokens, gpus_per_node=int(name in BETWEEN_NODES), **shape)
-    (row,) = ranks(run_in_turn, 2, workload, [name], QUICK, device="cuda")[0]
+    (row,) = ranks(run_in_turn, 2, workload, [name], QUICK)[0]
     if row["status"] == Status.UNAVAILABLE and name not in ALWAYS_THERE:
         pytest.skip(row["reason"])
     assert (row["status"], row.get("reason")) == (Status.OK, None)
@@ -33,7 +33,7 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
 def test_layers_are_checked_and_timed(ranks, name):
     shape = {"hidden": 1024, "topk": 4, "experts": 16, "quant": "fp8_per_1x128", "intermediate": 2048}
     workload = Workload(2, 64, layout="rank_major", **shape)
-    (row,) = ranks(run_in_turn, 2, workload, [name], QUICK, device="cuda")[0]
+    (row,) = ranks(run_in_turn, 2, workload, [name], QUICK)[0]
     if row["status"] == Status.UNAVAILABLE:
         pytest.skip(row["reason"])
     assert (row["status"], row.get("reason")) == (Status.OK, None)

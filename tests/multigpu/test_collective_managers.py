@@ -37,20 +37,20 @@ OP_CASES = (
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8_DTYPE], ids=str)
 def test_tokens(ranks: Any, dtype: torch.dtype, name: str) -> None:
-    ranks(manager_cases.exchange_tokens, WORLD_SIZE, name, dtype, device="cuda")
+    ranks(manager_cases.exchange_tokens, WORLD_SIZE, name, dtype)
 
 
 @both
 @pytest.mark.parametrize("case", [pytest.param(CASES[name], id=name) for name in OP_CASES])
 def test_op(ranks: Any, case: Case, name: str) -> None:
     case = replace(case, world_size=WORLD_SIZE)
-    ranks(manager_cases.run_case_on, WORLD_SIZE, name, case, device="cuda")
+    ranks(manager_cases.run_case_on, WORLD_SIZE, name, case)
 
 
 @pytest.mark.parametrize("layout", ["compact", "rank_major"])
 def test_switching_backends_changes_nothing(ranks: Any, layout: str) -> None:
     case = Case(world_size=WORLD_SIZE, num_experts=12, tokens=((4, 0, 7), (0, 3, 1)), layout=layout)
-    ranks(manager_cases.switch_backend, WORLD_SIZE, case, device="cuda")
+    ranks(manager_cases.switch_backend, WORLD_SIZE, case)
 
 
 BODIES = (
@@ -65,4 +65,4 @@ BODIES = (
 @both
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_body(ranks: Any, body: Any, name: str) -> None:
-    ranks(body, WORLD_SIZE, name, device="cuda")
+    ranks(body, WORLD_SIZE, name)

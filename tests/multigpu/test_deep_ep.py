@@ -11,11 +11,10 @@ from tests.cases import deep_ep_cases as cases
 from tests.cases.deep_ep_cases import LOW_LATENCY, NORMAL, fp8
 from tests.cases.op_cases import Case
 from tests.cases.staged_cases import over
-from tests.markers import needs_gpus, needs_own_gpus
+from tests.markers import needs_own_gpus
 
 OWN_WORLDS = [pytest.param(number, marks=needs_own_gpus(number)) for number in (2, 4, 8)]
 """Normal mode exchanges its counts over NCCL."""
-WORLDS = [2, pytest.param(4, marks=needs_gpus(4)), pytest.param(8, marks=needs_gpus(8))]
 
 
 def on(case: Case, world_size: int) -> Case:
@@ -27,16 +26,16 @@ def on(case: Case, world_size: int) -> Case:
 @pytest.mark.parametrize("with_topk", [False, True], ids=["without-topk", "with-topk"])
 @pytest.mark.parametrize("case", [NORMAL, fp8(NORMAL)], ids=["bf16", "fp8"])
 def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool, world_size: int) -> None:
-    ranks(cases.normal_mode, world_size, on(case, world_size), with_topk, asynchronous, device="cuda")
+    ranks(cases.normal_mode, world_size, on(case, world_size), with_topk, asynchronous)
 
 
 @needs_own_gpus(2)
 @pytest.mark.parametrize("case", [NORMAL, fp8(NORMAL)], ids=["bf16", "fp8"])
 def test_worst_case(ranks: Any, case: Case) -> None:
-    ranks(cases.normal_mode, 2, case, True, False, True, device="cuda")
+    ranks(cases.normal_mode, 2, case, True, False, True)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("with_hook", [False, True], ids=["asynchronous", "hook"])
 @pytest.mark.parametrize(
     "changes",
@@ -50,13 +49,10 @@ def test_worst_case(ranks: Any, case: Case) -> None:
 )
 def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, world_size: int) -> None:
     case = on(replace(LOW_LATENCY, **changes), world_size)
-    ranks(cases.low_latency, world_size, case, with_hook, True, device="cuda")
+    ranks(cases.low_latency, world_size, case, with_hook, True)
 
 
-TRANSPORTS = [
-    pytest.param("peer_memory", marks=needs_gpus(4)),
-    pytest.param("torch.distributed", marks=needs_own_gpus(4)),
-]
+TRANSPORTS = ("peer_memory", "torch.distributed")
 """Between virtual nodes of two ranks."""
 
 
@@ -64,14 +60,14 @@ TRANSPORTS = [
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_normal_mode_between_nodes(ranks: Any, transport: str) -> None:
     case = replace(on(NORMAL, 4), num_nodes=2)
-    ranks(over, 4, transport, cases.normal_mode, case, True, True, device="cuda")
-    ranks(over, 4, transport, cases.any_order, case, device="cuda")
+    ranks(over, 4, transport, cases.normal_mode, case, True, True)
+    ranks(over, 4, transport, cases.any_order, case)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_low_latency_between_nodes(ranks: Any, transport: str) -> None:
     case = replace(on(LOW_LATENCY, 4), num_nodes=2)
-    ranks(over, 4, transport, cases.low_latency, case, True, True, device="cuda")
+    ranks(over, 4, transport, cases.low_latency, case, True, True)
 
 
 @needs_own_gpus(2)
@@ -87,7 +83,7 @@ def test_low_latency_between_nodes(ranks: Any, transport: str) -> None:
 )
 def test_orders(ranks: Any, body: Any, case: Case) -> None:
     """All of them dispatch in normal mode, too."""
-    ranks(body, 2, case, device="cuda")
+    ranks(body, 2, case)
 
 
 def nccl_only(context: RankContext, case: Case) -> None:
@@ -97,4 +93,4 @@ def nccl_only(context: RankContext, case: Case) -> None:
 
 @needs_own_gpus(2)
 def test_a_group_without_gloo(ranks: Any) -> None:
-    ranks(nccl_only, 2, NORMAL, device="cuda")
+    ranks(nccl_only, 2, NORMAL)

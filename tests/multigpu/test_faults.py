@@ -25,7 +25,7 @@ def test_a_killed_rank_is_named_and_what_is_left_closes(fault: str, tmp_path: Pa
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_a_rank_that_stops_for_long_is_called_late_by_all(ranks: Any, call: str, tmp_path: Path) -> None:
     case = case_of(LOW_LATENCY, WORLD_SIZE)
-    answers = ranks(fault_cases.stopped_for_long, WORLD_SIZE, case, call, str(tmp_path), device="cuda")
+    answers = ranks(fault_cases.stopped_for_long, WORLD_SIZE, case, call, str(tmp_path))
     for rank, seen in enumerate(answers):
         assert (seen["missing"], seen["late"]) == ([], [VICTIM])
         assert seen["call"] == ("any" if rank == VICTIM else f"{call} 0")
@@ -34,7 +34,7 @@ def test_a_rank_that_stops_for_long_is_called_late_by_all(ranks: Any, call: str,
 
 def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:
     case = case_of(LOW_LATENCY, WORLD_SIZE)
-    told = ranks(fault_cases.told_of_a_failure, WORLD_SIZE, case, TIMEOUT_SECS, device="cuda")
+    told = ranks(fault_cases.told_of_a_failure, WORLD_SIZE, case, TIMEOUT_SECS)
     assert told == [[[], [0]]] * WORLD_SIZE
 
 
@@ -62,4 +62,4 @@ def alarm_in_a_capture(context: RankContext, case: Case) -> None:
 
 def test_an_alarm_does_not_break_a_capture(ranks: Any) -> None:
     case = case_of(LOW_LATENCY, WORLD_SIZE, with_weights=False, combine_weights=False)
-    ranks(alarm_in_a_capture, WORLD_SIZE, case, device="cuda")
+    ranks(alarm_in_a_capture, WORLD_SIZE, case)

@@ -6,7 +6,6 @@ import pytest
 
 from tests.cases.op_cases import BY_HOSTS, Case, run_case
 from tests.cases.op_matrix import UNEVEN
-from tests.markers import needs_own_gpus
 
 FORMS = {
     "compact": {"layout": "compact"},
@@ -19,14 +18,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(
-    ("num_nodes", "per_node"),
-    [
-        pytest.param(2, 1, marks=needs_own_gpus(2)),
-        pytest.param(2, 2, marks=needs_own_gpus(4)),
-        pytest.param(4, 2, marks=needs_own_gpus(8)),
-    ],
-)
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 1), (2, 2), (4, 2)])
 def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dict[str, Any]) -> None:
     world_size = num_nodes * per_node
     case = Case(
@@ -38,4 +30,4 @@ def test_it_moves_tokens(ranks: Any, num_nodes: int, per_node: int, changes: dic
         options=BY_HOSTS,
         **changes,
     )
-    ranks(run_case, world_size, case, device="cuda")
+    ranks(run_case, world_size, case)

@@ -8,30 +8,16 @@ import torch
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext
-from tests.cases.low_latency_cases import BASE, BODIES, CASES, ON_TWO_NODES, LayerStep, in_turn, make_layer, run_step
+from tests.cases.low_latency_cases import CASES, LayerStep, in_turn, make_layer, run_step
 from tests.cases.op_cases import Case, make_inputs
-from tests.cases.staged_cases import over
-from tests.markers import needs_gpus, needs_own_gpus
 from tests.multigpu.cases import fitted
+from tests.multiprocess.test_low_latency_layer import test_between_nodes, test_special  # noqa: F401
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_in_turn(ranks: Any, name: str) -> None:
     case = fitted(replace(CASES[name], world_size=8))
-    ranks(in_turn, case.world_size, case, device="cuda")
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_special(ranks: Any, name: str) -> None:
-    ranks(BODIES[name], BASE.world_size, BASE, device="cuda")
-
-
-@pytest.mark.parametrize(
-    "transport",
-    [pytest.param("peer_memory", marks=needs_gpus(4)), pytest.param("torch.distributed", marks=needs_own_gpus(4))],
-)
-def test_between_nodes(ranks: Any, transport: str) -> None:
-    ranks(over, 4, transport, in_turn, ON_TWO_NODES, device="cuda")
+    ranks(in_turn, case.world_size, case)
 
 
 def replayed(context: RankContext, case: Case) -> None:
@@ -58,4 +44,4 @@ def replayed(context: RankContext, case: Case) -> None:
 
 
 def test_in_a_graph(ranks: Any) -> None:
-    ranks(replayed, 2, CASES["bf16"], device="cuda")
+    ranks(replayed, 2, CASES["bf16"])

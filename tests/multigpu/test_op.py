@@ -1,14 +1,16 @@
 """The op on GPUs: the same cases and bodies as on CPU processes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext, run_ranks
-from tests.cases.op_cases import Case, make_op, run_step
+from tests.cases.op_cases import Case, make_op, run_case, run_step
 from tests.cases.op_special import missing_rank
 from tests.markers import needs_own_gpus
 from tests.multigpu.cases import fitted, op_cases, special_cases
@@ -16,16 +18,40 @@ from tests.multigpu.cases import fitted, op_cases, special_cases
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in op_cases()])
 def test_op(ranks: Any, case: Case) -> None:
-    from tests.cases.op_cases import run_case
+    ranks(run_case, case.world_size, case)
 
-    ranks(run_case, case.world_size, case, device="cuda")
+
+AITERS_LAYER = fitted(
+    Case(
+        world_size=8,
+        hidden_dim=6144,
+        num_experts=16,
+        max_tokens=128,
+        tokens=((128,), (127, 124, 121, 118, 115, 112, 109, 0)),
+    )
+)
+"""The sizes of AITER's own test."""
+AITERS_PAYLOADS: dict[str, dict[str, Any]] = {
+    "per_Token": {"dtype": FP8_DTYPE, "scale_dim": 1},
+    "per_128x128": {"dtype": FP8_DTYPE, "scale_dim": 48},
+    "per_Token-fused": {"quant_type": "fp8_per_token"},
+    "per_128x128-fused": {"quant_type": "fp8_per_1x128"},
+    "none": {"hidden_dim": 1024},
+}
+
+
+@pytest.mark.parametrize("layout", ["compact", "rank_major"])
+@pytest.mark.parametrize("payload", AITERS_PAYLOADS)
+def test_aiters_layer(ranks: Any, payload: str, layout: str) -> None:
+    case = replace(AITERS_LAYER, layout=layout, **AITERS_PAYLOADS[payload])
+    ranks(run_case, case.world_size, case)
 
 
 @pytest.mark.usefixtures("compiled_whole")
 @pytest.mark.parametrize("name", special_cases())
 def test_special(ranks: Any, name: str) -> None:
     body, case = special_cases()[name]
-    ranks(body, case.world_size, case, device="cuda")
+    ranks(body, case.world_size, case)
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
@@ -35,7 +61,7 @@ def test_missing_rank(ranks: Any, phase: str, layout: str, flagged_max_tokens: i
     options = {"flagged_max_tokens": flagged_max_tokens}
     case = Case(world_size=3, num_experts=6, layout=layout, with_weights=False, combine_weights=False, options=options)
     case = fitted(case)
-    ranks(missing_rank, case.world_size, case, phase, device="cuda")
+    ranks(missing_rank, case.world_size, case, phase)
 
 
 def one_visible_gpu(context: RankContext, case: Case) -> str:
@@ -83,7 +109,7 @@ def memory_in_a_pool(context: RankContext, case: Case) -> list[str]:
 def test_nothing_lies_in_a_pool_that_an_engine_may_unmap(ranks: Any, layout: str) -> None:
     """vLLM's sleep mode discards what was allocated while weights were loaded, where it also builds ops."""
     case = fitted(Case(layout=layout, combine_weights=False))
-    assert not any(ranks(memory_in_a_pool, case.world_size, case, device="cuda"))
+    assert not any(ranks(memory_in_a_pool, case.world_size, case))
 
 
 def no_compile_after_construction(context: RankContext, case: Case) -> int:
@@ -105,4 +131,4 @@ def no_compile_after_construction(context: RankContext, case: Case) -> int:
 def test_nothing_is_compiled_after_construction(ranks: Any) -> None:
     sizes = tuple((t,) for t in (0, 1, 15, 16, 17, 4096))
     case = fitted(Case(tokens=sizes, max_tokens=4096, layout="rank_major"))
-    assert sum(ranks(no_compile_after_construction, case.world_size, case, device="cuda")) == 0
+    assert sum(ranks(no_compile_after_construction, case.world_size, case)) == 0

@@ -7,10 +7,10 @@ pytestmark = needs_own_gpus(2)
 
 
 def test_groups_on_gpus(ranks):
-    for rank, groups in enumerate(ranks(describe_groups, 2, 2, device="cuda")):
+    for rank, groups in enumerate(ranks(describe_groups, 2, 2)):
         assert groups["ep"] == ("ep:0", [0, 1], rank, 2, 1)
         assert groups["tp"] == (f"tp:{rank}", [rank], 0, 1, rank)
 
 
 def test_manager_gets_the_gpu_and_its_group(ranks):
-    ranks(life_of_a_manager, 2, device="cuda")
+    ranks(life_of_a_manager, 2)

@@ -19,19 +19,14 @@ from tests.cases.ring_cases import (
     other_numbers_of_programs,
     rings,
 )
-from tests.markers import needs_gpus, needs_own_gpus
 from tests.multigpu.cases import on_two_gpus
 
 
-def each_transport(cases_by_stores: dict[str, Case], cases_by_puts: dict[str, Case]) -> list[Any]:
-    """Parameters for cases of both transports; NVSHMEM needs a GPU for each rank."""
-    return [
-        pytest.param(case, id=f"stores-{name}", marks=needs_gpus(case.world_size))
-        for name, case in cases_by_stores.items()
-    ] + [
-        pytest.param(with_options(case, **BY_PUTS), id=f"puts-{name}", marks=needs_own_gpus(case.world_size, "NVSHMEM"))
-        for name, case in cases_by_puts.items()
-    ]
+def each_transport(by_stores: dict[str, Case], by_puts: dict[str, Case]) -> list[Any]:
+    """Parameters for cases of both transports."""
+    puts = {f"puts-{name}": with_options(case, **BY_PUTS) for name, case in by_puts.items()}
+    cases = {f"stores-{name}": case for name, case in by_stores.items()} | puts
+    return [pytest.param(case, id=name) for name, case in cases.items()]
 
 
 OF_FOUR = {name: on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS}
@@ -47,23 +42,21 @@ REPLAYS = {kernel: replace(REPLAYED, kernel=kernel) for kernel in RING_KERNELS}
     ],
 )
 def test_steps(ranks: Any, case: Case) -> None:
-    ranks(run_case, case.world_size, case, device="cuda")
+    ranks(run_case, case.world_size, case)
 
 
 @pytest.mark.usefixtures("compiled_whole")
 @pytest.mark.parametrize("case", each_transport(REPLAYS, REPLAYS))
 def test_replayed_steps(ranks: Any, case: Case) -> None:
-    ranks(BODIES["graph-rank-major"][0], case.world_size, case, device="cuda")
+    ranks(BODIES["graph-rank-major"][0], case.world_size, case)
 
 
-@needs_gpus(2)
 def test_ranks_may_ask_for_different_numbers_of_programs(ranks: Any) -> None:
     case = replace(REPLAYED, tokens=((8, 8),), options=rings(1, 1, 4) | {"block_num": 2})
-    ranks(other_numbers_of_programs, 2, case, device="cuda")
+    ranks(other_numbers_of_programs, 2, case)
 
 
-@needs_gpus(4)
 def test_a_token_crosses_once_to_each_other_node(ranks: Any) -> None:
     case = Case(num_nodes=2, tokens=((200, 31, 0, 128),), max_tokens=256, topk=6, num_experts=16, layout="rank_major")
-    crossed, once, flat = map(sum, zip(*ranks(lines_that_cross, 4, case, device="cuda")))
+    crossed, once, flat = map(sum, zip(*ranks(lines_that_cross, 4, case)))
     assert crossed == once < flat

@@ -34,7 +34,7 @@ WORLDS = SHARED_WORLDS if NUM_GPUS == 1 else ()
 
 def run_compiled_when_used(ranks: Any, case: Case) -> None:
     case = replace(case, options=case.options | FIRST_STEP_SECS)
-    ranks(compiled_when_used, case.world_size, run_case, case, device="cuda")
+    ranks(compiled_when_used, case.world_size, run_case, case)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def eager_steps(context: RankContext, case: Case, num_steps: int) -> int:
 @pytest.mark.parametrize("num_tokens", SIZES)
 def test_dependent_launches_leave_room_in_graphs(ranks: Any, num_tokens: int) -> None:
     case = sized(num_tokens)
-    found = ranks(compiled_when_used, W, soak, case, 1500, device="cuda")
+    found = ranks(compiled_when_used, W, soak, case, 1500)
     assert [(each.num_round_trips, each.num_wrong) for each in found] == [(1500, 0)] * W
 
 
 @pytest.mark.parametrize("num_tokens", SIZES)
 def test_dependent_launches_leave_room_in_eager_calls(ranks: Any, num_tokens: int) -> None:
     case = sized(num_tokens)
-    assert ranks(compiled_when_used, W, eager_steps, case, 300, device="cuda") == [0] * W
+    assert ranks(compiled_when_used, W, eager_steps, case, 300) == [0] * W
 
 
 def two_ops_in_opposite_order(context: RankContext, case: Case, num_rounds: int) -> tuple[int, list[int]]:
@@ -117,7 +117,7 @@ def two_ops_in_opposite_order(context: RankContext, case: Case, num_rounds: int)
 def test_two_ops_in_opposite_order(ranks: Any, num_tokens: int) -> None:
     case = sized(num_tokens)
     share = torch.cuda.get_device_properties(0).multi_processor_count // W // 2
-    found = ranks(compiled_when_used, W, two_ops_in_opposite_order, case, 30, device="cuda")
+    found = ranks(compiled_when_used, W, two_ops_in_opposite_order, case, 30)
     assert found == [(0, [share, share])] * W
 
 
