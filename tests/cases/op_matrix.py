@@ -1,17 +1,15 @@
-"""The cases that tests/multiprocess and tests/multigpu both run, as (id, Case)."""
+"""The cases of the op that the simulator and GPUs both run. covering.py has those that pair routings with all else."""
 
 from collections.abc import Collection
 from dataclasses import replace
 
 from ep_a2a.config import LOW_LATENCY_MAX_TOKENS
 from ep_a2a.policy import MAX_COUNTED_ALONE
-from ep_a2a.routing import ROUTINGS
 from tests.cases.op_cases import Case
 from tests.cases.tables import read_table
 
 _GROUPS = read_table("op_matrix")
 UNEVEN = ((8, 5, 0, 3), (0, 9, 1, 2), (2, 3, 8, 0))
-LAYOUTS = ("compact", "rank_major")
 
 
 def listed(group: str) -> dict[str, Case]:
@@ -20,28 +18,12 @@ def listed(group: str) -> dict[str, Case]:
     return {name: replace(base, **fields) for name, fields in _GROUPS[group].items() if name}
 
 
-def _routings() -> dict[str, Case]:
-    base = Case(tokens=UNEVEN, num_steps=3, topk=3, num_experts=12)
-    return {
-        f"{layout}-{routing}": replace(base, layout=layout, routing=routing, seed=seed)
-        for layout in LAYOUTS
-        for seed, routing in enumerate(ROUTINGS)
-    }
-
-
 def _worlds() -> dict[str, Case]:
     base = Case(tokens=UNEVEN, num_steps=3, hidden_dim=40, topk=2)
     return {
         f"W{world_size}-{layout}": replace(base, world_size=world_size, num_experts=2 * world_size + 1, layout=layout)
-        for world_size in (1, 2, 3, 5, 6)
-        for layout in LAYOUTS
-    }
-
-
-def _expert_major() -> dict[str, Case]:
-    base = Case(tokens=UNEVEN, num_steps=3, topk=3, num_experts=12, layout="expert_major")
-    return {
-        f"expert_major-{routing}": replace(base, routing=routing, seed=seed) for seed, routing in enumerate(ROUTINGS)
+        for world_size in (5, 6)
+        for layout in ("compact", "rank_major")
     }
 
 
@@ -115,24 +97,14 @@ def _direct(cases: dict[str, Case]) -> dict[str, Case]:
     }
 
 
-def _some_routings() -> dict[str, Case]:
-    chosen = ("uniform", "out_of_range")
-    return {name: case for name, case in _routings().items() if case.routing in chosen}
-
-
 SHAPES, DTYPES, CASTS, CONTRACTS = map(listed, ("shapes", "dtypes", "casts", "contracts"))
 UNUSUAL, HALVES = map(listed, ("unusual", "halves"))
-DIRECT = _direct(_some_routings() | CONTRACTS | DTYPES | CASTS | _worlds() | HALVES | UNUSUAL)
+DIRECT = _direct(CONTRACTS | DTYPES | CASTS | _worlds() | HALVES | UNUSUAL)
 # What differs from the flagged way in payload only, which both ways share: enough on GPUs, where it takes no time.
 DIRECT_PAYLOADS = _direct(DTYPES | CASTS | _worlds() | UNUSUAL).keys()
 
-PAIRED = {*_expert_major(), *_routings(), *(f"W{size}-{layout}" for size in (1, 2, 3) for layout in LAYOUTS)}
-"""Cases whose layout, routing and number of ranks test_covering.py pairs, with all else, too."""
-
 CASES: dict[str, Case] = (
-    _expert_major()
-    | listed("expert_major")
-    | _routings()
+    listed("expert_major")
     | CONTRACTS
     | DTYPES
     | CASTS

@@ -14,7 +14,7 @@ from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, Step, arena_of, check_dispatched, make_inputs, make_op, reference_of
 from tests.cases.op_checks import synchronize
-from tests.cases.op_matrix import CASES, UNEVEN, listed
+from tests.cases.op_matrix import UNEVEN, listed
 from tests.cases.tables import read_table
 from tests.messages import messages_of
 
@@ -30,10 +30,7 @@ def rings(chunk_tokens: int, ring_chunks: int, num_channels: int) -> dict[str, A
 
 
 SMALL_RINGS = rings(3, 2, 2)
-OF_FOUR_RANKS = (
-    *(name for name in CASES if name.startswith("rank_major-") and not name.endswith("-direct")),
-    *read_table("op_matrix")["of_four_ranks"],
-)
+OF_FOUR_RANKS = read_table("op_matrix")["of_four_ranks"]
 FEW = Case(layout="rank_major", tokens=UNEVEN, num_steps=3, topk=3, num_experts=9, routing="out_of_range", num_nodes=2)
 GRIDS = {
     f"{num_nodes}x{per_node}-{layout}": Case(

@@ -2,21 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from tests.cases.covering import STORES, covering_few_kernels
 from tests.cases.covering import case_of as covering_case
 from tests.cases.op_cases import Case
-from tests.cases.op_matrix import CASES, UNEVEN, by_world_size
+from tests.cases.op_matrix import CASES, by_world_size
 from tests.cases.op_special import BODIES, BY_THE_SIMULATED_CLOCK
 from tests.cases.ring_cases import (
     OF_FOUR_RANKS,
     REPLAYED,
     RING_KERNELS,
     SHAPES_AND_FLAT,
-    SMALL_RINGS,
     on_two_nodes,
-    rings,
 )
 from tests.markers import ranks_on_gpus
 from tests.programs.soak import SOAKED
@@ -79,47 +76,10 @@ def of_eight_ranks() -> list[tuple[str, Case]]:
     return [(name, replace(case, world_size=8)) for name, case in by_world_size()]
 
 
-GRIDS = ((2, 2), (4, 2), (2, 4))
-"""(nodes, ranks of each) of virtual nodes."""
-ON_NODES: dict[str, dict[str, Any]] = {
-    "rings": {"layout": "rank_major", "routing": "out_of_range", "options": SMALL_RINGS},
-    "whole-steps": {"kernel": "InterNodeV1LL", "layout": "compact", "options": rings(64, 1, 3)},
-    "halves-expert_major-cast": {
-        "kernel": "AsyncLL",
-        "layout": "expert_major",
-        "split": "mixed",
-        "hidden_dim": 256,
-        "options": SMALL_RINGS,
-        "quant_type": "fp8_blockwise",
-    },
-    "biases": {"layout": "rank_major", "num_biases": 2, "options": SMALL_RINGS},
-    "flat": {"kernel": "InterNode", "layout": "compact"},
-}
-
-
-def on_virtual_nodes() -> list[tuple[str, Case]]:
-    """Cases of rings, and of the flat form, on every grid of virtual nodes."""
-    return [
-        (
-            f"{num_nodes}x{per_node}-{name}",
-            Case(
-                world_size=num_nodes * per_node,
-                num_nodes=num_nodes,
-                num_experts=2 * num_nodes * per_node + 1,
-                topk=3,
-                tokens=UNEVEN,
-                **form,
-            ),
-        )
-        for num_nodes, per_node in GRIDS
-        for name, form in ON_NODES.items()
-    ]
-
-
 def shared_cases() -> dict[str, Case]:
     """What ranks that share a GPU run: all pairs for every number of ranks, nodes, and all cases with eight."""
     pairs = [each for world_size in SHARED_WORLDS for each in shared_choices(world_size)]
-    nodes = {f"nodes-{name}": case for name, case in on_virtual_nodes()}
+    nodes = {f"nodes-{name}": case for name, case in SHAPES_AND_FLAT.items()}
     return dict(pairs) | nodes | {f"eight-{name}": case for name, case in of_eight_ranks()}
 
 

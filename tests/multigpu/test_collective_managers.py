@@ -19,8 +19,6 @@ pytestmark = needs_own_gpus(2)
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZE = fitted(Case()).world_size
 OP_CASES = (
-    "compact-some_dropped",
-    "rank_major-zipf",
     "zero-copy-compact",
     "step-tokens-rank-major",
     "pad-id",

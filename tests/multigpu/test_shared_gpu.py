@@ -16,8 +16,9 @@ import torch
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.op_cases import Case, run_case
+from tests.cases.ring_cases import SHAPES_AND_FLAT
 from tests.late import await_others, tell
-from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, on_virtual_nodes, shared_choices, soaked_sizes
+from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, shared_choices, soaked_sizes
 from tests.multigpu.used_variants import compiled_when_used
 from tests.programs.soak import SelfCheckingStep, soak
 
@@ -50,7 +51,7 @@ def test_eight_ranks(ranks: Any, case: Case) -> None:
     run_compiled_when_used(ranks, case)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in on_virtual_nodes()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SHAPES_AND_FLAT.items()])
 def test_virtual_nodes(ranks: Any, case: Case) -> None:
     run_compiled_when_used(ranks, case)
 

@@ -15,7 +15,6 @@ from tests.cases.manager_cases import COLLECTIVE
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES
 
-FIRST, SECOND = COLLECTIVE
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZES = (1, 3, 4)
 # What only kernels can get wrong is left out: epochs, widths of vectors, the number of steps, ways of dispatch.
@@ -61,13 +60,13 @@ def test_other_forms(ranks: Any, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OP_CASES.items()])
 def test_op(ranks: Any, case: Case) -> None:
-    ranks(manager_cases.run_case_on, case.world_size, FIRST, case)
+    ranks(manager_cases.run_case_on, case.world_size, COLLECTIVE[0], case)
 
 
+@both
 @pytest.mark.parametrize(("choice", "number"), covering_params(**OFFERED))
-def test_op_on_another_exchange(ranks: Any, choice: Choice, number: int) -> None:
-    """The same op: pairs are enough for what differs, which is how bytes are exchanged."""
-    ranks(manager_cases.run_case_on, choice.world_size, SECOND, case_of(choice, number))
+def test_pair(ranks: Any, choice: Choice, number: int, name: str) -> None:
+    ranks(manager_cases.run_case_on, choice.world_size, name, case_of(choice, number))
 
 
 @pytest.mark.parametrize("layout", ["compact", "rank_major"])

@@ -1,4 +1,4 @@
-"""The cases of the op against the oracle, in the forms that GPUs launch, but for those whose choices are paired.
+"""The cases of the op against the oracle, in the forms that GPUs launch.
 
 Real processes run every pair of choices: tests/multiprocess/test_covering.py.
 """
@@ -10,7 +10,7 @@ import pytest
 
 from ep_a2a.ops import expert_major
 from tests.cases.op_cases import Case, run_case
-from tests.cases.op_matrix import CASES, DIRECT_PAYLOADS, PAIRED
+from tests.cases.op_matrix import CASES, DIRECT_PAYLOADS
 from tests.simulator.runs import run_on_ranks, with_few_tokens
 
 MANY_STEPS = 12
@@ -26,7 +26,7 @@ def small(name: str) -> Case:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in CASES if name not in {*DIRECT_PAYLOADS, *PAIRED, MANY_ROWS}])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {*DIRECT_PAYLOADS, MANY_ROWS}])
 def test_op(name: str) -> None:
     case = small(name)
     run_on_ranks(run_case, case.world_size, case)

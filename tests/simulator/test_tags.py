@@ -68,16 +68,6 @@ def test_equal_tags_change_nothing(name: str) -> None:
     assert done == dict.fromkeys(range(case.world_size), len(ALL_LAYERS))
 
 
-def test_tags_are_integers() -> None:
-    def give(context: Context, case: Case, tag: object) -> None:
-        op = make_op(context, case, arena_of(context, case))
-        op.dispatch(torch.zeros(0, 16), None, None, torch.zeros(0, 2, dtype=torch.int32), tag=tag)  # type: ignore[arg-type]
-
-    for tag in (1.0, "1", True, None):
-        found = simulate(2, functools.partial(give, tag=tag), CASES["low_latency"])
-        assert all("tag to be an integer" in str(error) for error in found.errors), tag
-
-
 def choices_of_a_late_rank(context: Context, case: Case) -> None:
     """A rank's choice counts once it has come to the step that this rank is in."""
     with arena_of(context, case) as arena:
