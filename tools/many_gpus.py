@@ -41,7 +41,7 @@ class Command(NamedTuple):
 WHEN_USED = (("EP_A2A_TEST_COMPILE_WHEN_USED", "1"),)
 PARTS: dict[str, tuple[Command, ...]] = {
     "tests": (
-        Command("precompile", 240, "-m tests.multigpu.precompile --when-used"),
+        Command("precompile", 240, "-m tests.multigpu.precompile"),
         Command("tests", 900, f"{MULTIGPU} -k 'not (test_faults or special)'", WHEN_USED),
         Command("special", 400, f"{MULTIGPU}/test_op.py -k 'special or missing or compiled or pool'"),
         Command("faults", 200, f"{MULTIGPU}/test_faults.py"),

@@ -1,4 +1,4 @@
-"""Fills Triton's disk cache for the multi-GPU tests: python -m tests.multigpu.precompile [--when-used] [--secs S].
+"""Fills Triton's disk cache for tests with EP_A2A_TEST_COMPILE_WHEN_USED=1: python -m tests.multigpu.precompile.
 
 Not needed for the tests to pass. Each variant is compiled once, by one of as many processes as the host has cores;
 without it all ranks of a test compile the same variants at once.
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import share_of
@@ -31,44 +30,28 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 
 class Task(NamedTuple):
-    """A variant: the case whose op has it, which variants are meant, and its number among them.
-
-    which: "all" that the op compiles, "used" by steps, or "soaked": used by steps that give combine no ids.
-    """
+    """A variant: a case whose steps launch it, whether they give combine ids, and its number among theirs."""
 
     case: Case
-    which: str
+    gives_ids: bool
     number: int
 
 
-def variants_of(case: Case, which: str) -> list[CompiledKernel]:
-    """The variants of a case's op, as a rank of this host has them."""
+def variants_of(case: Case, gives_ids: bool) -> list[CompiledKernel]:
+    """The variants that steps of a case launch, as a rank of this host has them."""
     config, device = case.config(0), torch.device("cuda", 0)
     table = torch.zeros(64, config.world_size, dtype=torch.int64, device=device)
     engine = (RingEngine if config.uses_rings else IntraNodeEngine)(config, table, device)
     sharing = ranks_per_gpu(config.world_size, torch.cuda.device_count())
     if sharing > 1:
         engine.limit_sms(share_of(engine.kernels.num_sms, sharing, 1))
-    if which != "all":
-        return used_by(engine, case, gives_ids=which == "used")
-    return [
-        each for stages in (WHOLE, SEND, RECEIVE)[: 3 if case.split else 1] for each in engine.compiled_kernels(stages)
-    ]
-
-
-def tasks_of(cases: dict[str, Case], which: str) -> dict[Hashable, Task]:
-    """A task for each variant, by what tells it from others."""
-    found: dict[Hashable, Task] = {}
-    for case in cases.values():
-        for number, variant in enumerate(variants_of(case, which)):
-            found.setdefault(variant.key, Task(case, which, number))
-    return found
+    return used_by(engine, case, gives_ids=gives_ids)
 
 
 def compile_task(task: Task) -> float:
     """Compiles one variant in this process; returns the seconds that it took."""
     start = time.monotonic()
-    variants_of(task.case, task.which)[task.number].compile()
+    variants_of(task.case, task.gives_ids)[task.number].compile()
     return time.monotonic() - start
 
 
@@ -80,35 +63,23 @@ def keep_to_one_core(num_started: Any) -> None:
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
-def other_cases() -> dict[str, Case]:
-    """The cases of tests whose ops compile all that calls can reach."""
-    cases = {f"op-{name}": case for name, case in op_cases()}
+def find_tasks(match: str) -> list[Task]:
+    """What there is to compile for cases whose name contains a text, each variant once."""
+    cases = {f"op-{name}": case for name, case in op_cases()} | shared_cases()
     cases |= {f"special-{name}": case for name, (_, case) in special_cases().items()}
     cases |= {f"rings-{number}": case for number, case in enumerate(ring_cases())}
-    return cases | {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((LOW_LATENCY, BULK))}
-
-
-def find_tasks(match: str, *, shared_only: bool, when_used: bool = False) -> list[Task]:
-    """What there is to compile for cases whose name contains a text, each variant once.
-
-    when_used: only what steps launch, also of ops that compile all that calls can reach.
-    """
-    tasks: dict[Hashable, Task] = {}
-    soaked = {f"soaked-{size}": case for size, case in soaked_sizes().items()}
-    others = {} if shared_only else other_cases()
-    for cases, which in ((soaked, "soaked"), (shared_cases(), "used"), (others, "used" if when_used else "all")):
-        chosen = {name: case for name, case in cases.items() if match in name}
-        tasks |= {name: task for name, task in tasks_of(chosen, which).items() if name not in tasks}
-    return list(tasks.values())
+    cases |= {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((LOW_LATENCY, BULK))}
+    found: dict[Hashable, Task] = {}
+    for named, gives_ids in ((cases, True), ({f"soaked-{size}": case for size, case in soaked_sizes().items()}, False)):
+        for case in [case for name, case in named.items() if match in name]:
+            for number, variant in enumerate(variants_of(case, gives_ids)):
+                found.setdefault(variant.key, Task(case, gives_ids, number))
+    return list(found.values())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--match", default="", help="only cases whose name contains this")
-    parser.add_argument("--shared-only", action="store_true", help="only what tests/multigpu/test_shared_gpu.py runs")
-    parser.add_argument(
-        "--when-used", action="store_true", help="only what tests launch with EP_A2A_TEST_COMPILE_WHEN_USED=1"
-    )
     parser.add_argument("--secs", type=float, default=1e9, help="seconds after which no variant is begun")
     options = parser.parse_args()
     start = time.monotonic()
@@ -116,7 +87,7 @@ def main() -> int:
     num_done, spent = 0, 0.0
     PROCESSES.set_forkserver_preload([__spec__.name])
     with PROCESSES.Pool(num_processes, keep_to_one_core, (PROCESSES.Value("i", 0),)) as pool:
-        tasks = find_tasks(options.match, shared_only=options.shared_only, when_used=options.when_used)
+        tasks = find_tasks(options.match)
         secs = time.monotonic() - start
         sys.stdout.write(f"{len(tasks)} variants, {num_processes} processes, found in {secs:.0f} s\n")
         sys.stdout.flush()

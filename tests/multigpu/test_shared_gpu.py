@@ -1,6 +1,6 @@
 """Ranks that share one GPU: every pair of choices with 2 to 8 ranks, virtual nodes, and every case of the op with 8.
 
-`python -m tests.multigpu.precompile --shared-only` compiles the kernels first, with all cores of the host. After it
+`python -m tests.multigpu.precompile` compiles the kernels first, with all cores of the host. After it
 `pytest -n 3` takes less than half the time of one worker, on 16 cores. With EP_A2A_TEST_RESULTS=FOLDER what has passed
 is noted there, and left out of the next run.
 """
