@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ep_a2a import clock, errors
 from ep_a2a.config import EpDispatchCombineKernelType
@@ -31,7 +30,6 @@ from tests.cases.op_cases import (
     make_op,
     read_bodies,
     reference_of,
-    run_case,
     run_step,
     same_bits,
     same_sums,
@@ -85,6 +83,12 @@ def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
         assert torch.equal(again.memory.table[: addresses.numel()], addresses)
         assert arena.num_bytes == num_bytes
         run_step(case, again, 3, context.device)
+        for number in range(2):
+            with make_op(context, case, arena) as unnamed:
+                run_step(case, unnamed, number, context.device)
+            # those without an index have memory of their own, which the next one gets
+            num_bytes = arena.num_bytes if number == 0 else num_bytes
+        assert arena.num_bytes == num_bytes
     arena.close()
     raised(errors.ClosedError, lambda: again.check())
 
@@ -458,18 +462,21 @@ def host_checks(context: RankContext, case: Case) -> None:
         raised(errors.ClosedError, dispatch(), "closed")
 
 
-def combine_inputs_in_rank_major(context: RankContext, case: Case) -> None:
+def other_arrangements(context: RankContext, case: Case) -> None:
     """Rows of another arrangement than dispatch's are refused, also where their number is right."""
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
+        x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+        if case.layout == "expert_major":
+            raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
         step = Step.dispatch(case, op, 0, context.device)
-        dtype, hidden = op.config.combined_dtype, case.hidden_dim
-        buffer = op.get_registered_combine_input_buffer(dtype)
-        stride, world_size = case.stride(0) or 0, case.world_size
-        whole = buffer.view(world_size, case.max_tokens, hidden)
-        raised(errors.ShapeError, lambda: op.combine(whole, None, None), "input of shape")
-        turned = torch.zeros(stride, world_size, hidden, dtype=dtype, device=context.device)
-        raised(errors.ShapeError, lambda: op.combine(turned, None, None), "input of shape")
+        rows = torch.zeros(*step.got[0].shape, dtype=op.config.combined_dtype, device=context.device)
+        if case.layout == "expert_major":
+            raised(errors.InputError, lambda: op.combine(rows, step.got[1], None), "weights")
+        else:
+            whole = rows.new_zeros(case.world_size, case.max_tokens, case.hidden_dim)
+            raised(errors.ShapeError, lambda: op.combine(whole, None, None), "input of shape")
+        raised(errors.ShapeError, lambda: op.combine(rows.transpose(0, 1).contiguous(), None, None), "input of shape")
         step.combine()
 
 
@@ -497,20 +504,6 @@ def weights_on_some_ranks(context: RankContext, case: Case) -> None:
         run_step(case, op, 1, context.device)
 
 
-def memory_of_closed_ops_is_used_again(context: RankContext, case: Case) -> None:
-    """Ops made without an index have memory of their own, which the next one gets after close."""
-    with arena_of(context, case) as arena:
-        sizes = []
-        for number in range(3):
-            with make_op(context, case, arena) as op:
-                run_step(case, op, number, context.device)
-            sizes.append(arena.num_bytes)
-        assert len(set(sizes)) == 1
-        living = make_op(context, case, arena, index=0)
-        raised(errors.StateError, lambda: make_op(context, case, arena, index=0), "close it first")
-        run_step(case, living, 3, context.device)
-
-
 def construction_mismatches(context: RankContext, case: Case) -> None:
     """Ranks that build different ops, or do not come, are found at construction, with field and ranks named."""
     with arena_of(context, case) as arena:
@@ -530,29 +523,6 @@ def construction_mismatches(context: RankContext, case: Case) -> None:
             # its process runs
             assert (error.missing_ranks, error.late_ranks) == ((), (1,))
         come_last(context, 1, "the end")
-
-
-def expert_major_checks(context: RankContext, case: Case) -> None:
-    """Layout expert_major: weights that the host misses in dispatch or refuses in combine, and rows turned round."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
-        raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
-        step = Step.dispatch(case, op, 0, context.device)
-        rows, weights = step.got[0], step.got[1]
-        raised(errors.InputError, lambda: op.combine(rows, weights, None), "weights")
-        raised(errors.ShapeError, lambda: op.combine(rows.transpose(0, 1).contiguous(), None, None))
-        step.combine()
-
-
-def group_without_rank_0(context: RankContext, case: Case) -> None:
-    """An op of all ranks but the first, whose store the first rank's process may host."""
-    group = dist.new_group(list(range(1, context.world_size)), backend="gloo")
-    if context.rank:
-        inner = RankContext(context.rank - 1, context.world_size - 1, context.device, group)
-        run_case(inner, replace(case, world_size=inner.world_size))
-        dist.destroy_process_group(group)
-    dist.barrier()
 
 
 interleaved = functools.partial(run_order, order="interleaved")

@@ -1,7 +1,6 @@
 """Runs of the simulator by name, and what a failure prints."""
 
 import gc
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -74,7 +73,7 @@ def run_on_ranks(body: Callable[..., Any], world_size: int, *args: Any, conditio
     if failed:
         # frees the runs of earlier failures, which their tracebacks keep in cycles; their memory does not count there
         gc.collect()
-        errors = [f"{whose}{words_of(each)}" for whose, each in failed.items()]
+        errors = [f"{whose}{type(each).__name__}: {each}" for whose, each in failed.items()]
         first = next(iter(failed.values()))
         raise SimulationFailed("\n".join([*errors, describe(simulation)])) from first
     return found
@@ -85,11 +84,3 @@ def with_few_tokens(case: Case) -> Case:
     most = MOST_UNUSUAL_TOKENS if case.unusual else MOST_TOKENS
     tokens = ((min(count, most - rank % 2) for rank, count in enumerate(step)) for step in case.tokens)
     return replace(case, tokens=tuple(map(tuple, tokens)))
-
-
-def words_of(error: BaseException) -> str:
-    """An error in words: where a check has no text, its place and source."""
-    if str(error) or error.__traceback__ is None:
-        return f"{type(error).__name__}: {error}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"

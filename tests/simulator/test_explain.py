@@ -9,7 +9,7 @@ import pytest
 
 from ep_a2a.memory.arena import Arena
 from tests.simulator.ranks import Context
-from tests.simulator.runs import CONDITIONS, SimulationFailed, run, run_on_ranks, words_of
+from tests.simulator.runs import CONDITIONS, SimulationFailed, run, run_on_ranks
 from tests.simulator.sites import ordering_sites
 from tests.simulator.test_memory import overwrite_without_order
 
@@ -76,16 +76,6 @@ def test_an_overtaken_load_in_a_kernel_of_a_test_is_named():
         r"  \d+: rank 1 await\[0\] of call 1: store pool word 0 .* await_kernel",
     ):
         assert re.search(line, text, re.MULTILINE), f"{line} not in\n{text}"
-
-
-def test_a_check_without_a_text_is_named_by_its_source():
-    def check(found: int) -> None:
-        assert found == 1
-
-    with pytest.raises(AssertionError) as failed:
-        check(2)
-    failed.value.args = ()
-    assert re.search(r"AssertionError at .*test_explain.py:\d+, in check: assert found == 1", words_of(failed.value))
 
 
 def test_nothing_of_a_run_that_has_failed_is_kept() -> None:

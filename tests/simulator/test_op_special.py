@@ -12,13 +12,11 @@ from tests.cases.op_special import BODIES, missing_rank
 from tests.simulator.runs import run_on_ranks, with_few_tokens
 
 REAL_PROCESSES = (
-    # process groups
-    "group-without-rank-0",
     # a dispatch behind a failed step replaces counts beside loads of them that it does not use: the simulator refuses
     "weights-on-some-ranks",
 )
 """Bodies that the simulator does not run: tests/multiprocess/test_op_special.py."""
-QUICK_IN_PROCESSES = ("graph-cast", "memory-of-closed-ops-is-used-again")
+QUICK_IN_PROCESSES = ("graph-cast",)
 ON_TWO_RANKS = ("order-interleaved", "sequential-ops-share-memory")
 """Bodies that `make test` runs on fewer ranks than their cases have."""
 
