@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import (
     AlternationError,
     CapacityError,
@@ -25,12 +23,11 @@ from ep_a2a.errors import (
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, make_inputs, run_step, same_bits
+from tests.cases.op_cases import Case, make_inputs, run_step
 
 COLLECTIVE = ("naive", "allgather_reducescatter")
 BACKENDS = ("ep_a2a", *COLLECTIVE)
 HIDDEN_DIM, TOPK, NUM_EXPERTS = 32, 3, 12
-TOKENS_PER_STEP = ((5, 0, 3, 1), (2, 7, 0, 0), (4, 4, 4, 4), (0, 0, 0, 0), (0, 0, 6, 0))
 
 
 def create(name: str, context: RankContext) -> Any:
@@ -39,69 +36,16 @@ def create(name: str, context: RankContext) -> Any:
     return manager
 
 
-def all_inputs(context: RankContext, counts: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Hidden states, weights, ids, logits and two more tensors of every rank, in rank order."""
-    for rank in range(context.world_size):
-        generator = torch.Generator().manual_seed(100 * rank + sum(counts))
-        num_tokens = counts[rank]
-        hidden = torch.randn(num_tokens, HIDDEN_DIM, generator=generator).to(dtype)
-        ids = torch.randint(-1, NUM_EXPERTS, (num_tokens, TOPK), generator=generator)
-        weights, logits = (torch.rand(num_tokens, n, generator=generator) for n in (TOPK, NUM_EXPERTS))
-        flags = torch.rand(num_tokens, generator=generator) > 0.5
-        cube = torch.randn(num_tokens, 2, 3, generator=generator).to(FP8_DTYPE)
-        yield tuple(t.to(context.device) for t in (hidden, weights, ids, logits, flags, cube))
-
-
-def returned_rows(context: RankContext, num_rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What every rank's experts return for all rows."""
-    generator = torch.Generator().manual_seed(num_rows)
-    return [
-        torch.randn(num_rows, HIDDEN_DIM, generator=generator).to(dtype).to(context.device)
-        for _ in range(context.world_size)
-    ]
-
-
-def exchange_tokens(context: RankContext, name: str, dtype: torch.dtype) -> None:
-    """vLLM's dispatch and combine on hidden states, step after step, with uneven and zero token counts."""
-    manager = create(name, context)
-    for counts in TOKENS_PER_STEP:
-        parts = list(all_inputs(context, counts, dtype))
-        hidden, weights, ids, _, *extra = parts[context.rank]
-        got = manager.dispatch(hidden, weights, ids, False, extra)
-        expected = [torch.cat([part[number] for part in parts]) for number in (0, 1, 2, 4, 5)]
-        for mine, other in zip((*got[:3], *got[3]), expected, strict=True):
-            same_bits(mine, other.cpu(), "dispatched")
-        check_combine(context, manager, counts, torch.bfloat16 if dtype == FP8_DTYPE else dtype)
-    manager.destroy()
-
-
-def check_combine(context: RankContext, manager: Any, counts: tuple[int, ...], dtype: torch.dtype) -> None:
-    num_rows = sum(counts[: context.world_size])
-    rows = returned_rows(context, num_rows, dtype)
-    assert manager.allocate_combine_input(rows[0].shape, dtype, context.device) is None, "any memory is as good"
-    own = rows[context.rank].clone()
-    start = sum(counts[: context.rank])
-    # as combine promises: float32 from 0, ascending ranks, rounded once
-    total = torch.zeros(num_rows, HIDDEN_DIM, device=context.device)
-    for part in rows:
-        total += part
-    expected = total[start : start + counts[context.rank]].to(dtype)
-    before = own.clone()
-    result = manager.combine(own)
-    assert torch.equal(own, before)
-    if manager.backend == "allgather_reducescatter":
-        assert torch.equal(result, expected)
-    torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
-
-
 def other_forms(context: RankContext, name: str) -> None:
     """Router logits, AITER's two-tensor form, no extra tensors, combine_into_output, non-contiguous tensors."""
     manager = create(name, context)
     counts = (3, 0, 2, 4)
-    parts = list(all_inputs(context, counts, torch.float32))
-    hidden, weights, ids, logits, flags, _ = parts[context.rank]
-    both = [torch.cat([part[number] for part in parts]) for number in (0, 3)]
-    num_rows = sum(counts[: context.world_size])
+    num_rows, num_tokens = sum(counts[: context.world_size]), counts[context.rank]
+    generator, start = torch.Generator().manual_seed(0), sum(counts[: context.rank])
+    both = [torch.rand(num_rows, width, generator=generator).to(context.device) for width in (HIDDEN_DIM, NUM_EXPERTS)]
+    hidden, logits = (each[start : start + num_tokens] for each in both)
+    weights, flags = logits[:, :TOPK], logits[:, 0] > 0.5
+    ids = torch.zeros(num_tokens, TOPK, dtype=torch.int64, device=context.device)
     rows = torch.ones(num_rows, HIDDEN_DIM, device=context.device)
     forms: list[Callable[[], Any]] = [
         lambda: manager.dispatch_router_logits(hidden, logits),
@@ -179,31 +123,6 @@ def switch_backend(context: RankContext, case: Case) -> None:
             assert ops[0].combine(rows, None, None, out=out)[0] is out
             assert not out.any()
         manager.destroy()
-
-
-def in_a_group_without_rank_0(context: RankContext, name: str) -> None:
-    """Everything once more in a group of all ranks but the first."""
-    members = list(range(1, context.world_size))
-    group = dist.new_group(members)
-    if context.rank:
-        inner = RankContext(context.rank - 1, context.world_size - 1, context.device, group)
-        exchange_tokens(inner, name, torch.bfloat16)
-        case = Case(world_size=inner.world_size, num_experts=2 * inner.world_size, tokens=((4, 0, 7), (0, 3, 1)))
-        run_case_on(inner, name, case)
-        manager = create(name, inner)
-        run_step(case, manager.get_handle(kwargs_of(case, inner.rank)), 0, context.device)
-        manager.destroy()
-        dist.destroy_process_group(group)
-
-
-def over_a_group_with_gloo_only(context: RankContext, name: str) -> None:
-    """As vLLM's cpu_group is: CUDA tensors need a communicator that the manager makes."""
-    group = dist.new_group(backend="gloo")
-    inner = RankContext(context.rank, context.world_size, context.device, group)
-    exchange_tokens(inner, name, torch.float32)
-    # a second manager of the same group makes its own
-    exchange_tokens(inner, name, torch.bfloat16)
-    dist.destroy_process_group(group)
 
 
 def ranks_that_disagree(context: RankContext, name: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.errors import (
@@ -37,6 +38,14 @@ def inputs_of(rank: int, number: int, dtype: torch.dtype = torch.bfloat16) -> tu
     return hidden, torch.rand(num_tokens, TOPK, generator=generator), ids
 
 
+def extras_of(rank: int, number: int) -> list[torch.Tensor]:
+    """More tensors of a rank's tokens, which backends that gather all tokens take along."""
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    num_tokens = TOKENS_PER_STEP[number][rank]
+    cube = torch.randn(num_tokens, 2, 3, generator=generator).to(FP8_DTYPE)
+    return [torch.rand(num_tokens, generator=generator) > 0.5, cube]
+
+
 def owned_experts(world_size: int, rank: int) -> range:
     first = sum(num_owned_experts(NUM_EXPERTS, world_size, each) for each in range(rank))
     return range(first, first + num_owned_experts(NUM_EXPERTS, world_size, rank))
@@ -46,7 +55,12 @@ def run_experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, 
     """The weighted sum of some experts' results, [N, H]: expert e multiplies by e + 1 and adds e."""
     mine = (ids >= owned.start) & (ids < owned.stop)
     rows = hidden.float()[:, None] * (ids[:, :, None] + 1) + ids[:, :, None]
-    return (rows * (weights.float() * mine)[:, :, None]).sum(1).to(hidden.dtype)
+    return (rows * (weights.float() * mine)[:, :, None]).sum(1).to(returned_dtype(hidden.dtype))
+
+
+def returned_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What experts return for tokens of a dtype."""
+    return torch.bfloat16 if dtype == FP8_DTYPE else dtype
 
 
 def layer_result(world_size: int, rank: int, number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -55,7 +69,7 @@ def layer_result(world_size: int, rank: int, number: int, dtype: torch.dtype = t
     total = torch.zeros(len(inputs[0]), HIDDEN_DIM)
     for owner in range(world_size):
         total += run_experts(*inputs, owned_experts(world_size, owner))
-    return total.to(dtype)
+    return total.to(returned_dtype(dtype))
 
 
 def kwargs_of(context: RankContext, **changes: Any) -> dict[str, Any]:
@@ -64,40 +78,79 @@ def kwargs_of(context: RankContext, **changes: Any) -> dict[str, Any]:
     return manager_cases.kwargs_of(case, context.rank, **{"quant_dtype": None, **own, **changes})
 
 
-def run_layer(context: RankContext, place: Any, backend: str, number: int, *, one_node: bool = True) -> None:
+def run_layer(
+    context: RankContext,
+    place: Any,
+    backend: str,
+    number: int,
+    *,
+    one_node: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """One step by `place`'s dispatch and combine, a manager's or a communicator's, against layer_result.
 
     All-reduce adds in an order of its own, and nodes add their ranks' rows and round the sums before they travel.
     """
-    hidden, weights, ids = (tensor.to(context.device) for tensor in inputs_of(context.rank, number))
-    dispatched = place.dispatch(hidden, weights, ids)
-    assert [tensor.dtype for tensor in dispatched] == [hidden.dtype, weights.dtype, ids.dtype]
+    given = [tensor.to(context.device) for tensor in inputs_of(context.rank, number, dtype)]
     if backend == "ep_a2a":
-        check_rows(context, dispatched, number)
-    result = place.combine(run_experts(*dispatched, owned_experts(context.world_size, context.rank)))
-    expected = layer_result(context.world_size, context.rank, number)
+        dispatched = place.dispatch(*given)
+    else:
+        *tensors, extras = place.dispatch(
+            *given, False, [each.to(context.device) for each in extras_of(context.rank, number)]
+        )
+        dispatched = [*tensors, *extras]
+    check_rows(context, backend, dispatched, number, dtype)
+    returned = run_experts(*dispatched[:3], owned_experts(context.world_size, context.rank))
+    kept = returned.clone()
+    result = place.combine(returned)
+    assert torch.equal(returned, kept)
+    expected = layer_result(context.world_size, context.rank, number, dtype)
     if backend == "naive" or not one_node:
         torch.testing.assert_close(result.cpu(), expected, rtol=2**-6, atol=2**-3)
     else:
         same_bits(result, expected, "combined")
 
 
-def check_rows(context: RankContext, dispatched: Any, number: int) -> None:
-    """Exactly the rows for this rank's experts came, in the order of (source rank, source token)."""
-    parts = [inputs_of(rank, number) for rank in range(context.world_size)]
+def check_rows(
+    context: RankContext, backend: str, dispatched: Any, number: int, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """The rows for this rank's experts came, or all, in the order of (source rank, source token)."""
+    parts = [(*inputs_of(rank, number, dtype), *extras_of(rank, number)) for rank in range(context.world_size)]
     everything = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
     owned = owned_experts(context.world_size, context.rank)
-    comes = ((everything[2] >= owned.start) & (everything[2] < owned.stop)).any(1)
-    for got, tensor in zip(dispatched, everything, strict=True):
+    comes = ((everything[2] >= owned.start) & (everything[2] < owned.stop)).any(1) | (backend != "ep_a2a")
+    for got, tensor in zip(dispatched, everything):
         same_bits(got, tensor[comes], "dispatched")
 
 
-def layer_on_a_manager(context: RankContext, backend: str, changes: dict[str, Any]) -> None:
+def layer_on_a_manager(
+    context: RankContext, backend: str, changes: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> None:
     with create(backend, context) as manager:
         op = manager.get_handle(kwargs_of(context, **changes))
         for number in range(len(TOKENS_PER_STEP)):
-            run_layer(context, manager, backend, number, one_node="gpu_per_node" not in changes)
+            run_layer(context, manager, backend, number, one_node="gpu_per_node" not in changes, dtype=dtype)
         assert not op.has_open_step
+
+
+def in_a_group_without_rank_0(context: RankContext, backend: str) -> None:
+    """In a group of all ranks but the first, whose store the first rank's process may host."""
+    group = dist.new_group(list(range(1, context.world_size)))
+    if context.rank:
+        inner = RankContext(context.rank - 1, context.world_size - 1, context.device, group)
+        layer_on_a_manager(inner, backend, {})
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def over_a_group_with_gloo_only(context: RankContext, backend: str) -> None:
+    """As vLLM's cpu_group is: CUDA tensors need a communicator that the manager makes."""
+    group = dist.new_group(backend="gloo")
+    inner = RankContext(context.rank, context.world_size, context.device, group)
+    # a second manager of the same group makes its own
+    for dtype in (torch.float32, torch.bfloat16):
+        layer_on_a_manager(inner, backend, {}, dtype)
+    dist.destroy_process_group(group)
 
 
 def needs_a_living_handle(context: RankContext) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_a2a.config import FP8_DTYPE
-from tests.cases import manager_cases
+from tests.cases import manager_cases, manager_layer_cases
 from tests.cases.manager_cases import COLLECTIVE
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES
@@ -35,7 +35,7 @@ OP_CASES = (
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8_DTYPE], ids=str)
 def test_tokens(ranks: Any, dtype: torch.dtype, name: str) -> None:
-    ranks(manager_cases.exchange_tokens, WORLD_SIZE, name, dtype)
+    ranks(manager_layer_cases.layer_on_a_manager, WORLD_SIZE, name, {}, dtype)
 
 
 @both
@@ -53,7 +53,7 @@ def test_switching_backends_changes_nothing(ranks: Any, layout: str) -> None:
 
 BODIES = (
     manager_cases.other_forms,
-    manager_cases.over_a_group_with_gloo_only,
+    manager_layer_cases.over_a_group_with_gloo_only,
     manager_cases.ranks_that_disagree,
     manager_cases.wrong_use,
     manager_cases.capture_is_refused,

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ep_a2a.config import FP8_DTYPE, QuantType
+from ep_a2a.config import QuantType
 from ep_a2a.testing import RankFailure, RankPool, run_ranks
 from tests.cases import manager_cases
 from tests.cases.covering import Choice, case_of, covering_params
@@ -46,13 +45,6 @@ OFFERED = {
 
 
 @both
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8_DTYPE], ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tokens(ranks: Any, world_size: int, dtype: torch.dtype, name: str) -> None:
-    ranks(manager_cases.exchange_tokens, world_size, name, dtype)
-
-
-@both
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_other_forms(ranks: Any, world_size: int, name: str) -> None:
     ranks(manager_cases.other_forms, world_size, name)
@@ -73,11 +65,6 @@ def test_pair(ranks: Any, choice: Choice, number: int, name: str) -> None:
 def test_switching_backends_changes_nothing(ranks: Any, layout: str) -> None:
     case = Case(world_size=3, num_experts=6, tokens=((4, 0, 7), (0, 3, 1)), layout=layout)
     ranks(manager_cases.switch_backend, case.world_size, case)
-
-
-@both
-def test_group_without_rank_0(ranks: Any, name: str) -> None:
-    ranks(manager_cases.in_a_group_without_rank_0, 4, name)
 
 
 @both

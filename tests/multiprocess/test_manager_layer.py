@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
+from ep_a2a.config import FP8_DTYPE
 from tests.cases import manager_layer_cases as cases
-from tests.cases.manager_cases import BACKENDS
+from tests.cases.manager_cases import BACKENDS, COLLECTIVE
 
 RANK_MAJOR = {"layout": "rank_major"}
 TWO_NODES = {"gpu_per_node": 2}
@@ -15,6 +17,17 @@ TWO_NODES = {"gpu_per_node": 2}
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_backends_give_the_same_result(ranks: Any, world_size: int, backend: str) -> None:
     ranks(cases.layer_on_a_manager, world_size, backend, {})
+
+
+@pytest.mark.parametrize("backend", COLLECTIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, FP8_DTYPE], ids=str)
+def test_tokens_of_another_dtype(ranks: Any, dtype: torch.dtype, backend: str) -> None:
+    ranks(cases.layer_on_a_manager, 3, backend, {}, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_without_rank_0(ranks: Any, backend: str) -> None:
+    ranks(cases.in_a_group_without_rank_0, 4, backend)
 
 
 @pytest.mark.parametrize(
