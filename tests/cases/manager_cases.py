@@ -47,6 +47,7 @@ def other_forms(context: RankContext, name: str) -> None:
     weights, flags = logits[:, :TOPK], logits[:, 0] > 0.5
     ids = torch.zeros(num_tokens, TOPK, dtype=torch.int64, device=context.device)
     rows = torch.ones(num_rows, HIDDEN_DIM, device=context.device)
+    assert manager.allocate_combine_input(rows.shape, rows.dtype, context.device) is None, "any memory is as good"
     forms: list[Callable[[], Any]] = [
         lambda: manager.dispatch_router_logits(hidden, logits),
         lambda: manager.dispatch_router_logits(hidden, logits, True, extra_tensors=[flags])[:2],

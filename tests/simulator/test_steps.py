@@ -17,6 +17,7 @@ QUICK = {
     # without a fault of their own
     *NOTICED_BY.values(),
     ("bulk_compact", "until_late", "stopping"),
+    ("low_latency_sparse", "until_late", "stopping"),
     ("bounded", "steps", "many-sms"),
     ("bounded_fp8_results", "steps", "many-sms"),
     ("bounded_compact_cast", "steps", "many-sms"),

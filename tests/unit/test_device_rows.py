@@ -6,12 +6,10 @@ import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.constants import ExpertPlacement, LowLatencyDispatch, Row, Shape
-from ep_a2a.kernels.layout import Region, Stage
-from ep_a2a.kernels.ll_receive_kernels import ArrivingRow, judge_row, take_row_block
+from ep_a2a.kernels.constants import ExpertPlacement
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.ll_receive_kernels import judge_row
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import STEP_SHIFT, pause
-from ep_a2a.kernels.receive_kernels import DispatchStep
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
     field_of,
@@ -65,39 +63,6 @@ def test_a_position_with_the_highest_bit_announces_a_row_that_contains_empty():
     assert num_late(words, cast=False) == 3
     assert num_late(words, cast=False, position=WRITTEN_IN_FULL | 17) == 0
     assert num_late(words, cast=False, position=WRITTEN_IN_FULL | 17, num_late_sides=1) == 3
-
-
-# --- a row that does not come ---
-
-RANK, SOURCE, WORLD = 1, 2, 3
-SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["all at once", "sparse"])
-
-
-@portable
-def take(step, row, out, ROW: tl.constexpr, SPARSE_POLLS: tl.constexpr):
-    at = tl.arange(0, NUM_WORDS)
-    low_latency = LowLatencyDispatch(1, 1, NUM_WORDS, NUM_WORDS - 1, True, 1, 1, NUM_WORDS, SPARSE_POLLS)
-    shape = Shape(WORLD, WORLD, 0, 1, False)
-    *_, poison = take_row_block(step, row, at, at, at < NUM_WORDS, shape, ROW, low_latency)
-    tl.store(out, poison)
-
-
-@SPARSE
-@pytest.mark.parametrize(("num_ended", "bound"), [(0, 1), (1, 0), (2**32, 0)], ids=["first step", "second", "later"])
-def test_a_wait_that_takes_too_long_accuses_the_rows_source(monkeypatch, num_ended, bound, sparse):
-    """After the bound of the first step, or that of all others."""
-    looks = iter(range(64))
-    monkeypatch.setitem(pause.__dict__, "python", lambda _: next(looks))
-    words, sides = torch.full((NUM_WORDS,), EMPTY, dtype=torch.int32), torch.zeros(NUM_WORDS, dtype=torch.int64)
-    poison, limits = torch.zeros(1, dtype=torch.int32), torch.tensor([10**15] * 2)
-    limits[bound] = -1
-    table = table_of(WORLD, {(Region.POISON, RANK): poison, (Region.LIMITS, RANK): limits})
-    table[len(Region) * WORLD + Stage.COMBINE_RECEIVE] = num_ended << STEP_SHIFT.value
-    step = DispatchStep(table, RANK, 5, *[0] * 8, 1)
-    row, out = ArrivingRow(words, sides, torch.zeros(1, dtype=torch.int64), SOURCE, 3, 0), untouched(1)
-    row_block = Row(NUM_WORDS, NUM_WORDS, False, 1, 1, False, False)
-    take.interpret((1,), step, row, out, ROW=row_block, SPARSE_POLLS=sparse)
-    assert out.tolist() == poison.tolist() == [1 << 16 | SOURCE]
 
 
 # --- row numbers ---
