@@ -195,11 +195,6 @@ def test_redundant_experts():
     assert [config.num_local_experts for config in uneven] == [8] * 4 + [7] * 4
 
 
-def test_without_data_parallelism_there_is_no_op():
-    with pytest.raises(UnsupportedError, match="all-reduce"):
-        configs_of(DEEPSEEK, data_parallel_size=1, tensor_parallel_size=8)
-
-
 @pytest.mark.parametrize(
     "values",
     [{"hidden_size": 4096}, {**DEEPSEEK, "n_routed_experts": None}, {"num_experts": 1, "hidden_size": 64}, {}],
@@ -217,15 +212,12 @@ def test_a_model_that_lacks_a_number_is_refused_with_the_keys_looked_for():
             model_of({key: value for key, value in DEEPSEEK.items() if key != missing})
 
 
-def test_files_that_are_no_config(tmp_path):
+def test_a_file_or_its_folder_is_read(tmp_path):
     file = tmp_path / "config.json"
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"a JSON object in .*config\.json") as caught:
         read_model(tmp_path)
-    for text in ("{", "[1]", "\xff"):
-        file.write_text(text, encoding="latin-1")
-        with pytest.raises(ConfigError, match=r"config\.json") as caught:
-            read_model(file)
-        assert caught.value.remedy == f"Correct {file}."
+    assert caught.value.remedy == f"Correct {file}."
     file.write_text(json.dumps(DEEPSEEK))
     assert read_model(tmp_path) == read_model(file) == model_of(DEEPSEEK)
 
