@@ -182,11 +182,6 @@ def warn_of_unknown() -> None:
         logger.warning("%s is set and is no variable of ep_a2a: it does nothing. %s", name, hint or "See docs/env.md.")
 
 
-def launcher_variable(name: str) -> str | None:
-    """Returns a variable that launchers such as torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, ...), or None."""
-    return os.environ.get(name)
-
-
 FOREIGN_PREFIXES = ("NCCL_", "NVSHMEM_", "GLOO_", "CUDA_", "TRITON_", "TORCH_", "VLLM_PLUGINS", "VLLM_EXECUTE_")
 
 
@@ -202,7 +197,7 @@ def set_with_prefix(prefix: str) -> tuple[str, ...]:
 
 
 def other_variable(name: str) -> str:
-    """Returns a variable of another program (CC, TRITON_CACHE_DIR), "" where it is unset."""
+    """Returns a variable of another program (CC, torchrun's LOCAL_RANK), "" where it is unset."""
     return os.environ.get(name, "")
 
 

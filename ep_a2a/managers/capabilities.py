@@ -42,7 +42,6 @@ class Capabilities:
     Attributes:
         has_handles: `get_handle` returns ops with dispatch and combine.
         dispatches_tokens: the manager itself has dispatch and combine on hidden states.
-        output_is_reduced: combine returns the sum over all ranks; an all-reduce after it would count it again.
         graph_safe: dispatch and combine can be captured in a CUDA graph.
         host_sync: a step of an op outside of graphs makes the host wait for the device.
         micro_batches: steps of ops with different indices may overlap.
@@ -85,7 +84,6 @@ class Capabilities:
 
     has_handles: bool = _in(USE, "ops", True)
     dispatches_tokens: bool = _in(USE, "manager moves tokens", False)
-    output_is_reduced: bool = _in(USE, "output is reduced", True)
     graph_safe: bool = _in(USE, "CUDA graphs", True)
     host_sync: bool = _in(USE, "host waits", False)
     micro_batches: bool = _in(USE, "overlapping micro-batches", True)

@@ -269,10 +269,10 @@ def _choose_device(backend: str, local_rank: int, rank: int) -> torch.device:
     if "nccl" not in backend:
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()
-    launched_as = env.launcher_variable("LOCAL_RANK")
+    launched_as = env.other_variable("LOCAL_RANK")
     if local_rank >= 0:
         index = local_rank
-    elif launched_as is not None:
+    elif launched_as:
         if not launched_as.isdecimal():
             raise ConfigError("LOCAL_RANK to be a number", repr(launched_as), "Correct or unset it.")
         index = int(launched_as)

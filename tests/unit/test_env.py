@@ -73,7 +73,7 @@ def test_variables_of_other_libraries_are_set_unless_they_are_set(monkeypatch):
     monkeypatch.setenv("OTHER_LIBRARY", "")
     assert env.set_unless_set("OTHER_LIBRARY", "first") == "first"
     assert env.set_unless_set("OTHER_LIBRARY", "second") == "first"
-    assert env.launcher_variable("OTHER_LIBRARY") == "first"
+    assert env.other_variable("OTHER_LIBRARY") == "first"
 
 
 @pytest.mark.parametrize("text", ["LOUD", "10x", "warn ing"])
@@ -85,13 +85,6 @@ def test_a_bad_log_level_names_variable_and_value(text, monkeypatch):
         set_up_logging()
     assert caught.value.got == repr(text.upper())
     assert logging.getLogger("ep_a2a").level == before
-
-
-def test_launchers_variables(monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert env.launcher_variable("LOCAL_RANK") is None
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert env.launcher_variable("LOCAL_RANK") == "3"
 
 
 # --- names that do not exist ---

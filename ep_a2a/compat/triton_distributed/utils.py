@@ -46,9 +46,7 @@ def initialize_distributed(seed: int | None = None, initialize_shmem: bool = Tru
     Raises:
         ConfigError: a launcher's variable is impossible. StateError: there is a symmetric world already.
     """
-    rank, world_size = (
-        int(env.launcher_variable(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
-    )
+    rank, world_size = (int(env.other_variable(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     init_dist_env(1, 0, data_parallel_size=world_size, data_parallel_rank=rank)
     group = get_ep_group().device_group
     first = FIRST_SEED + (rank if seed is None else seed)

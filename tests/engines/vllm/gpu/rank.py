@@ -206,18 +206,6 @@ class Rank:
         few = max(1, output // 8)
         return {"few": few, "few_secs": best(few), "secs": best(output)}
 
-    def profile(self, batch: int, prompt: int, output: int) -> dict[str, Any]:
-        """Records the steps of `batch` prompts per rank that start all at once; vLLM writes the trace."""
-        self.llm.apply_model(fill_dummy_weights)
-        chosen = random.Random(self.rank)
-        warm_up, recorded = ([self._prompt(chosen, prompt) for _ in range(batch)] for _ in range(2))
-        self._generate(warm_up, output)
-        self._settle()
-        self.llm.start_profile()
-        self._generate(recorded, output)
-        self.llm.stop_profile()
-        return {}
-
     # how they do it
 
     def _share(self, num_prompts: int, longest: int = 100) -> dict[int, list[int]]:
