@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 NCCL_DEVICES, NVSHMEM_DEVICES = "NCCL_IB_HCA", "NVSHMEM_HCA_LIST"
 
 
-def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
+def choose_transport(name: str, why_not: Mapping[str, str]) -> str:
     """Choose the transport that carries tokens between nodes.
 
     Args:
@@ -27,7 +27,7 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
         why_not: the transports that cannot be used here, with the reason.
 
     Returns:
-        (name, reason). With "torch.distributed" and registered transports the host exchanges blocks that kernels have
+        Its name. With "torch.distributed" and registered transports the host exchanges blocks that kernels have
         packed; with "peer_memory" and "nvshmem" kernels do all of it. "auto" never takes "nvshmem", which has not been
         measured on a network between hosts.
 
@@ -44,10 +44,8 @@ def choose_transport(name: str, why_not: Mapping[str, str]) -> tuple[str, str]:
             "Use 'torch.distributed' or 'auto'.",
         )
     if asked != "auto":
-        return asked, "asked for by name"
-    if "peer_memory" not in why_not:
-        return "peer_memory", "virtual nodes of one host"
-    return "torch.distributed", why_not["peer_memory"]
+        return asked
+    return "torch.distributed" if "peer_memory" in why_not else "peer_memory"
 
 
 def name_network_devices() -> None:

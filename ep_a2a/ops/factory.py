@@ -58,8 +58,8 @@ class OpFactory:
         if not topology.internode:
             return kind(config, arena=self.arena, index=index)
         with self.arena.rendezvous.telling():
-            config, grid, reason = self._agree(config, topology, index)
-            logger.info("%s through %s: %s", config.kernel_type.name, config.internode_transport, reason)
+            config, grid = self._agree(config, topology, index)
+            logger.info("%s through %s", config.kernel_type.name, config.internode_transport)
             arena = self._arena_of(config, grid)
             if arena is None:
                 arena = self._make_arena(config, grid)
@@ -67,21 +67,21 @@ class OpFactory:
 
     def _agree(
         self, config: EpDispatchCombineConfig, topology: Topology, index: int | None
-    ) -> tuple[EpDispatchCombineConfig, NodeGrid, str]:
-        """Choose the transport and agree on the config: (config with it, this rank's place, reason of the choice).
+    ) -> tuple[EpDispatchCombineConfig, NodeGrid]:
+        """Choose the transport and agree on the config: (config with it, this rank's place).
 
         The ranks agree before any of them makes an arena: the environment of another rank may name another transport,
         and that rank would wait in a meeting of its own.
         """
         rendezvous = self.arena.rendezvous
         grid = NodeGrid.of(topology, rendezvous.rank)
-        transport, reason = choose_transport(config.internode_transport, self._out_of_use(topology))
+        transport = choose_transport(config.internode_transport, self._out_of_use(topology))
         if transport != "peer_memory" and not config.uses_rings:
             config = replace(config, kernel_type=EpDispatchCombineKernelType.InterNodeV1)
         config = replace(config, internode_transport=transport)
         check_construction(config, self._arena_of(config, grid), index)
         agree_on_config(config, rendezvous, index or 0)
-        return config, grid, reason
+        return config, grid
 
     def _out_of_use(self, topology: Topology) -> dict[str, str]:
         """The transports that cannot serve these nodes, with the reason."""

@@ -152,18 +152,18 @@ def test_a_killed_peer_is_named_at_once():
 
 
 def test_choice_of_a_transport(monkeypatch):
-    assert choose_transport("auto", {}) == ("peer_memory", "virtual nodes of one host")
-    several_hosts = "these are nodes of several hosts"
-    assert choose_transport("auto", {"peer_memory": several_hosts}) == ("torch.distributed", several_hosts)
-    assert choose_transport("torch.distributed", {}) == ("torch.distributed", "asked for by name")
+    several_hosts = {"peer_memory": "these are nodes of several hosts"}
+    assert choose_transport("auto", {}) == "peer_memory"
+    assert choose_transport("auto", several_hosts) == "torch.distributed"
+    for name in ("torch.distributed", "nvshmem"):
+        assert choose_transport(name, {}) == name
     known = r"'auto', 'torch\.distributed', 'peer_memory', 'nvshmem'; got 'rdma'"
     with pytest.raises(UnknownNameError, match=known):
         choose_transport("rdma", {})
-    assert choose_transport("nvshmem", {})[0] == "nvshmem"
     with pytest.raises(UnsupportedError, match="nodes of several hosts"):
-        choose_transport("peer_memory", {"peer_memory": "these are nodes of several hosts"})
+        choose_transport("peer_memory", several_hosts)
     monkeypatch.setenv("EP_A2A_INTERNODE_TRANSPORT", "torch.distributed")
-    assert choose_transport("auto", {}) == ("torch.distributed", "asked for by name")
+    assert choose_transport("auto", {}) == "torch.distributed"
 
 
 @pytest.mark.parametrize(
