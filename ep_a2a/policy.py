@@ -12,83 +12,154 @@ from ep_a2a.config import Layout, QuantType
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
 
-# Figures beside a constant are µs on H200s, for hidden size 7168 and top-8 of 256 experts: EP4 unless they name the
-# ranks, T tokens per rank, N multiprocessors, the date of the report in docs/results/index.md.
+# Beside a constant stands what was measured with other values; * marks the one that was chosen. Figures are µs on H200s
+# for hidden size 7168 and top-8 of 256 experts, of a round trip (dispatch and combine) on 4 ranks unless others are
+# named. T: tokens per rank. N: multiprocessors that a launch may use, all if not named. Dates are those of the reports
+# in docs/results/index.md.
 
 INTERPRETED_PROGRAMS = 3
 """Programs per launch on CPU: more than one, to exercise memory that programs share; few, since they run in turn."""
 INTERPRETED_TILE = 4
 """Tokens that a program of a bulk dispatch sends at once on CPU, where it would send tiles on a GPU."""
-DISPATCH_WARPS, LOW_LATENCY_WARPS, COMBINE_WARPS, COUNT_WARPS = 8, 8, 4, 4
-"""Warps of a program without a bound. Low-latency dispatch: 4, 8, 16 warps took 6.75, 6.73, 7.18 at EP2, T = 1, and
-18.3, 17.9 with 4 and 8 at T = 128 (21 November). Searches around the others gained 2 % at most (EP2, 28 November)."""
+
+# Warps of a program where multiprocessors are not bounded.
+
+DISPATCH_WARPS, COMBINE_WARPS, COUNT_WARPS = 8, 4, 4
+"""Searches around them gained 2 % at most (2 ranks, 28 November)."""
+LOW_LATENCY_WARPS = 8
+"""21 November:
+
+    warps               4     8*    16
+    T = 1, 2 ranks    6.75  6.73  7.18
+    T = 128           18.3  17.9
+"""
+
+# Steps of few tokens, where latency counts, and of many.
+
+FEW_TOKENS = 64
+"""A step has few tokens if its bound step_tokens is less, with a low-latency dispatch also if it is equal. Then work is
+spread thin, and a launch is prepared while the previous one runs, which takes bandwidth from it:
+
+    T                     1    64   128  4096
+    prepared early      9.8  19.9  36.9   810    21 November; T = 64: 27 November
+    not                10.2  21.2  35.6   714
+"""
+MAX_COUNTED_ALONE = 1023
+"""The largest step_tokens with which each program of a bulk dispatch scans the ids of all tokens (redundant scan) and
+needs no other program. Up to here MOST_UNROLLED_RANKS or fewer are sent rows one by one; in larger steps tiles of one
+token, which take fewer instructions, but destinations must be listed before the first row leaves. 27 November:
+
+    T                   256    512   1024
+    one by one         55.7  100.8  189.1
+    tiles              57.0  100.6  187.6
+"""
+MOST_UNROLLED_RANKS = 8
+"""Code that sends rows one by one is repeated for each rank; tiles loop over the destinations of a token.
+
+    ranks                8*    24                          64
+    compilation        quick   17 s, 2 KB of stack         not ready after 5 minutes
+"""
+
+# Rows and elements that a program moves at once.
+
 BLOCK_ELEMENTS = 1024
 """Elements that a program of a combine adds at once, and sends at once where few tokens must be spread over the GPU."""
 SEND_ROW_ELEMENTS = 8192
-"""Elements that a program of a combine sends at once where there are many tokens, most rows in one piece. Round trip at
-T = 4096 with 1024, 4096, 8192: 867, 743, 710 (21 November)."""
-FEW_TOKENS = 64
-"""Below this step_tokens latency counts: work is spread thin, and a launch is prepared while the previous one runs.
-The same holds for as many tokens with a low-latency dispatch. An early launch takes bandwidth from the previous one.
-Round trip with and without early launches: 9.8, 10.2 at T = 1, 36.9, 35.6 at 128, 810, 714 at 4096 (21 November); 19.9,
-21.2 at 64 (27 November)."""
-MAX_COUNTED_ALONE = 1023
-"""Up to this step_tokens each program scans the ids of all tokens (redundant scan) and needs no other program.
-Without a bound on multiprocessors, a bulk dispatch among MOST_UNROLLED_RANKS or fewer sends rows one by one up to here,
-and tiles of one token in larger steps: a tile takes fewer instructions, but destinations must be listed before the
-first one leaves. Round trip row by row and in tiles: 55.7, 57.0 at T = 256, 100.8, 100.6 at 512, 189.1, 187.6 at 1024
-(27 November)."""
-MOST_UNROLLED_RANKS = 8
-"""Code that sends rows one by one is repeated for each rank. With 24 ranks it has 2 KB of stack and takes 17 s to
-compile, with 64 it was not ready after 5 minutes; tiles loop over the destinations of a token."""
+"""Elements that a program of a combine sends at once where there are many tokens: most rows in one piece. 21 November:
+
+    elements           1024  4096  8192*
+    T = 4096            867   743   710
+"""
+CASTER_ELEMENTS = 4096
+"""The same of a program that casts (BULK_CASTERS)."""
+TILE_TOKENS = 16
+"""Tokens that a program of a bulk dispatch sends at once where multiprocessors are bounded: one for each warp. Dispatch
+of T = 4096, 27 November:
+
+    tokens                8   16*
+    N = 8               438   385
+    N = 24              299   289
+"""
+
+# Programs that send, where all multiprocessors may be used. More would take them from programs that add.
+
 BULK_SENDERS_PER_RANK, MOST_BULK_SENDERS = 16, 64
-"""Programs that send many tokens: more for more peers, until they take multiprocessors from programs that add. Round
-trip at T = 4096 with 16, 24, 32, 40, 48, 64 senders at EP2: 312, 280, 271, 286, 290, 274; with 32 and 64 at EP4: 734
-and 705 (21 and 22 November)."""
-BULK_CASTERS, CASTER_ELEMENTS = 160, 4096
-"""Programs that send and cast, and their SEND_ROW_ELEMENTS: more, with fewer registers each. At T = 512 with 160, 264,
-330 of them: 81.0, 79.0, 80.6 (27 November; from MANY_CAST_ROWS on others count)."""
+"""Programs that send many tokens. T = 4096, 21 and 22 November:
+
+    programs             16    24   32*    40    48   64
+    2 ranks             312   280   271   286   290  274
+    4 ranks (64*)                   734              705
+"""
+BULK_CASTERS = 160
+"""Programs that send and cast fewer than MANY_CAST_ROWS: many, with fewer registers each. T = 512, 27 November:
+
+    programs           160*   264   330
+    T = 512            81.0  79.0  80.6
+"""
+MANY_CAST_ROWS = 1800
+"""Rows that a rank sends back, from which on programs that cast are wide without a bound, too: WIDE_CASTERS that send,
+each WIDE_CASTER_ROWS at once. Combine, 27 November; fewer rows were not measured:
+
+    T (rows)            512 (1843)   4096
+    BULK_CASTERS              44.8  306.8
+    wide                      43.4  263.6
+"""
+WIDE_CASTERS = 39
+"""Wide programs that cast as many rows for other ranks as the links carry; more cast a rank's own rows besides: 52 on 4
+ranks. Combine of T = 4096, 27 November; 2 and 8 ranks were not measured:
+
+    programs on 4 ranks  36    52*
+    T = 4096          282.7  263.6
+"""
+
+# Where multiprocessors are bounded, and so the programs: these are wide.
+
+WIDE_WARPS = 16
+"""Warps of such a program. 2 ranks, T = 4096, 21 and 28 November:
+
+    warps                 8   16*    32    8: with 2048 elements at once
+    N = 24              974   732   747
+    N = 32, dispatch    312   326
+"""
+WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
+"""Rows that such a program of a combine sends at once, and one that also casts. T = 4096 with casts, 27 November:
+
+    rows                  1    2*
+    N = 24             1845  1553
+"""
 SEND_NS, ADD_NS = 0.046, 0.057
 """Nanoseconds of one multiprocessor for an element of a row that it sends, and of one that it adds. The sum of a token
-takes as long as one more row. Combine at N = 8, T = 4096: 1502 by these, 1492 measured (27 November)."""
+takes as long as one more row. Combine with N = 8, T = 4096: 1502 by these, 1492 measured (27 November)."""
 CAST_NS, ADD_CAST_NS = 0.060, 0.046
-"""The same for rows that are cast to fp8 on the way: 1637 by these, 1648 measured. At EP2 and T = 512 casting takes
-less, perhaps since the rows fit into the L2: with N = 8 three programs that send took 145.4, four 156.9 (28
-November)."""
+"""The same for rows that are cast to fp8 on the way: 1637 by these, 1648 measured. Casting takes less on 2 ranks with
+T = 512, perhaps since the rows fit into the L2. N = 8, 28 November:
+
+    programs that send    3     4
+    T = 512           145.4 156.9
+"""
 WIRE_BYTES_PER_NS = 360.0
-"""Bytes that the links of a GPU carry one way. More programs than fill them would wait: combine at N = 24 with 0.3 of
-the programs sending only took 525, where senders also add 538 (27 November)."""
+"""Bytes that the links of a GPU carry one way: more programs than fill them would wait. Combine with N = 24, 27
+November: 525 where 0.3 of the programs only send*, 538 where those also add."""
 HEAD_START, CASTER_HEAD_START = 1.5, 1.1
-"""Programs that send first and then add, times those that would send for as long as the others add. Combine at N = 8 in
-place of senders that only send: 1492, 1768 (27 November). At EP2, N = 16, T = 4096 six senders took 467, the five of
-this factor 493 (28 November)."""
+"""Programs that send first and then add, times those that would send for as long as the others add; and with casts:
+
+    T = 4096                chosen*  other
+    N = 8, combine             1492   1768    the other only send, 27 November
+    N = 16, 2 ranks             493    467    the other are 6 programs in place of 5, 28 November
+"""
 NEVER_SHARED = 1 << 30
 """Launch.shared_from where programs that send add no rows."""
-WIDE_WARPS = 16
-"""Warps of a program where the multiprocessors are bounded, and so the programs. Round trip at EP2, N = 24, T = 4096
-with 8 (2048 elements at once), 16, 32: 974, 732, 747 (21 November). At EP2, N = 32 and T = 4096 dispatch with 8 warps
-took 312, with 16 326 (28 November)."""
-WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
-"""Rows that a wide program of a combine sends at once, and one that also casts. Programs are wide where the
-multiprocessors are bounded and, with casts, where rows are many. Round trip with casts at N = 24, T = 4096, one row at
-once and two: 1845, 1553 (27 November)."""
-MANY_CAST_ROWS = 1800
-"""Rows that a rank sends back, from which on programs that cast are wide without a bound, too. Combine of the others
-and of wide ones: 44.8, 43.4 at T = 512, which is 1843 rows, 306.8, 263.6 at 4096 (27 November); fewer were not
-measured."""
-WIDE_CASTERS = 39
-"""Wide programs that cast as many rows for other ranks as the links carry; more cast a rank's own rows besides. 4 ranks
-have 52, which took 263.6 for a combine at T = 4096, where 36 took 282.7 (27 November). 2 and 8 ranks were not
-measured."""
-TILE_TOKENS = 16
-"""Tokens that a program of a bulk dispatch sends at once where the multiprocessors are bounded: one for each warp.
-Dispatch at T = 4096 in tiles of 8 and 16: 438, 385 at N = 8, 299, 289 at N = 24 (27 November)."""
+
+# Where programs share their multiprocessors with those of products. Other values were not compared.
+
 SHARED_WARPS, SHARED_REGISTERS = 4, 96
-"""Warps of a program that shares a multiprocessor with one of a product, and registers of a thread: as many as 256
-threads of 208 registers leave, which hold a tile of 128 x 256 sums."""
+"""Warps of a program, and registers of a thread: as many as 256 threads of 208 registers leave, which hold a tile of
+128 x 256 sums."""
 SHARED_SEND_ELEMENTS, SHARED_PROGRAMS_PER_SENDER = 4096, 3
-"""Elements of a row that such a program of a combine sends at once, and programs for each that sends. Others were not
-compared."""
+"""Elements of a row that a program of a combine sends at once, and programs for each that sends."""
+
+# Limits.
+
 MAX_WARPS, MAX_DISPATCH_PROGRAMS = 32, 1024
 LEAST_PROGRAMS = 4
 """Programs of the smallest launch with all roles: two of FLAG_PROGRAMS, one that sends, one that receives."""
@@ -100,9 +171,6 @@ class Phase(enum.Enum):
     BULK_DISPATCH = "bulk_dispatch"
     LOW_LATENCY_DISPATCH = "low_latency_dispatch"
     COMBINE = "combine"
-
-    # Each call looks launches up by phase. An Enum's own hash is a slow Python function.
-    __hash__ = object.__hash__
 
 
 THREADS_PER_SM = {Phase.BULK_DISPATCH: 256, Phase.LOW_LATENCY_DISPATCH: 512, Phase.COMBINE: 640}
@@ -124,7 +192,6 @@ class Launch:
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
         shared_from: blocks of tokens' rows that programs of a combine add which send nothing. Those behind are added by
             all its programs, among them the first, which sends, too.
-        pause_ns: how long a program of a combine sleeps between two looks at rows that have not arrived.
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
@@ -139,7 +206,6 @@ class Launch:
     num_receivers: int = 1
     send_elements: int = BLOCK_ELEMENTS
     add_elements: int = BLOCK_ELEMENTS
-    pause_ns: int = 0
     sparse_polls: bool = False
     read_ahead: bool = False
     dependent: bool = False
@@ -180,14 +246,7 @@ def choose_launch(
         if phase is Phase.BULK_DISPATCH:
             send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(config, step_tokens)
         shared_from = programs if phase is Phase.COMBINE and max_sms > 0 else NEVER_SHARED
-        return Launch(
-            programs,
-            1,
-            programs,
-            programs,
-            send_rows=send_rows,
-            shared_from=shared_from,
-        )
+        return Launch(programs, 1, programs, programs, send_rows=send_rows, shared_from=shared_from)
     chooses_warps = config.launch != "manual" and warp_per_block <= 0
     wish = _default(config, phase, num_tokens, step_tokens, chooses_warps=chooses_warps)
     if config.launch == "manual":
@@ -284,21 +343,17 @@ def _dispatched_rows(config: EpDispatchCombineConfig, step_tokens: int) -> int:
     return 0 if one_by_one else 1
 
 
-def has_few_tokens(config: EpDispatchCombineConfig, step_tokens: int) -> bool:
-    """Returns whether latency counts in a step, as FEW_TOKENS says; the same on all ranks."""
-    is_low_latency = dispatch_phase(config, step_tokens) is Phase.LOW_LATENCY_DISPATCH
-    return step_tokens <= (FEW_TOKENS if is_low_latency else FEW_TOKENS - 1)
-
-
 def _default(
     config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, step_tokens: int, *, chooses_warps: bool
 ) -> Launch:
     """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
         return Launch(num_tokens, DISPATCH_WARPS, send_rows=_dispatched_rows(config, step_tokens))
-    few = has_few_tokens(config, step_tokens)
+    few = step_tokens < FEW_TOKENS + (dispatch_phase(config, step_tokens) is Phase.LOW_LATENCY_DISPATCH)
     if phase is Phase.LOW_LATENCY_DISPATCH:
-        senders, receivers = num_tokens, _rows_to_receive(config, step_tokens)
+        # a rank's own rows travel in layout compact only
+        num_sources = config.world_size - (config.layout != Layout.COMPACT)
+        senders, receivers = num_tokens, max(1, step_tokens * num_sources)
         num_programs = FLAG_PROGRAMS[phase] + senders + receivers
         return Launch(num_programs, LOW_LATENCY_WARPS, senders, receivers, sparse_polls=not few, dependent=few)
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
@@ -327,11 +382,6 @@ def _with_wide_casters(wish: Launch, config: EpDispatchCombineConfig, num_tokens
     num_programs = FLAG_PROGRAMS[Phase.COMBINE] + senders + receivers
     wish = replace(wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
     return _by_rows(wish, WIDE_CASTER_ROWS)
-
-
-def _rows_to_receive(config: EpDispatchCombineConfig, step_tokens: int) -> int:
-    """Returns the most low-latency rows that come to a rank; its own rows travel in layout compact only."""
-    return max(1, step_tokens * (config.world_size - (config.layout != Layout.COMPACT)))
 
 
 def dispatch_phase(config: EpDispatchCombineConfig, step_tokens: int) -> Phase:

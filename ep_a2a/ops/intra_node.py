@@ -65,6 +65,8 @@ on the stack. By the bytes that an element has at all ranks together, which thre
 LOOK_BACK_LANES, SHARED_LOOK_BACK_LANES = 2048, 512
 """Words that a program reads at once to learn how many rows the programs before it send; and a small one."""
 RECEIVING = Launch(1, DISPATCH_WARPS)
+NO_PAUSE_NS = 0
+"""A combine does not sleep between two looks at rows; without this argument its kernel takes more registers."""
 
 
 class IntraNodeEngine(Engine):
@@ -84,30 +86,27 @@ class IntraNodeEngine(Engine):
     def _dispatch_launches(self, form: DispatchForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
         kernels = self.kernels
         phase = dispatch_phase(kernels.config, form.step_tokens)
-        launch = self._launch_of(phase, form, wish)
+        launch = self._launch_of(phase, form.num_tokens, form.step_tokens, wish)
         describe = low_latency_launch if phase is Phase.LOW_LATENCY_DISPATCH else bulk_launch
         for part in _parts(phase, stages, is_interpreted=kernels.num_sms == 0):
             yield describe(kernels, form, part, launch)
 
     def _combine_launches(self, form: CombineForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
         kernels = self.kernels
-        launch = self._launch_of(Phase.COMBINE, form, wish)
+        launch = self._launch_of(Phase.COMBINE, form.num_tokens, form.step_tokens, wish)
         for part in _parts(Phase.COMBINE, stages, is_interpreted=kernels.num_sms == 0):
             yield combine_launch(kernels, form, part, launch, in_place=stages == WHOLE)
 
-    def _launch_of(self, phase: Phase, form: DispatchForm | CombineForm, wish: LaunchWish) -> Launch:
+    def _launch_of(self, phase: Phase, num_tokens: int, step_tokens: int, wish: LaunchWish) -> Launch:
         """Launch numbers of a call."""
-        kernels = self.kernels
-        sizes = form.num_tokens, form.step_tokens, kernels.num_sms
-        return choose_launch(kernels.config, phase, *sizes, *wish, kernels.max_sms, shares_sm=kernels.shares_sm)
+        config, num_sms, (max_sms, shares_sm) = self.kernels.config, self.kernels.num_sms, self.kernels.bound
+        return choose_launch(config, phase, num_tokens, step_tokens, num_sms, *wish, max_sms, shares_sm=shares_sm)
 
     def full_sized_launch(self, is_dispatch: bool, wish: LaunchWish) -> tuple[int, int, int]:
         """(programs, 0 that exchange chunks between nodes, warps per program) of a call with M tokens."""
-        kernels = self.kernels
-        config, tokens = kernels.config, kernels.config.max_num_inp_token_per_rank
+        config, tokens = self.kernels.config, self.kernels.config.max_num_inp_token_per_rank
         phase = dispatch_phase(config, tokens) if is_dispatch else Phase.COMBINE
-        sizes = tokens, tokens, kernels.num_sms
-        launch = choose_launch(config, phase, *sizes, *wish, kernels.max_sms, shares_sm=kernels.shares_sm)
+        launch = self._launch_of(phase, tokens, tokens, wish)
         return launch.num_programs, 0, launch.num_warps
 
     def _sizes(self) -> Iterable[int]:
@@ -239,7 +238,7 @@ def combine_launch(
     )
     fitted = fitted_launch(kernels, launch, Phase.COMBINE, row.kernel)
     sizes = form.num_tokens, form.step_tokens, config.max_num_inp_token_per_rank, config.rank
-    numbers = *sizes, fitted.num_receivers, fitted.shared_from, fitted.pause_ns
+    numbers = *sizes, fitted.num_receivers, fitted.shared_from, NO_PAUSE_NS
     return row._replace(numbers=numbers, num_programs=_num_programs(fitted, Phase.COMBINE, stages))
 
 
