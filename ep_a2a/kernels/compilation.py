@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-import threading
-import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from triton import knobs
 
-from ep_a2a import env
+from ep_a2a import clock, env
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 ANNOUNCE_AFTER_SECS = 2.0
-"""Shorter waits need no message. Loading one kernel from Triton's cache never takes so long."""
-POLL_SECS = 0.2
+"""Compilation that takes less needs no message."""
+LOADING_SECS = 0.5
+"""Loading one kernel from Triton's cache takes less, and compiling it takes more."""
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -33,9 +31,9 @@ def compile_all(kernels: Iterable[CompiledKernel], config: EpDispatchCombineConf
     The ranks of a node share the work by Triton's disk cache. Of W ranks, rank r compiles kernels r, r + W, … first.
     It finds the others' in the cache then, if all ranks pass the same list.
 
-    Where Triton compiles for more than ANNOUNCE_AFTER_SECS, the first rank of each node says once how many kernels are
-    left. The message has level INFO. It goes to stderr where that is a terminal, or EP_A2A_LOG_LEVEL is INFO, unless
-    logging shows it already.
+    Once kernels have taken more than ANNOUNCE_AFTER_SECS, the first rank of each node says how many are left. The
+    message has level INFO. It goes to stderr where that is a terminal, or EP_A2A_LOG_LEVEL is INFO, unless logging
+    shows it already.
 
     Args:
         kernels: what is to be compiled.
@@ -45,15 +43,17 @@ def compile_all(kernels: Iterable[CompiledKernel], config: EpDispatchCombineConf
         StateError, UntrustedFolderError: as `CompiledKernel.compile`.
     """
     waiting = [kernel for kernel in kernels if not kernel.is_compiled]
-    if not waiting:
-        return
     num_ranks = min(config.gpu_per_node, config.world_size)
     own = config.rank % config.gpu_per_node
-    watch = _Watch(waiting)
-    with watch.running() if own == 0 else contextlib.nullcontext():
-        for kernel in in_shares(waiting, own, num_ranks):
-            watch.begin()
-            kernel.compile()
+    secs, says_it = 0.0, own == 0
+    for kernel in in_shares(waiting, own, num_ranks):
+        if says_it and secs > ANNOUNCE_AFTER_SECS:
+            says_it = False
+            _announce(waiting)
+        start = clock.now()
+        kernel.compile()
+        took = clock.now() - start
+        secs += took if took > LOADING_SECS else 0.0
 
 
 def in_shares(items: Sequence[Item], own: int, num_shares: int) -> list[Item]:
@@ -69,62 +69,10 @@ def in_shares(items: Sequence[Item], own: int, num_shares: int) -> list[Item]:
     return [items[place] for place in sorted(range(len(items)), key=turn)]
 
 
-class _Watch:
-    """Waits beside the thread that compiles, and logs once where that takes long.
-
-    Args:
-        kernels: those that are to be compiled.
-    """
-
-    def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
-        self._kernels = kernels
-        self._begun_at = time.monotonic()
-        self._really_compiles = False
-        self._ended = threading.Event()
-
-    def begin(self) -> None:
-        """Notes that the next kernel begins."""
-        self._begun_at = time.monotonic()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Watches meanwhile. Listens to Triton, beside a listener that is there already."""
-        previous = knobs.compilation.listener
-
-        def listen(*, cache_hit: bool, **facts: Any) -> None:
-            self._really_compiles |= not cache_hit
-            if previous is not None:
-                previous(cache_hit=cache_hit, **facts)
-
-        thread = threading.Thread(target=self._wait, name="ep_a2a compilation", daemon=True)
-        knobs.compilation.listener = listen
-        thread.start()
-        try:
-            yield
-        finally:
-            self._ended.set()
-            thread.join()
-            if knobs.compilation.listener is listen:
-                knobs.compilation.listener = previous
-
-    def _wait(self) -> None:
-        secs = ANNOUNCE_AFTER_SECS
-        while not self._ended.wait(secs):
-            # with a warm cache many kernels are loaded, and none takes long
-            if self._really_compiles or time.monotonic() - self._begun_at > ANNOUNCE_AFTER_SECS:
-                _announce(self._text())
-                return
-            secs = POLL_SECS
-
-    def _text(self) -> str:
-        left = [kernel for kernel in self._kernels if not kernel.is_compiled]
-        names = ", ".join(sorted({kernel.name for kernel in left}))
-        count = f"{len(left)} of {len(self._kernels)} kernels are left"
-        kept = f"{knobs.cache.dir} keeps them, so the next start is quick"
-        return f"compiling for the first use: {count} ({names}); {kept}"
-
-
-def _announce(text: str) -> None:
+def _announce(kernels: Sequence[CompiledKernel]) -> None:
+    left = [kernel.name for kernel in kernels if not kernel.is_compiled]
+    count = f"{len(left)} of {len(kernels)} kernels are left ({', '.join(sorted(set(left)))})"
+    text = f"compiling for the first use: {count}; {knobs.cache.dir} keeps them, so the next start is quick"
     logger.info(text)
     is_logged = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
     if is_logged or sys.stderr is None:
