@@ -1,9 +1,12 @@
-"""Base of the managers on torch.distributed: hidden states and ops travel over one RowExchange."""
+"""The managers on torch.distributed, and their base: hidden states and ops travel over one RowExchange."""
 
 from __future__ import annotations
 
 import zlib
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
 
 from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
@@ -15,14 +18,16 @@ from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.inputs import address_of
+from ep_a2a.ops.row_exchange import RowExchange, row_bytes, rows_from_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch.distributed import ProcessGroup
 
-    from ep_a2a.ops.row_exchange import RowExchange
+
+# torch 2.13 renamed the function and warns on every use of the old name; 2.11 has only that.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class CollectiveAll2AllManager(All2AllManagerBase):
@@ -152,3 +157,85 @@ def _check_rows(tensors: Sequence[torch.Tensor]) -> int:
             raise DeviceError(f"all tensors on {first.device}", str(tensor.device))
         address_of("each tensor", tensor)
     return first.shape[0]
+
+
+class BroadcastExchange(RowExchange):
+    """One broadcast per rank; one all-reduce in float32, whose order of summation is the library's."""
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Returns all ranks' rows, received as one broadcast per rank."""
+        own = row_bytes(rows)
+        gathered = own.new_empty(sum(counts), own.shape[1])
+        group = self.groups.of(rows.device)
+        for source, part in enumerate(torch.split(gathered, list(counts))):
+            if source == self.rank:
+                part.copy_(own)
+            if part.numel():
+                self.wait(dist.broadcast(part, group=group, group_src=source, async_op=True), part.device)
+        return rows_from_bytes(gathered, rows)
+
+    def sum_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Returns this rank's part of an all-reduce over all rows."""
+        total = rows.to(torch.float32, copy=True)
+        if total.numel():
+            group = self.groups.of(total.device)
+            self.wait(dist.all_reduce(total, group=group, async_op=True), total.device)
+        return torch.split(total, list(counts))[self.rank]
+
+
+class NaiveAll2AllManager(CollectiveAll2AllManager):
+    """Broadcast and all-reduce, on torch.distributed only: for debugging, and as the plainest thing to compare with."""
+
+    backend = "naive"
+    exchange_type = BroadcastExchange
+
+
+class AllGatherExchange(RowExchange):
+    """All-gather padded to the longest rank; reduce-scatter as an all-to-all and a sum on the receiving rank.
+
+    The reduction is not `reduce_scatter`: that needs equal counts, and adds in the dtype it moves. Here rows travel
+    in their own dtype with uneven splits, the same bytes as a ring, and each rank adds what it receives in float32
+    in ascending rank order, so that the result is accurate and the same in every run.
+    """
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Returns all ranks' rows by one all-gather; where counts differ, padding rows are cut out afterwards."""
+        own, longest = row_bytes(rows), max(counts)
+        even = min(counts) == longest
+        sent = own
+        if not even:
+            sent = own.new_empty(longest, own.shape[1])
+            sent[: own.shape[0]] = own
+        gathered = own.new_empty(self.world_size * longest, own.shape[1])
+        if gathered.numel():
+            group = self.groups.of(rows.device)
+            self.wait(_all_gather_single(gathered, sent, group=group, async_op=True), rows.device)
+        if not even:
+            gathered = torch.cat([block[:count] for block, count in zip(torch.split(gathered, longest), counts)])
+        return rows_from_bytes(gathered, rows)
+
+    def sum_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Returns this rank's rows from every rank by one all-to-all, added in float32 in ascending rank order."""
+        own_count, data = counts[self.rank], row_bytes(rows)
+        received = data.new_empty(self.world_size * own_count, data.shape[1])
+        if data.numel():
+            work = dist.all_to_all_single(
+                received,
+                data,
+                [own_count] * self.world_size,
+                list(counts),
+                group=self.groups.of(rows.device),
+                async_op=True,
+            )
+            self.wait(work, rows.device)
+        total = torch.zeros(own_count, *rows.shape[1:], dtype=torch.float32, device=rows.device)
+        for part in rows_from_bytes(received, rows).view(self.world_size, *total.shape):
+            total += part
+        return total
+
+
+class AllGatherReduceScatterAll2AllManager(CollectiveAll2AllManager):
+    """All-gather and reduce-scatter on torch.distributed only: every rank sees every token, on any number of nodes."""
+
+    backend = "allgather_reducescatter"
+    exchange_type = AllGatherExchange

@@ -115,10 +115,8 @@ def _creator(name: str) -> Creator:
 
 _EXTERNAL = "ep_a2a.managers.external"
 register_manager("ep_a2a", "ep_a2a.managers.native:NativeAll2AllManager")
-register_manager("naive", "ep_a2a.managers.naive:NaiveAll2AllManager")
-register_manager(
-    "allgather_reducescatter", "ep_a2a.managers.allgather_reducescatter:AllGatherReduceScatterAll2AllManager"
-)
+register_manager("naive", "ep_a2a.managers.collective:NaiveAll2AllManager")
+register_manager("allgather_reducescatter", "ep_a2a.managers.collective:AllGatherReduceScatterAll2AllManager")
 register_manager("mori", f"{_EXTERNAL}.mori:MoriAll2AllManager", aliases=("mori_high_throughput",))
 register_manager("mori_low_latency", f"{_EXTERNAL}.mori:MoriLowLatencyAll2AllManager")
 register_manager("deepep_high_throughput", f"{_EXTERNAL}.deepep:DeepEPHighThroughputAll2AllManager")

@@ -16,9 +16,8 @@ from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.config.handle_kwargs import EXTRA_KWARGS, REQUIRED_KWARGS, config_from_handle_kwargs
 from ep_a2a.errors import AlternationError, ClosedError, ConfigError, StateError, UnknownNameError, UnsupportedError
 from ep_a2a.managers import registry
-from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager
 from ep_a2a.managers.base import All2AllManagerBase, Cache
-from ep_a2a.managers.naive import NaiveAll2AllManager
+from ep_a2a.managers.collective import AllGatherReduceScatterAll2AllManager, NaiveAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.policy import FLAG_PROGRAMS, Phase
 from ep_a2a.topology import RankFacts, TopologyReport

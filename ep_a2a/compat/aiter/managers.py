@@ -13,13 +13,13 @@ from ep_a2a.compat.parameters import take_mori_variables
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import max_tokens_named
-from ep_a2a.managers.allgather_reducescatter import AllGatherReduceScatterAll2AllManager as AgRsAll2AllManager
 from ep_a2a.managers.base import All2AllManagerBase, Cache
+from ep_a2a.managers.collective import AllGatherReduceScatterAll2AllManager as AgRsAll2AllManager
+from ep_a2a.managers.collective import NaiveAll2AllManager
 from ep_a2a.managers.external.deepep import DeepEPHighThroughputAll2AllManager as DeepEPHTAll2AllManager
 from ep_a2a.managers.external.deepep import DeepEPLowLatencyAll2AllManager as DeepEPLLAll2AllManager
 from ep_a2a.managers.external.flashinfer import FlashInferTwoSidedAll2AllManager as FlashInferAllToAllManager
 from ep_a2a.managers.external.pplx import PplxAll2AllManager as PPLXAll2AllManager
-from ep_a2a.managers.naive import NaiveAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager, manager_type
 
