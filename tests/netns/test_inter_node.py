@@ -12,8 +12,7 @@ from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import BY_HOSTS, Case, arena_of, make_op, run_step, with_options
 from tests.cases.op_matrix import UNEVEN
-from tests.netns.hosts import CUT_SENDS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, wait_for_cut
-from tests.netns.launch import run_on_hosts
+from tests.netns.launch import CUT_SENDS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, run_on_hosts, wait_for_cut
 from tests.netns.network import Network
 
 CASE = Case(topk=3, tokens=UNEVEN, layout="rank_major", routing="out_of_range", quant_type="fp8_per_token")

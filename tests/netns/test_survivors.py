@@ -20,8 +20,7 @@ from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case, run_step
 from tests.cases.op_checks import raised
 from tests.cases.survivor_cases import experts_of_ranks, go_on, settled_step
-from tests.netns.hosts import SHORT_TIMEOUT_SECS, SLACK_SECS
-from tests.netns.launch import run_on_hosts
+from tests.netns.launch import SHORT_TIMEOUT_SECS, SLACK_SECS, run_on_hosts
 from tests.netns.network import Network
 
 
