@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_a2a import clock
-from ep_a2a.memory.verdict import GivenUp, Verdict, judge
+from ep_a2a.memory.verdict import judge
 
 if TYPE_CHECKING:
     from ep_a2a.errors import RankTimeoutError
     from ep_a2a.memory.peers import Peers
+    from ep_a2a.memory.verdict import GivenUp, Verdict
 
 PATIENCE_SECS = 2.0
 """How long the first rank to give up waits for the others to give up, too, before it calls them late."""
@@ -44,23 +45,15 @@ def agree(peers: Peers, given_up: GivenUp, bound_secs: float, left_secs: float =
 
 
 def agreed_error(
-    error: RankTimeoutError,
-    peers: Peers,
-    failure: str,
-    call: str,
-    awaited: tuple[int, ...],
-    bound_secs: float,
-    start: float,
+    error: RankTimeoutError, peers: Peers, given_up: GivenUp, bound_secs: float, start: float
 ) -> RankTimeoutError:
     """Returns the error of a wait on the host with the verdict that the ranks agree on.
 
     Args:
         error: of the wait.
         peers: the group.
-        failure, call, awaited: as in GivenUp.
+        given_up: the call that waited.
         bound_secs: of the wait, which began at `start`; a lost connection may have ended it before.
     """
-    now = clock.now()
-    given_up = GivenUp(failure, call, awaited, waited=True, at=now)
-    verdict = agree(peers, given_up, bound_secs, left_secs=max(0.0, start + bound_secs - now))
+    verdict = agree(peers, given_up, bound_secs, left_secs=max(0.0, start + bound_secs - given_up.at))
     return verdict.error(peers.rank, error.expected, error.got, error.remedy)

@@ -15,6 +15,7 @@ from ep_a2a.errors import RankTimeoutError, UnsupportedError
 from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.memory.gpus import require_own_gpus
 from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.verdict import GivenUp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +74,8 @@ class DeviceGroups:
             call = f"collective {self._num_waits}"
             failure = f"{call} behind meeting {self.rendezvous.last_meeting}"
             others = tuple(other for other in range(peers.world_size) if other != rank)
-            raise agreed_error(error, peers, failure, call, others, timeout_secs, start) from error
+            given_up = GivenUp(failure, call, others, waited=True, at=clock.now())
+            raise agreed_error(error, peers, given_up, timeout_secs, start) from error
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
         """Returns the group that moves tensors of this device. Collective when a CUDA tensor first comes.

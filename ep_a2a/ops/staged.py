@@ -19,6 +19,7 @@ from ep_a2a.kernels.staged_kernels import (
     sum_nodes_kernel,
 )
 from ep_a2a.memory.agreement import agreed_error
+from ep_a2a.memory.verdict import GivenUp
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure
 from ep_a2a.ops.intra_node import receiving_launch
@@ -120,8 +121,13 @@ class StagedEngine(NodesEngine):
         except RankTimeoutError as error:
             memory = self._memory
             failure = Failure.from_record(memory.synchronized_record(), self.config.world_size)
-            key, call, bound_secs = memory.failure_key, failure.call(memory), memory.timeouts.of_step(failure.epoch)
-            raise agreed_error(error, memory.peers, key, call, error.missing_ranks, bound_secs, start) from error
+            call, awaited, bound_secs = (
+                failure.call(memory),
+                error.missing_ranks,
+                memory.timeouts.of_step(failure.epoch),
+            )
+            given_up = GivenUp(memory.failure_key, call, awaited, waited=True, at=clock.now())
+            raise agreed_error(error, memory.peers, given_up, bound_secs, start) from error
 
     def _begin(self, step_tokens: int, *, back: bool) -> Exchange:
         rings = self.rings

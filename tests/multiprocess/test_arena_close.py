@@ -89,10 +89,12 @@ def close_in_the_middle(context: RankContext, case: Case, how: str) -> Span:
     arena.rendezvous.barrier("before the close")
 
     def close() -> None:
-        if how == "exception":
-            manager = create_manager("ep_a2a", context.group)
-            manager._arena = arena
-            with pytest.raises(ZeroDivisionError), manager:
+        closing: Any = arena
+        if how == "exception in manager":
+            closing = create_manager("ep_a2a", context.group)
+            closing._arena = arena
+        if how.startswith("exception"):
+            with pytest.raises(ZeroDivisionError), closing:
                 _ = 1 / 0
         else:
             arena.close()
@@ -105,7 +107,9 @@ def close_in_the_middle(context: RankContext, case: Case, how: str) -> Span:
     return span
 
 
-@pytest.mark.parametrize("how", ["open step", "closed in a step", "dropped in a step", "told by a peer", "exception"])
+@pytest.mark.parametrize(
+    "how", ["open step", "closed in a step", "dropped in a step", "told by a peer", "exception", "exception in manager"]
+)
 def test_what_is_not_well_is_closed_alone(ranks: Any, how: str) -> None:
     for start, end in ranks(close_in_the_middle, 2, Case(world_size=2), how):
         assert end - start < AT_ONCE_SECS
