@@ -30,7 +30,6 @@ class Quant(enum.StrEnum):
 
 OPTIONS_OF_FIELDS = {
     "hidden_dim": ("hidden",),
-    "intermediate_dim": ("intermediate",),
     "token_hidden_size": ("hidden",),
     "num_experts_per_token": ("topk",),
     "num_experts": ("experts",),
