@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.config import Layout
+from ep_a2a.config import CompiledCalls, Layout
 from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
 from ep_a2a.ops.expert_major import expanding, reducing
@@ -100,7 +100,9 @@ class Engine(ABC):
 
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launch the count of received slots per local expert into `counts`, int32 [E]."""
-        self.kernels.count_local_experts(counts, step_tokens)
+        kernels, config = self.kernels, self.kernels.config
+        values = (kernels.table, config.rank, step_tokens, config.first_expert, counts)
+        kernels.count.run(counts.numel(), values, kernels.device)
 
     def limit_sms(self, max_sms: int, whose: str = "caller", *, shares_sm: bool | None = None) -> None:
         """Bound the multiprocessors of launches from now on; the least of all bounds counts, 0 = none of this name.
@@ -138,5 +140,7 @@ class Engine(ABC):
 
     def compiled_kernels(self, stages: Stages = WHOLE) -> list[CompiledKernel]:
         """Every kernel that such calls of the op can need, each once."""
-        found = (*self._reachable(stages), *self.kernels.local_kernels())
+        found = list(self._reachable(stages))
+        if self.kernels.config.compiled_calls != CompiledCalls.SERVING:
+            found.append(self.kernels.count)
         return list({id(kernel): kernel for kernel in found}.values())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ep_a2a.config import CompiledCalls, QuantType
+from ep_a2a.config import QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import LaunchForm
@@ -18,7 +18,7 @@ from ep_a2a.ops.row_constants import ResultRows, placement_of, shape_of
 from ep_a2a.policy import COUNT_WARPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.portable import PortableFunction
@@ -129,13 +129,3 @@ class OpKernels:
     def count_lanes(self, threads: int) -> int:
         """Lanes of a wait for the count and the wire word of every rank, at least the threads of a program."""
         return max(padded(2 * self.config.world_size), threads)
-
-    def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
-        """Launches the count of received slots per local expert into `counts`, int32 [E]."""
-        values = (self.table, self.config.rank, step_tokens, self.config.first_expert, counts)
-        self.count.run(counts.numel(), values, self.device)
-
-    def local_kernels(self) -> Iterator[CompiledKernel]:
-        """The kernels beside dispatch and combine."""
-        if self.config.compiled_calls != CompiledCalls.SERVING:
-            yield self.count

@@ -1,7 +1,8 @@
-"""The kernels of rings compile for GPUs, without spilling, and move rows in vectors; and what a ring's shape is."""
+"""Kernels between nodes compile for GPUs, without spilling, and move rows in vectors; and what a ring's shape is."""
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +14,20 @@ from ep_a2a.kernels.ring_shape import HEADER_WORDS, Rings
 from ep_a2a.ops.arguments import NO_WISH, WHOLE
 from ep_a2a.ops.launches import combine_forms, dispatch_forms
 from ep_a2a.ops.rings import RingEngine
+from ep_a2a.ops.staged import StagedEngine
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 from tests.offline_compile import check_moves
 
 NUM_SMS = 132
+CAST = {"quant_type": "fp8_per_1x128", "layout": "compact"}
 FORMS = {
     "bf16": {},
-    "cast-few-compact": {
-        "quant_type": "fp8_per_1x128",
-        "kernel_type": EpDispatchCombineKernelType.InterNodeV1LL,
-        "layout": "compact",
-    },
+    "cast-few-compact": CAST | {"kernel_type": EpDispatchCombineKernelType.InterNodeV1LL},
     "combine-cast": {"quant_type": "fp8_blockwise"},
     "scales": {"data_type": torch.float8_e4m3fn, "scale_dim": 56, "scale_type_size": 4},
 }
+STAGED_FORMS = FORMS | {"cast-few-compact": CAST, "fp32": {"data_type": torch.float32}}
 
 
 # on 2 nodes of 8
@@ -46,6 +46,20 @@ config_of = functools.partial(
 def test_they_compile(changes: dict[str, Any], tmp_path: Path) -> None:
     moving = {"exchange_kernel", "offer_results_kernel", "return_kernel"}
     check_moves(engine_of(config_of(**changes)).compiled_kernels(), moving, tmp_path)
+
+
+@pytest.mark.parametrize("changes", first_is_quick(STAGED_FORMS.items()))
+def test_kernels_around_an_exchange_of_the_host_compile(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(world_size=32, num_experts_per_rank=8, internode_transport="torch.distributed", **changes)
+    table = torch.zeros(64, config.world_size, dtype=torch.int64)
+    # an arena, and memory bound to it, of which no launch is made
+    arena: Any = SimpleNamespace(device=table.device, rendezvous=None, table=table)
+    engine = StagedEngine(config, arena, arena, arena)
+    engine.kernels.num_sms = NUM_SMS
+    moving = {"pack_kernel", "forward_kernel", "pack_sums_kernel", "sum_nodes_kernel"}
+    # others are of rings, or of an op inside a node
+    wanted = {*moving, "pass_on_kernel", "post_failure_kernel"}
+    check_moves((each for each in engine.compiled_kernels() if each.kernel.__name__ in wanted), moving, tmp_path)
 
 
 def test_shape_of_rings() -> None:
