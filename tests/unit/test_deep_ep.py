@@ -192,9 +192,7 @@ def test_a_token_goes_only_where_it_is_marked():
 
 
 def test_a_low_latency_handle_is_a_sequence():
-    handle = LowLatencyHandle(
-        OpShape(torch.bfloat16, 512, 2, 8, 16, Layout.EXPERT_MAJOR), torch.zeros(1, 2), torch.zeros(1, 2)
-    )
+    handle = LowLatencyHandle(OpShape(torch.bfloat16, 512, 2, 8, 16, Layout.EXPERT_MAJOR), torch.zeros(1, 2))
     assert len(handle) == 5
     assert handle[2:] == (16, 512, 8)
     assert handle[-1] == 8

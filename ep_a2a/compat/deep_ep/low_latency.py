@@ -16,6 +16,7 @@ from ep_a2a.compat.parameters import refused
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError
 from ep_a2a.graph_breaks import outside_graphs
+from ep_a2a.ops.inputs import address_of
 
 if TYPE_CHECKING:
     from ep_a2a.compat.deep_ep.buffer_base import Tokens
@@ -34,12 +35,13 @@ class LowLatencyHandle(Handle):
     are computed on the device by the first access, which must come between the dispatch and its combine.
 
     Args:
-        shape: of the op. ids: int32 [T, K], this rank's. topk_idx: as they were given.
+        shape: of the op. topk_idx: [T, K], this rank's ids.
     """
 
-    def __init__(self, shape: OpShape, ids: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        self.shape, self.ids, self.topk_idx = shape, ids, topk_idx
-        self.step_tokens = shape.max_tokens
+    def __init__(self, shape: OpShape, topk_idx: torch.Tensor) -> None:
+        self.shape, self.topk_idx, self.step_tokens = shape, topk_idx, shape.max_tokens
+        # always a copy: the caller may overwrite its tensor while the handle lives
+        self.ids = topk_idx.to(torch.int32, copy=True)
 
     def __getitem__(self, place: int | slice) -> Any:
         # an IndexError past the end is what ends a loop, or an unpacking, of the handle
@@ -125,9 +127,10 @@ class LowLatencyMode(BufferBase):
         )
         stats = cumulative_local_expert_recv_stats
         self._check_dispatch(x, topk_idx, shape, stats)
-        (rows, counts, handle, _), event = self._stream.run(
-            lambda: self._send_tokens(shape, x, topk_idx, topk_weights, stats, return_recv_hook),
-            (x, topk_idx, topk_weights, stats),
+        handle = LowLatencyHandle(shape, topk_idx)
+        (rows, counts), event = self._stream.run(
+            lambda: self._send_tokens(handle, x, topk_weights, stats, return_recv_hook),
+            (x, handle.ids, topk_weights, stats),
             None,
             async_finish,
         )
@@ -194,22 +197,18 @@ class LowLatencyMode(BufferBase):
 
     def _send_tokens(
         self,
-        shape: OpShape,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
+        handle: LowLatencyHandle,
+        tokens: torch.Tensor,
+        weights: torch.Tensor | None,
         recv_stats: torch.Tensor | None,
         in_halves: bool,
-    ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, torch.Tensor]:
+    ) -> tuple[Tokens, torch.Tensor]:
         """Sends the tokens, and receives. With `in_halves` the hook of the handle's step receives.
 
         Returns:
-            The rows, with their scales if they have any; counts by expert; the handle; and the ids that it keeps.
+            The rows, with their scales if they have any; counts by expert.
         """
-        # always a copy: the caller may overwrite its tensor while the handle lives
-        ids = topk_idx.to(torch.int32, copy=True)
-        handle = LowLatencyHandle(shape, ids, topk_idx)
-        rows, _, row_scales, _, _ = self._launch(handle, x, topk_weights, in_halves=in_halves)
+        rows, _, row_scales, _, _ = self._launch(handle, tokens, weights, in_halves=in_halves)
         step, op = handle.step, handle.step.op
         counts = op.expert_recv_count
         scales = None if row_scales is None else _column_major_like(row_scales)
@@ -228,7 +227,7 @@ class LowLatencyMode(BufferBase):
             step.dispatch_hook = Hook(receive, op.device)
         else:
             finish()
-        return rows if scales is None else (rows, scales), counts, handle, ids
+        return rows if scales is None else (rows, scales), counts
 
     def _send_rows(
         self,
@@ -290,6 +289,7 @@ class LowLatencyMode(BufferBase):
             )
         if topk_idx.dtype not in (torch.int64, torch.int32):
             raise DtypeError("topk_idx of dtype torch.int64 or torch.int32", str(topk_idx.dtype))
+        address_of("topk_idx", topk_idx)  # torch would read it
         group = FP8_GROUP_SIZE * (PACKED_SCALES if shape.scale_format is ScaleFormat.UE8M0 else 1)
         if shape.scale_format is not None and shape.hidden_dim % group:
             raise ShapeError(f"a hidden size that is a multiple of {group} with these scales", str(shape.hidden_dim))
