@@ -21,9 +21,7 @@ PAIR_SECS = "With --selftest: seconds to test a pair; default: 2."
 def doctor(
     as_json: opt.AsJson = False,
     output: opt.Output = None,
-    ask_secs: Annotated[
-        float, typer.Option(min=0.1, max=opt.MOST_SECS, help="Seconds that torch may take to import.")
-    ] = 120.0,
+    ask_secs: Annotated[Any, opt.seconds("Seconds that torch may take to import.", least=0.1)] = 120.0,
     backend: Annotated[str | None, typer.Option(help=BACKEND)] = None,
     config: Annotated[str | None, typer.Option(help=CONFIG)] = None,
     ranks_per_node: Annotated[Any, opt.numbers(RANKS, opt.MOST_RANKS, "--ranks-per-node", "--ranks", least=1)] = None,
@@ -31,7 +29,7 @@ def doctor(
     max_tokens: Annotated[int | None, opt.number(TOKENS, opt.MOST_TOKENS)] = None,
     quant: opt.Cast = Quant.NONE,
     selftest: Annotated[bool, typer.Option(help="Let every two ranks of this host exchange data.")] = False,
-    pair_secs: Annotated[float | None, typer.Option(min=0, max=opt.MOST_SECS, help=PAIR_SECS)] = None,
+    pair_secs: Annotated[Any, opt.seconds(PAIR_SECS)] = None,
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,
 ) -> None:
