@@ -14,10 +14,9 @@ import torch
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.guards import StreamOrder, is_capturing, outside_modes
-from ep_a2a.ops.arguments import NO_WISH, LaunchWish
+from ep_a2a.ops.arguments import NO_WISH, LaunchWish, leading_dims
 from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.ops.inputs import check_apart, check_combine, check_dispatch, check_token_rows, travelling_scales
-from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.quantization import quantize
 
 if TYPE_CHECKING:

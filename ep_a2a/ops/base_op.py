@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, max_tokens_name
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import OwnProcess, become_closed
-from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Step
-from ep_a2a.ops.op_sizes import num_rows
+from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Step, num_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.interface import DispatchResult
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.ops import inputs
-from ep_a2a.ops.op_sizes import leading_dims, num_rows
+from ep_a2a.ops.arguments import leading_dims, num_rows
 from ep_a2a.ops.wire_word import wire_word
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from ep_a2a.errors import CapacityError, ConfigMismatchError, UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp
+from ep_a2a.ops.arguments import leading_dims
 from ep_a2a.ops.config_agreement import agree_on_config
-from ep_a2a.ops.op_sizes import leading_dims
 from ep_a2a.ops.row_exchange import row_bytes
 from ep_a2a.ops.wire_word import disagreement, tagged, wire_word
 from ep_a2a.routing import count_ids, destination_mask

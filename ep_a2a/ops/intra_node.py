@@ -18,11 +18,10 @@ from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDis
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.target import REGISTERS_PER_SM
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, num_rows
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.launches import DispatchForm, combine_operands, dispatch_operands, receiving_operands
 from ep_a2a.ops.op_kernels import OpKernels
-from ep_a2a.ops.op_sizes import num_rows
 from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
 from ep_a2a.policy import (
     DISPATCH_WARPS,

@@ -20,11 +20,10 @@ from ep_a2a.kernels.staged_kernels import (
 )
 from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.memory.verdict import GivenUp
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, num_rows
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure
 from ep_a2a.ops.intra_node import receiving_launch
 from ep_a2a.ops.launches import TABLE, CombineForm, no_operands, row_operands, sum_operands
-from ep_a2a.ops.op_sizes import num_rows
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, NodesEngine
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ep_a2a.managers.external.library import (
     ReceivedRows,
     SingleGroupGuard,
 )
-from ep_a2a.ops.op_sizes import leading_dims
+from ep_a2a.ops.arguments import leading_dims
 
 if TYPE_CHECKING:
     from ep_a2a.interface import CombineResult
