@@ -375,7 +375,9 @@ def hooks(context: RankContext, case: Case) -> None:
         buffer.low_latency_combine(mine, step.topk_idx, None, handle)
     hook()
     hook()
-    combined, _, late = buffer.low_latency_combine(mine, step.topk_idx, None, handle, return_recv_hook=True)
+    # weights that have travelled with the tokens come before those of combine
+    others = 2 * step.topk_weights
+    combined, _, late = buffer.low_latency_combine(mine, step.topk_idx, others, handle, return_recv_hook=True)
     sent[2][2]()
     # takes the memory of a combine that has not received: that one is ended first
     Exchange(buffer, Step(replace(NORMAL, hidden_dim=case.hidden_dim, num_nodes=case.num_nodes), 0, context))

@@ -29,12 +29,6 @@ def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool
     ranks(cases.normal_mode, world_size, on(case, world_size), with_topk, asynchronous)
 
 
-@needs_own_gpus(2)
-@pytest.mark.parametrize("case", [NORMAL, fp8(NORMAL)], ids=["bf16", "fp8"])
-def test_worst_case(ranks: Any, case: Case) -> None:
-    ranks(cases.normal_mode, 2, case, True, False, True)
-
-
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("with_hook", [False, True], ids=["asynchronous", "hook"])
 @pytest.mark.parametrize(
@@ -72,18 +66,20 @@ def test_low_latency_between_nodes(ranks: Any, transport: str) -> None:
 
 @needs_own_gpus(2)
 @pytest.mark.parametrize(
-    ("body", "case"),
+    ("body", "case", "options"),
     [
-        (cases.any_order, NORMAL),
-        (cases.growing_batches, NORMAL),
-        (cases.hooks, LOW_LATENCY),
-        (cases.overwritten_rows, LOW_LATENCY),
-        (cases.refusals, NORMAL),
+        (cases.any_order, NORMAL, ()),
+        (cases.growing_batches, NORMAL, ()),
+        (cases.hooks, LOW_LATENCY, ()),
+        (cases.overwritten_rows, LOW_LATENCY, ()),
+        (cases.refusals, NORMAL, ()),
+        (cases.normal_mode, NORMAL, (True, False, True)),
+        (cases.normal_mode, fp8(NORMAL), (True, False, True)),
     ],
 )
-def test_orders(ranks: Any, body: Any, case: Case) -> None:
-    """All of them dispatch in normal mode, too."""
-    ranks(body, 2, case)
+def test_bodies(ranks: Any, body: Any, case: Case, options: tuple[bool, ...]) -> None:
+    """All of them dispatch in normal mode, too; the last two with num_worst_tokens."""
+    ranks(body, 2, case, *options)
 
 
 def nccl_only(context: RankContext, case: Case) -> None:

@@ -158,7 +158,7 @@ class LowLatencyMode(BufferBase):
         Args:
             x: [E, W * M, H], the experts' rows in the order of low_latency_dispatch.
             topk_idx: [T, K], as given to the dispatch; other ids are an error.
-            topk_weights: float32 [T, K]; None if low_latency_dispatch was given them.
+            topk_weights: float32 [T, K]; None, or without effect, if low_latency_dispatch was given them.
             handle: of the dispatch. If it has been combined before, a dispatch of zeros repeats it first.
             use_logfmt, combine_wait_recv_cost_stats: not supported.
             zero_copy: take the rows from get_next_low_latency_combine_buffer(handle) instead of x. Saves no time: no
