@@ -178,8 +178,7 @@ def killed(context: RankContext, case: Case, call: str, folder: str) -> None:
 
 def captured_step(context: RankContext, case: Case, op: EpDispatchCombineOp) -> Callable[[], None]:
     """Replays a captured step whose experts return what they get; it has done so once."""
-    mine = make_inputs(case, 0, context.rank)
-    x, ids = mine.tokens.to(context.device), mine.ids.to(context.device)
+    x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
 
     def body(_: Callable[[Callable[[], None]], None]) -> None:
         op.combine(op.dispatch(x, None, None, ids)[0], None, ids)

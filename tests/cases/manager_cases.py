@@ -107,20 +107,18 @@ def switch_backend(context: RankContext, case: Case) -> None:
         addresses = None
         for number in range(case.num_steps):
             run_step(case, ops[number % 2], number, context.device)
-            mine = make_inputs(case, number, context.rank)
-            got = ops[0].dispatch(
-                mine.tokens.to(context.device), None, None, mine.ids.to(context.device), call_local_expert_count=True
-            )
+            x, _, _, ids = make_inputs(case, number, context.rank).on(context.device)
+            got = ops[0].dispatch(x, None, None, ids, call_local_expert_count=True)
             found = [tensor.data_ptr() for tensor in (got[0], got[3], got[4], ops[0].recv_counts)]
             assert addresses in (None, found)
             addresses = found
             first = context.rank * (case.num_experts // case.world_size)
             last = first + case.num_experts // case.world_size
-            ids = got[3].flatten(0, -2)
-            local = ids[(ids >= first) & (ids < last)] - first
+            named = got[3].flatten(0, -2)
+            local = named[(named >= first) & (named < last)] - first
             assert ops[0].local_expert_count.tolist() == torch.bincount(local, minlength=last - first).tolist()
             rows = torch.zeros(*got[0].shape, dtype=case.dtype, device=context.device)
-            out = torch.ones(*mine.tokens.shape, dtype=case.dtype, device=context.device)
+            out = torch.ones_like(x)
             assert ops[0].combine(rows, None, None, out=out)[0] is out
             assert not out.any()
         manager.destroy()
@@ -138,10 +136,7 @@ def ranks_that_disagree(context: RankContext, name: str) -> None:
     with pytest.raises(ConfigMismatchError, match="hidden_dim to be the same on all ranks"):
         manager.get_handle(kwargs_of(case, context.rank, token_hidden_size=64 + 8 * (context.rank % 2)))
     op = manager.get_handle(kwargs_of(case, context.rank))
-    mine = make_inputs(case, 0, context.rank)
-    arguments = [
-        None if t is None else t.to(context.device) for t in (mine.tokens, mine.weights, mine.scales, mine.ids)
-    ]
+    arguments = make_inputs(case, 0, context.rank).on(context.device)
     with pytest.raises(ConfigMismatchError, match="rank 1: step_tokens 5"):
         op.dispatch(*arguments, step_tokens=4 + context.rank)
     with pytest.raises(ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
@@ -158,8 +153,7 @@ def wrong_use(context: RankContext, name: str) -> None:
     manager = create(name, context)
     case = Case(world_size=context.world_size, num_experts=2 * context.world_size, tokens=((4, 2),))
     op = manager.get_handle(kwargs_of(case, context.rank))
-    mine = make_inputs(case, 0, context.rank)
-    tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)
+    tokens, weights, _, ids = make_inputs(case, 0, context.rank).on(context.device)
     with pytest.raises(AlternationError):
         op.combine(tokens, None, None)
     with pytest.raises(TooManyTokensError):
@@ -221,10 +215,10 @@ def absent_rank(context: RankContext, name: str) -> None:
     case = Case(world_size=context.world_size, num_experts=2 * context.world_size)
     op = manager.get_handle(kwargs_of(case, context.rank, timeout_secs=60))
     op.set_timeout(0.5)
-    mine = make_inputs(case, 0, context.rank)
+    x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
     if context.rank == 0:
         with pytest.raises(RankTimeoutError, match=r"within 0.5 s.*rank 0 waited") as caught:
-            op.dispatch(*(None if t is None else t.to(context.device) for t in (mine.tokens, None, None, mine.ids)))
+            op.dispatch(x, None, None, ids)
         others = tuple(range(1, context.world_size))
         assert (caught.value.missing_ranks, caught.value.late_ranks) == ((), others)
 

@@ -28,25 +28,17 @@ def op_cases() -> list[tuple[str, Case]]:
     return [(name, fitted(case)) for name, case in by_world_size()]
 
 
-def on_two_gpus(cases: dict[str, Case]) -> dict[str, Case]:
-    """Those of two nodes, with one GPU in each."""
-    return {
-        name: replace(case, world_size=2)
-        for name, case in cases.items()
-        if case.num_nodes == 2 and case.world_size <= 4
-    }
+REPLAYED_RINGS = {kernel: replace(REPLAYED, kernel=kernel) for kernel in RING_KERNELS}
 
 
-def ring_cases() -> list[Case]:
-    """All cases of rings for which this machine has GPUs."""
-    replayed = [replace(REPLAYED, kernel=kernel) for kernel in RING_KERNELS]
-    cases = [
-        *on_two_gpus(SHAPES_AND_FLAT).values(),
-        *SHAPES_AND_FLAT.values(),
-        *(on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS),
-        *replayed,
-    ]
-    return [case for case in cases if case.world_size == ranks_on_gpus(case.world_size)]
+def ring_cases() -> dict[str, Case]:
+    """Steps of rings and of the flat form: on two nodes of one GPU, of two, and on other virtual nodes."""
+    two = {name: case for name, case in SHAPES_AND_FLAT.items() if case.num_nodes == 2 and case.world_size <= 4}
+    return (
+        {f"two-{name}": replace(case, world_size=2) for name, case in two.items()}
+        | {f"four-{name}": on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS}
+        | SHAPES_AND_FLAT
+    )
 
 
 SHARED_WORLDS = tuple(range(2, 9))

@@ -21,7 +21,7 @@ from ep_a2a.ops.sm_share import share_of
 from ep_a2a.topology.gpu_share import ranks_per_gpu
 from tests.cases.fault_cases import BULK, LOW_LATENCY, case_of
 from tests.cases.op_cases import Case
-from tests.multigpu.cases import op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
+from tests.multigpu.cases import REPLAYED_RINGS, fitted, op_cases, ring_cases, shared_cases, soaked_sizes, special_cases
 from tests.multigpu.used_variants import used_by
 
 MAX_PROCESSES = 48
@@ -67,7 +67,8 @@ def find_tasks(match: str) -> list[Task]:
     """What there is to compile for cases whose name contains a text, each variant once."""
     cases = {f"op-{name}": case for name, case in op_cases()} | shared_cases()
     cases |= {f"special-{name}": case for name, (_, case) in special_cases().items()}
-    cases |= {f"rings-{number}": case for number, case in enumerate(ring_cases())}
+    rings = ring_cases() | REPLAYED_RINGS
+    cases |= {f"rings-{name}": case for name, case in rings.items() if case.world_size == fitted(case).world_size}
     cases |= {f"fault-{number}": case_of(limit, 2) for number, limit in enumerate((LOW_LATENCY, BULK))}
     found: dict[Hashable, Task] = {}
     for named, gives_ids in ((cases, True), ({f"soaked-{size}": case for size, case in soaked_sizes().items()}, False)):

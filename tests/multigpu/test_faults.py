@@ -43,8 +43,7 @@ def alarm_in_a_capture(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         op = make_op(context, case, arena)
         run_step(case, op, 0, context.device)
-        mine = make_inputs(case, 0, context.rank)
-        x, ids = mine.tokens.to(context.device), mine.ids.to(context.device)
+        x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
 
         def body(call: Callable[[Callable[[], None]], None]) -> None:
             rows, *_ = op.dispatch(x, None, None, ids)

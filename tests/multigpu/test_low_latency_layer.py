@@ -25,8 +25,8 @@ def replayed(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         layer = make_layer(context, case, arena)
         run_step(case, layer, 0, context)
-        inputs = make_inputs(case, 0, context.rank)
-        tokens, ids, weights = (each.to(context.device) for each in (inputs.tokens, inputs.ids, inputs.weights))
+        tokens, own_weights, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+        weights = own_weights.clone()
         eager = LayerStep.of(case, layer, 0, context)
         rows = eager.experts()
         eager.check_result(eager.result())
@@ -35,7 +35,7 @@ def replayed(context: RankContext, case: Case) -> None:
             _, _, _, meta = layer.dispatch(tokens, None, ids)
             out = layer.combine(rows, ids, weights, meta)
         for factor in (1.0, 2.0, 0.5):
-            weights.copy_(inputs.weights * factor)
+            weights.copy_(own_weights * factor)
             graph.replay()
             torch.cuda.synchronize()
             # powers of two change no rounding

@@ -6,47 +6,24 @@ from typing import Any
 import pytest
 
 from tests.cases.op_cases import BY_PUTS, Case, run_case, with_options
-from tests.cases.op_matrix import CASES
 from tests.cases.op_special import BODIES
-from tests.cases.ring_cases import (
-    OF_FOUR_RANKS,
-    REPLAYED,
-    RING_KERNELS,
-    SHAPES,
-    SHAPES_AND_FLAT,
-    lines_that_cross,
-    on_two_nodes,
-    other_numbers_of_programs,
-    rings,
-)
-from tests.multigpu.cases import on_two_gpus
+from tests.cases.ring_cases import REPLAYED, lines_that_cross, other_numbers_of_programs, rings
+from tests.multigpu.cases import REPLAYED_RINGS, ring_cases
 
 
-def each_transport(by_stores: dict[str, Case], by_puts: dict[str, Case]) -> list[Any]:
-    """Parameters for cases of both transports."""
-    puts = {f"puts-{name}": with_options(case, **BY_PUTS) for name, case in by_puts.items()}
-    cases = {f"stores-{name}": case for name, case in by_stores.items()} | puts
-    return [pytest.param(case, id=name) for name, case in cases.items()]
+def by_each_transport(cases: dict[str, Case]) -> list[Any]:
+    """Parameters; the flat form sends to any rank's memory, which puts do not reach."""
+    puts = {f"puts-{name}": with_options(case, **BY_PUTS) for name, case in cases.items() if case.kernel != "InterNode"}
+    return [pytest.param(case, id=name) for name, case in (cases | puts).items()]
 
 
-OF_FOUR = {name: on_two_nodes(CASES[name]) for name in OF_FOUR_RANKS}
-REPLAYS = {kernel: replace(REPLAYED, kernel=kernel) for kernel in RING_KERNELS}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *each_transport(on_two_gpus(SHAPES_AND_FLAT), on_two_gpus(SHAPES)),
-        *each_transport(OF_FOUR, OF_FOUR),
-        *each_transport(SHAPES_AND_FLAT, SHAPES),
-    ],
-)
+@pytest.mark.parametrize("case", by_each_transport(ring_cases()))
 def test_steps(ranks: Any, case: Case) -> None:
     ranks(run_case, case.world_size, case)
 
 
 @pytest.mark.usefixtures("compiled_whole")
-@pytest.mark.parametrize("case", each_transport(REPLAYS, REPLAYS))
+@pytest.mark.parametrize("case", by_each_transport(REPLAYED_RINGS))
 def test_replayed_steps(ranks: Any, case: Case) -> None:
     ranks(BODIES["graph-rank-major"][0], case.world_size, case)
 

@@ -15,7 +15,7 @@ import torch
 
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext, RankFailure, RankPool
-from tests.cases.op_cases import Case, run_case
+from tests.cases.op_cases import Case, run_case, with_options
 from tests.cases.ring_cases import SHAPES_AND_FLAT
 from tests.late import await_others, tell
 from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, shared_choices, soaked_sizes
@@ -34,7 +34,7 @@ WORLDS = SHARED_WORLDS if NUM_GPUS == 1 else ()
 
 
 def run_compiled_when_used(ranks: Any, case: Case) -> None:
-    case = replace(case, options=case.options | FIRST_STEP_SECS)
+    case = with_options(case, **FIRST_STEP_SECS)
     ranks(compiled_when_used, case.world_size, run_case, case)
 
 
@@ -57,8 +57,7 @@ def test_virtual_nodes(ranks: Any, case: Case) -> None:
 
 
 def sized(num_tokens: int) -> Case:
-    case = SIZES[num_tokens]
-    return replace(case, options=case.options | FIRST_STEP_SECS)
+    return with_options(SIZES[num_tokens], **FIRST_STEP_SECS)
 
 
 def eager_steps(context: RankContext, case: Case, num_steps: int) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.arena import CLOSE_PATIENCE_SECS
-from ep_a2a.ops import EpDispatchCombineOp
-from tests.cases.op_cases import Case, Step, arena_of, make_op
+from tests.cases.fault_cases import settled_step
+from tests.cases.op_cases import Case, arena_of, make_op
 from tests.cases.op_checks import raised
 from tests.simulator.cases import CASES
 from tests.simulator.explain import describe
@@ -90,20 +90,6 @@ class Life:
         return None if self.error is None else (self.error.missing_ranks, self.error.late_ranks)
 
 
-def settle(context: Context, op: EpDispatchCombineOp) -> None:
-    """Wait for what has been launched, and raise what it has recorded."""
-    context.synchronize()
-    op.check()
-
-
-def calls_of(context: Context, case: Case, op: EpDispatchCombineOp, number: int) -> None:
-    """A step whose failures are raised before its results are compared with the oracle."""
-    step = Step.dispatch(case, op, number, context.device)
-    settle(context, op)
-    step.check_dispatched()
-    step.combine(lambda: settle(context, op))
-
-
 def live(context: Context, case: Case, lives: list[Life]) -> None:
     """Build an op, take its steps, reset and close it. After an error: reset it where all live, then close it."""
     life, scheduler = lives[context.rank], context.machine.scheduler
@@ -117,10 +103,10 @@ def live(context: Context, case: Case, lives: list[Life]) -> None:
         op.set_timeout(BOUND_SECS)
         yield "steps"
         for number in range(case.num_steps):
-            calls_of(context, case, op, number)
+            settled_step(case, op, number)
         yield "reset"
         op.reset()
-        calls_of(context, case, op, case.num_steps)
+        settled_step(case, op, case.num_steps)
         yield "close"
 
     made: list[Any] = []
@@ -142,7 +128,7 @@ def go_on(context: Context, case: Case, made: list[Any], life: Life) -> None:
     assert life.error is not None
     if life.phase == "steps":
         _, op = made
-        for again in (op.check, lambda: calls_of(context, case, op, case.num_steps)):
+        for again in (op.check, lambda: settled_step(case, op, case.num_steps)):
             error = raised(RankTimeoutError, again)
             assert isinstance(error, RankTimeoutError)
             assert (error.missing_ranks, error.late_ranks) == life.named
@@ -151,7 +137,7 @@ def go_on(context: Context, case: Case, made: list[Any], life: Life) -> None:
         _, op = made
         try:
             op.reset()
-            calls_of(context, case, op, case.num_steps)
+            settled_step(case, op, case.num_steps)
             life.went_on = True
         except RankTimeoutError as error:
             life.in_reset = error

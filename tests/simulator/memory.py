@@ -172,21 +172,21 @@ class Pool:
     Args:
         num_bytes: size.
         draws: random choices. staleness: probability that a plain load goes one value further back.
+        fresh_looks: the first volatile load behind a pause sees all that has landed.
 
     Attributes:
         moment: elements that have landed, each one counted whenever it does.
         num_changes: grows whenever a landed byte changes.
         pending: stores that have not landed, oldest first.
-        fresh_looks: the first volatile load behind a pause sees all that has landed.
         trace: the last operations.
     """
 
-    def __init__(self, num_bytes: int, draws: random.Random, staleness: float = 1.0) -> None:
+    def __init__(self, num_bytes: int, draws: random.Random, staleness: float, fresh_looks: bool) -> None:
         backing = np.zeros(num_bytes + 256, np.uint8)
         start = -backing.ctypes.data % 256
         self.landed = backing[start : start + num_bytes]
         self.address = self.landed.ctypes.data
-        self.draws, self.staleness, self.fresh_looks = draws, staleness, False
+        self.draws, self.staleness, self.fresh_looks = draws, staleness, fresh_looks
         self.num_changes = 0
         self.pending: list[Pending] = []
         self._free = 0

@@ -27,50 +27,11 @@ from tests.cases import op_cases
 from tests.simulator.interpreter import Machine, RankStream
 from tests.simulator.memory import Pool, View
 from tests.simulator.nodes import HostExchange
-from tests.simulator.scheduler import LIMIT_SECS, Fault, Scheduler, Task
+from tests.simulator.scheduler import Conditions, Scheduler, Task
 from tests.simulator.store import Store
 
 POOL_BYTES = 1 << 24
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """How the machine behaves.
-
-    Attributes:
-        seed: of all choices.
-        switches: probability that a task is interrupted before an access.
-        staleness: probability that a load goes one value further back.
-        fresh_looks: the first volatile load of a program behind a pause sees all that has landed.
-        landing: which pending store lands first: "newest", "oldest" or "random".
-        halves: each store lands by halves, since an element of it is a thread's own.
-        num_sms: multiprocessors of each GPU.
-        weakened: places (sites.Site.place) whose ordering is taken away.
-        dependent: every launch of a call may start beside the one before it, whatever the policy says, and holds up the
-            host only until then; the host calls `Context.synchronize`.
-        asynchronous: a launch holds up the host's next launch only, and the host keeps the inputs alive.
-        faults: ranks that die or stand still.
-        hosts: number of each rank's host; empty where all have one.
-        host_switches: probability that a host is interrupted where it reaches other hosts.
-        store_holder: rank whose process holds the store; None for a process that outlives all.
-        limit_secs: of the simulated clock, for the whole run.
-    """
-
-    seed: int = 0
-    switches: float = 0.0
-    staleness: float = 1.0
-    fresh_looks: bool = False
-    landing: str = "newest"
-    num_sms: int = 2
-    weakened: frozenset[str] = frozenset()
-    dependent: bool = False
-    asynchronous: bool = False
-    faults: tuple[Fault, ...] = ()
-    hosts: tuple[int, ...] = ()
-    host_switches: float = 0.0
-    store_holder: int | None = None
-    limit_secs: float = LIMIT_SECS
-    halves: bool = False
+PLAIN = Conditions()
 
 
 class Group:
@@ -168,13 +129,10 @@ class Simulation:
     def __init__(self, world_size: int, conditions: Conditions) -> None:
         self.conditions = conditions
         draws = random.Random(conditions.seed)
-        self.pool = Pool(POOL_BYTES, draws, conditions.staleness)
-        self.pool.fresh_looks = conditions.fresh_looks
-        self.scheduler = Scheduler(draws, self.pool, conditions.switches, conditions.landing, conditions.host_switches)
-        self.scheduler.halves = conditions.halves
+        self.pool = Pool(POOL_BYTES, draws, conditions.staleness, conditions.fresh_looks)
+        self.scheduler = Scheduler(draws, self.pool, conditions)
         self.machine = Machine(self.pool, self.scheduler, conditions.weakened)
         self.streams = [RankStream(rank) for rank in range(world_size)]
-        self.scheduler.faults = conditions.faults
         self.hosts = conditions.hosts or (0,) * world_size
         self._lines: dict[int, list[dict[str, Any]]] = {host: [] for host in self.hosts}
         self._left: set[int] = set()
@@ -336,6 +294,6 @@ def of_group(plain_function: Callable[..., Any], name: str) -> Callable[..., Any
     return found
 
 
-def simulate(world_size: int, body: Callable[..., Any], *args: Any, conditions: Conditions = Conditions()) -> Outcome:
+def simulate(world_size: int, body: Callable[..., Any], *args: Any, conditions: Conditions = PLAIN) -> Outcome:
     """Run body(context, *args) on every rank of a machine."""
     return Simulation(world_size, conditions).run(body, *args)

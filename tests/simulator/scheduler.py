@@ -30,6 +30,46 @@ class Fault(NamedTuple):
     secs: float | None = None
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """How the machine behaves.
+
+    Attributes:
+        seed: of all choices.
+        switches: probability that a task is interrupted before an access.
+        staleness: probability that a load goes one value further back.
+        fresh_looks: the first volatile load of a program behind a pause sees all that has landed.
+        landing: which pending store lands first: "newest", "oldest" or "random".
+        halves: each store lands by halves, since an element of it is a thread's own.
+        num_sms: multiprocessors of each GPU.
+        weakened: places (sites.Site.place) whose ordering is taken away.
+        dependent: every launch of a call may start beside the one before it, whatever the policy says, and holds up the
+            host only until then; the host calls `Context.synchronize`.
+        asynchronous: a launch holds up the host's next launch only, and the host keeps the inputs alive.
+        faults: ranks that die or stand still.
+        hosts: number of each rank's host; empty where all have one.
+        host_switches: probability that a host is interrupted where it reaches other hosts.
+        store_holder: rank whose process holds the store; None for a process that outlives all.
+        limit_secs: of the simulated clock, for the whole run.
+    """
+
+    seed: int = 0
+    switches: float = 0.0
+    staleness: float = 1.0
+    fresh_looks: bool = False
+    landing: str = "newest"
+    num_sms: int = 2
+    weakened: frozenset[str] = frozenset()
+    dependent: bool = False
+    asynchronous: bool = False
+    faults: tuple[Fault, ...] = ()
+    hosts: tuple[int, ...] = ()
+    host_switches: float = 0.0
+    store_holder: int | None = None
+    limit_secs: float = LIMIT_SECS
+    halves: bool = False
+
+
 class Failure(NamedTuple):
     """A task that has raised an error.
 
@@ -112,29 +152,21 @@ class Scheduler:
 
     Attributes:
         num_operations: by rank.
-        faults: what happens to ranks. struck: when it has happened, by rank.
+        struck: when what happens to ranks has happened, by rank.
         dead: ranks that have died. stopped: ranks that stand still, and until when.
         failures: in the order of their ends.
-        halves: whether stores land by halves.
 
     Args:
         draws: random choices. pool: memory whose stores land when nobody can go on.
-        switch_probability: that a task is interrupted before an access to memory.
-        landing: which pending store lands first: "oldest", "newest" or "random".
-        host_switches: probability that a host is interrupted where it reaches other hosts.
+        conditions: how the machine behaves.
     """
 
-    def __init__(
-        self, draws: random.Random, pool: Pool, switch_probability: float, landing: str, host_switches: float = 0.0
-    ) -> None:
-        self.draws, self.pool = draws, pool
-        self.switch_probability, self.landing, self.host_switches = switch_probability, landing, host_switches
-        self.halves = False
+    def __init__(self, draws: random.Random, pool: Pool, conditions: Conditions) -> None:
+        self.draws, self.pool, self.conditions = draws, pool, conditions
         self.start_secs = self.now = 1000.0
         self.tasks: list[Task] = []
         self.current: Task | None = None
         self.num_operations: collections.Counter[int] = collections.Counter()
-        self.faults: tuple[Fault, ...] = ()
         self.struck: dict[int, float] = {}
         self.dead: set[int] = set()
         self.stopped: dict[int, float] = {}
@@ -154,20 +186,20 @@ class Scheduler:
     def point(self) -> None:
         """An operation of the current task: its rank may die or stop here, or another task go on."""
         self._count()
-        if self.switch_probability and self.draws.random() < self.switch_probability:
+        if self.conditions.switches and self.draws.random() < self.conditions.switches:
             self._hub.switch()
 
     def host_point(self) -> None:
         """The current host reaches other hosts: its rank may die or stop here, or another task go on."""
         self._count()
-        if self.host_switches and self.draws.random() < self.host_switches:
+        if self.conditions.host_switches and self.draws.random() < self.conditions.host_switches:
             self._hub.switch()
 
     def _count(self) -> None:
         assert self.current is not None
         rank = self.current.rank
         self.num_operations[rank] += 1
-        for fault in self.faults:
+        for fault in self.conditions.faults:
             if (fault.rank, fault.operation) == (rank, self.num_operations[rank]):
                 self._strike(fault)
         if rank in self.dead:
@@ -196,7 +228,7 @@ class Scheduler:
         assert self.current is not None
         self._count()
         self.current.has_polled = True
-        self.current.sees_change = None if self.switch_probability else sees_change
+        self.current.sees_change = None if self.conditions.switches else sees_change
         self._hub.switch()
 
     def sleep(self, secs: float) -> None:
@@ -231,7 +263,7 @@ class Scheduler:
                 self._wake_pollers()
             elif self._land_one():
                 # where chance switches tasks, it may let all of them look in between
-                self._wake_pollers(everybody=bool(self.switch_probability))
+                self._wake_pollers(everybody=bool(self.conditions.switches))
             else:
                 self._pass_time()
 
@@ -278,9 +310,9 @@ class Scheduler:
         pending = [store for store in self.pool.pending if store.passes_caches]
         if not pending:
             return False
-        place = {"oldest": 0, "newest": len(pending) - 1}.get(self.landing)
+        place = {"oldest": 0, "newest": len(pending) - 1}.get(self.conditions.landing)
         store = pending[self.draws.randrange(len(pending)) if place is None else place]
-        self.pool.land(store, self._half_of(store) if self.halves else None)
+        self.pool.land(store, self._half_of(store) if self.conditions.halves else None)
         return True
 
     def _half_of(self, store: Pending) -> np.ndarray | None:

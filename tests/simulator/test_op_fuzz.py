@@ -13,10 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.memory.arena import Arena
 from ep_a2a.routing import ROUTINGS
 from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, INDEX_OF, OTHERS, Action, run_actions
-from tests.cases.op_cases import Case, make_inputs, make_op, reference_of, run_case, run_step
+from tests.cases.op_cases import (
+    Case,
+    arena_of,
+    make_inputs,
+    make_op,
+    reference_of,
+    run_step,
+    set_first_epoch,
+    with_options,
+)
 from tests.cases.stride_cases import LAYOUTS as STRIDES
 from tests.cases.stride_cases import ROLES, Forms, strided_case
 from tests.simulator.ranks import Context
@@ -104,26 +112,6 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     )
 
 
-def fuzz(max_examples: int) -> settings:
-    return settings(max_examples=max_examples * TIMES, derandomize=FIRST_SEED == 1, database=None)
-
-
-def of_examples(of_two_ranks: int, of_three_ranks: int = 0) -> pytest.MarkDecorator:
-    """Parameters (world_size, max_examples); `make test` has two ranks."""
-    of_three = [pytest.param(3, of_three_ranks, marks=pytest.mark.full)] * bool(of_three_ranks)
-    return pytest.mark.parametrize(("world_size", "max_examples"), [(2, of_two_ranks), *of_three])
-
-
-@of_examples(6, 12)
-def test_fuzz(world_size: int, max_examples: int) -> None:
-    @fuzz(max_examples)
-    @given(cases(world_size))
-    def run(case: Case) -> None:
-        run_on_ranks(run_case, world_size, case)
-
-    run()
-
-
 def largest_total(case: Case) -> int:
     """The most rows that any rank receives in any step."""
     totals = [0]
@@ -133,32 +121,26 @@ def largest_total(case: Case) -> int:
     return max(totals)
 
 
+@st.composite
+def padded_cases(draw: st.DrawFn, world_size: int) -> tuple[Case, list[int]]:
+    """A case with a pad_id for every step: rows without a token where the step before had more, or as many as fit."""
+    case = draw(cases(world_size))
+    pad_ids = draw(st.lists(st.sampled_from(PAD_IDS), min_size=3, max_size=7))
+    case = replace(case, num_steps=len(pad_ids))
+    if case.layout == "compact" and draw(st.booleans()):
+        case = with_options(case, max_total_recv_tokens=max(1, largest_total(case)))
+    return case, pad_ids
+
+
 def run_with_pad_ids(context: Context, case: Case, pad_ids: list[int]) -> None:
     """run_case with another pad_id in every step."""
-    with Arena(context.group, context.device) as arena:
+    with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
+        set_first_epoch(op, case, arena)
         for number, pad_id in enumerate(pad_ids):
             run_step(replace(case, pad_id=pad_id), op, number, context.device)
         op.check()
 
-
-@of_examples(4)
-def test_fuzz_padding(world_size: int, max_examples: int) -> None:
-    """Rows without a token, where the step before had more: under another pad_id or stride, or a cap that suffices."""
-
-    @fuzz(max_examples)
-    @given(cases(world_size), st.lists(st.sampled_from(PAD_IDS), min_size=4, max_size=7), st.booleans())
-    def run(case: Case, pad_ids: list[int], capped: bool) -> None:
-        case = replace(case, first_epoch=0, num_steps=len(pad_ids))
-        if capped and case.layout == "compact":
-            cap = max(1, largest_total(case))
-            case = replace(case, options={**case.options, "max_total_recv_tokens": cap})
-        run_on_ranks(run_with_pad_ids, world_size, case, pad_ids)
-
-    run()
-
-
-# --- orders of calls, right and wrong ones ---
 
 NUM_ACTIONS = 40
 # as many that go on as others, or steps would hardly ever come to their end
@@ -167,25 +149,10 @@ DRAWN = (*CALLS, *OTHERS, *(GO_ON,) * (len(CALLS) // 2), *(GO_ON_IN_HALVES,) * (
 
 @st.composite
 def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
-    """A case without the end of the epochs, since ops are built anew, and what is done."""
+    """A case without the end of the epochs, since ops are built anew, and what is done, right or wrong."""
     case = replace(draw(cases(world_size)), first_epoch=0)
     action = st.tuples(st.integers(0, len(INDEX_OF) - 1), st.sampled_from(DRAWN))
     return case, draw(st.lists(action, min_size=NUM_ACTIONS, max_size=NUM_ACTIONS))
-
-
-@of_examples(2, 2)
-def test_orders(world_size: int, max_examples: int) -> None:
-    @fuzz(max_examples)
-    @given(orders(world_size))
-    def run(drawn: tuple[Case, list[Action]]) -> None:
-        run_on_ranks(run_actions, world_size, *drawn)
-
-    run()
-
-
-# --- tensors laid out in memory in many ways ---
-
-IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in STRIDES for _ in range(2)]
 
 
 @st.composite
@@ -196,16 +163,28 @@ def laid_out_cases(draw: st.DrawFn, world_size: int) -> tuple[Case, list[list[Fo
     return case, [[draw(form) for _ in range(world_size)] for _ in range(case.num_steps)]
 
 
-@of_examples(4, 4)
-def test_strides(world_size: int, max_examples: int) -> None:
-    @fuzz(max_examples)
-    @given(laid_out_cases(world_size))
-    def run(drawn: tuple[Case, list[list[Forms]]]) -> None:
-        run_on_ranks(strided_case, world_size, *drawn)
+FUZZ: dict[str, tuple[Any, Any, dict[int, int]]] = {
+    "steps": (run_with_pad_ids, padded_cases, {2: 8, 3: 12}),
+    "orders": (run_actions, orders, {2: 2, 3: 2}),
+    "strides": (strided_case, laid_out_cases, {2: 4, 3: 4}),
+}
+"""By name: a body, what is drawn for it, and the number of examples by that of ranks. `make test` has two ranks."""
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", FUZZ)
+def test_fuzz(name: str, world_size: int) -> None:
+    body, drawn, num_examples = FUZZ[name]
+
+    @settings(max_examples=num_examples[world_size] * TIMES, derandomize=FIRST_SEED == 1, database=None)
+    @given(drawn(world_size))
+    def run(arguments: tuple[Any, ...]) -> None:
+        run_on_ranks(body, world_size, *arguments)
 
     run()
 
 
+IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in STRIDES for _ in range(2)]
 ONE_ROW_OR_NONE = Case(
     world_size=2,
     hidden_dim=8,
