@@ -5,7 +5,7 @@ Engines between nodes end a dispatch by the same receiving stage (`receiving_lau
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
@@ -38,12 +38,12 @@ from ep_a2a.policy import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
     from ep_a2a.ops.arguments import LaunchWish, Stages
-    from ep_a2a.ops.launches import CombineForm, KernelLaunch
+    from ep_a2a.ops.launches import CombineForm, KernelLaunch, Operands
 
 
 BLOCK_TOKENS = 64
@@ -166,11 +166,7 @@ def receiving_launch(kernels: OpKernels, form: DispatchForm) -> KernelLaunch:
 
 
 def _bulk_row(
-    kernels: OpKernels,
-    form: DispatchForm,
-    stages: Stages,
-    launch: Launch,
-    operands: Callable[[Any, Any], tuple[Any, ...]],
+    kernels: OpKernels, form: DispatchForm, stages: Stages, launch: Launch, operands: Operands
 ) -> KernelLaunch:
     config, threads = kernels.config, 32 * launch.num_warps
     look_back = SHARED_LOOK_BACK_LANES if launch.shares_sm else LOOK_BACK_LANES

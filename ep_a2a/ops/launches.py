@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,13 +12,15 @@ from ep_a2a.kernels.layout import WORD_BYTES
 from ep_a2a.ops.arguments import CombineArguments, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 TABLE: Any = torch.int64
 """The address table, among operands that stand for tensors by their dtypes."""
+Operands = Callable[[Any, Any], tuple[Any, ...]]
+"""Of a call's arguments and the address table, the run-time arguments of a kernel that differ between calls."""
 
 
 class KernelLaunch(NamedTuple):
@@ -25,13 +28,13 @@ class KernelLaunch(NamedTuple):
 
     Attributes:
         kernel: the compiled kernel; all launches of its description share it.
-        operands: of a call's arguments and the address table, the run-time arguments that differ between calls.
+        operands: its first run-time arguments.
         numbers: the run-time arguments behind them.
         num_programs: programs of the grid.
     """
 
     kernel: CompiledKernel
-    operands: Callable[[Any, Any], tuple[Any, ...]]
+    operands: Operands
     numbers: tuple[int, ...]
     num_programs: int
 

@@ -13,12 +13,12 @@ from ep_a2a.kernels.constants import LaunchForm
 from ep_a2a.kernels.layout import padded
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
 from ep_a2a.ops.arguments import WHOLE
-from ep_a2a.ops.launches import TABLE, KernelLaunch
+from ep_a2a.ops.launches import TABLE, KernelLaunch, Operands
 from ep_a2a.ops.row_constants import ResultRows, placement_of, shape_of
 from ep_a2a.policy import COUNT_WARPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.portable import PortableFunction
@@ -80,7 +80,7 @@ class OpKernels:
     def launch(
         self,
         kernel: PortableFunction,
-        operands: Callable[[Any, Any], tuple[Any, ...]],
+        operands: Operands,
         read_as: Step | CombineArguments | None,
         constants: dict[str, Any],
         num_warps: int,
