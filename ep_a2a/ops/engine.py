@@ -52,10 +52,12 @@ class Engine(ABC):
         kernels, key = self.kernels, (launches_of.__name__, call)
         launches = kernels.plans.get(key)
         if launches is None:
-            if not kernels.interpreted:
-                # the registers that kernels get bound the programs of their launches
-                compile_all([launch.kernel for launch in launches_of(*call)], kernels.config)
-            launches = add_to_cache(kernels.plans, key, list(launches_of(*call)))
+            launches = list(launches_of(*call))
+            if not kernels.interpreted and not all(launch.kernel.is_compiled for launch in launches):
+                compile_all([launch.kernel for launch in launches], kernels.config)
+                # the registers that kernels have got bound the programs of their launches
+                launches = list(launches_of(*call))
+            add_to_cache(kernels.plans, key, launches)
         table, device = kernels.table, kernels.device
         for kernel, operands, numbers, num_programs in launches:
             kernel.run(num_programs, (*operands(args, table), *numbers), device)
