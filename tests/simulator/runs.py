@@ -21,7 +21,6 @@ CONDITIONS = {
     # half of a row is there
     "halves": Conditions(num_sms=4, halves=True),
     "random-halves": Conditions(landing="random", num_sms=4, halves=True),
-    "in-order": Conditions(landing="oldest", num_sms=4),
     "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
     # more multiprocessors than an op with max_sms may use
     "many-sms": Conditions(num_sms=8),
