@@ -220,7 +220,8 @@ ORDERS = {
     # what a step left is found by the ops that share its memory, and mended by construction or reset
     "closed-in-the-middle": "0:dispatch 0:combine 2:dispatch 2:combine 0:dispatch 0:close 2:dispatch 2:dispatch"
     " 1:dispatch 1:combine 0:build 2:dispatch 2:combine 0:dispatch 0:combine_send 0:close 2:dispatch 2:dispatch"
-    " 2:reset 2:dispatch 2:combine 2:dispatch 2:combine 0:build 0:dispatch 0:combine 0:close 2:dispatch 2:combine",
+    " 2:reset 2:dispatch 2:combine 2:dispatch 2:combine 0:build 0:dispatch 0:combine 0:close 2:dispatch 2:combine"
+    " 0:build 0:dispatch 0:drop 2:dispatch 2:dispatch 2:reset 2:dispatch 2:combine",
 }
 """Orders by name: "op:call" one after another. Ops 0 and 2 share memory.
 
