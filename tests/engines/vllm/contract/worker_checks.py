@@ -23,6 +23,7 @@ class Manager:
         self.num_closings = 0
         self.gone: tuple[int, ...] = ()
         self.waits: list[float] = []
+        self.rank = 1
 
     def check(self) -> None:
         self.num_checks += 1
