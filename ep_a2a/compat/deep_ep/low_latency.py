@@ -182,12 +182,26 @@ class LowLatencyMode(BufferBase):
             raise refused("deep_ep", "Buffer.low_latency_combine", "combine_wait_recv_cost_stats")
         if use_logfmt:
             raise refused("deep_ep", "Buffer.low_latency_combine", "use_logfmt")
-        combined, event = self._stream.run(
-            lambda: self._send_rows(x, topk_idx, topk_weights, handle, zero_copy, out, return_recv_hook),
-            (x, topk_idx, topk_weights, out, handle.ids),
-            None,
-            async_finish,
-        )
+        if tuple(topk_idx.shape) != tuple(handle.ids.shape):
+            raise ShapeError(f"topk_idx of the dispatch, {tuple(handle.ids.shape)}", str(tuple(topk_idx.shape)))
+        address_of("topk_idx", topk_idx)
+        rows = _combine_buffer(handle) if zero_copy else x
+        # the dispatch's own tensor needs no comparison
+        ids = None if topk_idx is handle.topk_idx else topk_idx.to(torch.int32)
+        result = torch.empty(len(topk_idx), x.shape[-1], dtype=x.dtype, device=x.device) if out is None else out
+
+        def send() -> torch.Tensor:
+            weights = self._late_weights(handle, topk_weights)
+            step, op = handle.step, handle.step.op
+            if return_recv_hook:
+                op.combine_send(rows, weights, ids, out=result)
+                step.combine_hook = Hook(op.combine_recv, op.device)
+            else:
+                op.combine(rows, weights, ids, out=result)
+            return result
+
+        given = (x, ids, topk_weights, result, handle.ids)
+        combined, event = self._stream.run(send, given, None, async_finish)
         return combined, event, handle.step.combine_hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
@@ -228,37 +242,6 @@ class LowLatencyMode(BufferBase):
         else:
             finish()
         return rows if scales is None else (rows, scales), counts
-
-    def _send_rows(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        handle: LowLatencyHandle,
-        zero_copy: bool,
-        out: torch.Tensor | None,
-        in_halves: bool,
-    ) -> torch.Tensor:
-        """Sends the experts' rows back, weighed, and adds them. With `in_halves` the hook of the step adds.
-
-        Returns:
-            [T, H], this rank's tokens.
-        """
-        if tuple(topk_idx.shape) != tuple(handle.ids.shape):
-            raise ShapeError(f"topk_idx of the dispatch, {tuple(handle.ids.shape)}", str(tuple(topk_idx.shape)))
-        rows = _combine_buffer(handle) if zero_copy else x
-        # the dispatch's own tensor needs no comparison
-        compared = None if topk_idx is handle.topk_idx else topk_idx.to(torch.int32)
-        if out is None:
-            out = torch.empty(topk_idx.shape[0], x.shape[-1], dtype=x.dtype, device=x.device)
-        weights = self._late_weights(handle, topk_weights)
-        step, op = handle.step, handle.step.op
-        if not in_halves:
-            op.combine(rows, weights, compared, out=out)
-            return out
-        op.combine_send(rows, weights, compared, out=out)
-        step.combine_hook = Hook(op.combine_recv, op.device)
-        return out
 
     def _late_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> torch.Tensor | None:
         """Makes the handle's dispatch the open step of its op. Returns the weights that combine must bring there."""
