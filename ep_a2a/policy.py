@@ -27,7 +27,7 @@ INTERPRETED_TILE = 4
 DISPATCH_WARPS, COMBINE_WARPS, COUNT_WARPS = 8, 4, 4
 """Searches around them gained 2 % at most (2 ranks, 28 November)."""
 LOW_LATENCY_WARPS = 8
-"""21 November:
+"""Of a low-latency dispatch. 21 November:
 
     warps               4     8*    16
     T = 1, 2 ranks    6.75  6.73  7.18
@@ -56,8 +56,8 @@ token, which take fewer instructions, but destinations must be listed before the
 MOST_UNROLLED_RANKS = 8
 """Code that sends rows one by one is repeated for each rank; tiles loop over the destinations of a token.
 
-    ranks                8*    24                          64
-    compilation        quick   17 s, 2 KB of stack         not ready after 5 minutes
+    ranks               24                   64
+    compilation         17 s, 2 KB of stack  not ready after 5 minutes
 """
 
 # Rows and elements that a program moves at once.
@@ -160,7 +160,9 @@ SHARED_SEND_ELEMENTS, SHARED_PROGRAMS_PER_SENDER = 4096, 3
 
 # Limits.
 
-MAX_WARPS, MAX_DISPATCH_PROGRAMS = 32, 1024
+MAX_WARPS = 32
+MAX_DISPATCH_PROGRAMS = 1024
+"""Programs of a bulk dispatch that have memory to tell each other how many rows they send (CHUNK_COUNTS)."""
 LEAST_PROGRAMS = 4
 """Programs of the smallest launch with all roles: two of FLAG_PROGRAMS, one that sends, one that receives."""
 
@@ -275,8 +277,8 @@ def _made_small(wish: Launch, phase: Phase, most: int) -> Launch:
     num_programs = max(FLAG_PROGRAMS[phase] + 2, most)
     senders = num_programs // SHARED_PROGRAMS_PER_SENDER
     receivers = num_programs - FLAG_PROGRAMS[phase] - senders
-    small = replace(small, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
-    return replace(small, dependent=False, shared_from=NEVER_SHARED)
+    small = replace(small, dependent=False, shared_from=NEVER_SHARED)
+    return replace(small, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
 
 
 def _widened(

@@ -25,6 +25,7 @@ import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, Layout
 from ep_a2a.kernels.ring_shape import Rings
+from ep_a2a.policy import MAX_DISPATCH_PROGRAMS
 
 REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 4
@@ -187,8 +188,6 @@ SPAN_WORDS = 4
 """Start and end, in nanoseconds, and the step that they belong to, counted from 1; the last one is unused."""
 
 STATE_WORDS = 16
-MAX_DISPATCH_PROGRAMS = 1024
-"""Programs of a dispatch launch that can tell each other how many rows they send (CHUNK_COUNTS)."""
 RECORD_HEADER_WORDS = int(Record.RANKS)
 
 
