@@ -107,7 +107,7 @@ def refused(library: str, function: str, parameter: str = "") -> UnsupportedErro
     name = f"{library}.{function}"
     return UnsupportedError(
         f"a function or value that ep_a2a.compat.{library} offers",
-        f"{parameter} of {name}" if parameter else name,
+        f"{parameter} of {name}" if parameter else f"{name}, which only the library itself has",
         remedy_of(library, function, parameter),
     )
 

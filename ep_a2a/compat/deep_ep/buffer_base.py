@@ -11,10 +11,10 @@ import torch
 from ep_a2a.compat.deep_ep.ops import Handle, Ops, Step, Steps
 from ep_a2a.compat.deep_ep.utils import CommStream, EventHandle, EventOverlap
 from ep_a2a.compat.deep_ep_sizes import Config, chunk_configs, low_latency_bytes
-from ep_a2a.compat.parameters import refused, warn_once, with_refusals
+from ep_a2a.compat.parameters import refused, remedy_of, warn_once, with_refusals
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer, require
-from ep_a2a.errors import ClosedError
+from ep_a2a.errors import ClosedError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,7 +57,9 @@ class BufferBase:
         if enable_shrink:
             raise refused("deep_ep", "Buffer", "enable_shrink")
         if group is None:
-            raise refused("deep_ep", "Buffer", "comm")
+            raise UnsupportedError(
+                "a torch process group", f"group None, comm {comm!r}", remedy_of("deep_ep", "Buffer", "comm")
+            )
         ignored = {
             "num_nvl_bytes": num_nvl_bytes > 0,
             "num_rdma_bytes": num_rdma_bytes > 0,
