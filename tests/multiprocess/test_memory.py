@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +94,26 @@ def ask_for_unequal_sizes(context: RankContext) -> None:
 
 def test_unequal_sizes_are_an_error_on_every_rank(ranks):
     ranks(ask_for_unequal_sizes, 3)
+
+
+def fail_to_map_on_one_rank(context: RankContext) -> None:
+    # a file that the others have removed, or that lies in another container's /dev/shm
+    kind, words = HostMemoryError, ("No such file", "--ipc=host")
+    if context.rank != 1:
+        kind, words = (
+            ConfigMismatchError,
+            ("No such file", "mapping shared memory to succeed on every rank; got rank 1"),
+        )
+    failing = OSError(errno.ENOENT, os.strerror(errno.ENOENT)) if context.rank == 1 else None
+    with mock.patch.object(host_shm, "_map", side_effect=failing, wraps=host_shm._map):
+        raised(kind, lambda: allocate(context), *words)
+    Rendezvous(context.group).barrier("failed")
+    assert files_of(os.getpid()) == []
+    allocate(context).close()
+
+
+def test_memory_that_one_rank_cannot_map_is_an_error_on_all(ranks):
+    ranks(fail_to_map_on_one_rank, 3)
 
 
 def ask_for_too_much(context: RankContext) -> None:
