@@ -281,19 +281,21 @@ class BoundMemory:
         """
         return self._local(role, (most_rows * tensor.shape[-1],), tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
-    @outside_modes()
     def _local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        memory = self._locals.get(role)
-        if memory is None:
-            if is_capturing(self.acquired.local_own.device):
-                raise StateError(
-                    f"memory for {role} to exist before a graph captures it",
-                    "the first need of it",
-                    "Make the same calls once before the capture.",
-                )
-            num_bytes = math.prod(shape) * dtype.itemsize
-            memory = self._arena.shared_local(self.index, role, num_bytes)[:num_bytes].view(dtype).view(shape)
-            self._locals[role] = memory
+        # to leave torch's modes takes longer than the rest of the call
+        return self._locals[role] if role in self._locals else self._new_local(role, shape, dtype)
+
+    @outside_modes()
+    def _new_local(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if is_capturing(self.acquired.local_own.device):
+            raise StateError(
+                f"memory for {role} to exist before a graph captures it",
+                "the first need of it",
+                "Make the same calls once before the capture.",
+            )
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = self._arena.shared_local(self.index, role, num_bytes)[:num_bytes].view(dtype).view(shape)
+        self._locals[role] = memory
         return memory
 
     def initialize(self, *, refill: bool) -> None:

@@ -133,15 +133,17 @@ class Ops(NativeAll2AllManager):
             )
         return self._max_tokens
 
-    @outside_modes()
     def get(self, shape: OpShape, index: int) -> EpDispatchCombineOp:
         """Returns the op of this shape on the memory of this index. Collective when it is new."""
-        key = shape, index
-        if key not in self._ops:
-            by_expert = shape.layout is Layout.EXPERT_MAJOR
-            with max_tokens_named("num_max_dispatch_tokens_per_rank" if by_expert else "max_num_tokens_per_rank"):
-                self._ops[key] = self.get_handle(self._handle_kwargs(shape), index)
-        return self._ops[key]
+        return self._ops[shape, index] if (shape, index) in self._ops else self._new(shape, index)
+
+    @outside_modes()
+    def _new(self, shape: OpShape, index: int) -> EpDispatchCombineOp:
+        by_expert = shape.layout is Layout.EXPERT_MAJOR
+        with max_tokens_named("num_max_dispatch_tokens_per_rank" if by_expert else "max_num_tokens_per_rank"):
+            op: EpDispatchCombineOp = self.get_handle(self._handle_kwargs(shape), index)
+        self._ops[shape, index] = op
+        return op
 
     def _handle_kwargs(self, shape: OpShape) -> dict[str, Any]:
         is_cast = shape.dtype == FP8_DTYPE
