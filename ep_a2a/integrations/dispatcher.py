@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.interface import DispatchResult
+from ep_a2a.ops.inputs import in_int32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,14 +39,14 @@ class Dispatcher:
 
         Args:
             tokens: [T, H] of the op's data_type, or [T, less than H]: zeros travel in the columns that are missing.
-            weights, ids: [T, K], any floating and any integer dtype; ids are global, those below 0 dropped slots.
+            weights, ids: [T, K], any floating and any integer dtype; ids are global, those out of range dropped slots.
             weights_on_input: multiply tokens by their weight first; K must be 1.
         """
         if weights_on_input:
             if ids.shape[1] != 1:
                 raise UnsupportedError("one expert per token where its weight applies to the input", str(ids.shape[1]))
             tokens = tokens * weights.to(tokens.dtype)
-        return self.padded(tokens).contiguous(), weights.float().contiguous(), ids.int().contiguous()
+        return self.padded(tokens).contiguous(), weights.float().contiguous(), in_int32(ids).int().contiguous()
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [..., H], with zeros in the columns that narrower rows lack."""

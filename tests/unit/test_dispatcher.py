@@ -33,10 +33,12 @@ def test_inputs_are_of_the_ops_types(dispatcher):
     fits = torch.ones(3, HIDDEN), torch.rand(3, 2), torch.ones(3, 2, dtype=torch.int32)
     assert dispatcher.fitted(*fits) == fits
     tokens, weights, ids = fitted = dispatcher.fitted(
-        torch.ones(2, 3, 5)[:, 0], torch.ones(2, 3).bfloat16()[:, 1:], torch.ones(2, 2).long()
+        torch.ones(2, 3, 5)[:, 0], torch.ones(2, 3).bfloat16()[:, 1:], torch.tensor([[1, 1], [1, 2**32 + 3]])
     )
     assert tokens.tolist() == [[1.0] * 5 + [0.0] * 3] * 2
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    # an id that no int32 holds stays a dropped slot
+    assert ids.tolist() == [[1, 1], [1, 2**31 - 1]]
     assert all(each.is_contiguous() for each in fitted)
     weighted, *_ = dispatcher.fitted(fits[0], fits[1][:, :1], fits[2][:, :1], weights_on_input=True)
     assert torch.equal(weighted[:, :1], fits[1][:, :1])
