@@ -5,7 +5,11 @@ and no fence. Every rank has an inbox [W, M, TOPK], indexed by source rank and t
 weights of received rows to where dispatch would have put them.
 
 Where no store reaches other nodes, the host first exchanges the weights among the ranks of equal local number. Each of
-them passes the weights of all nodes on to the ranks of its own.
+them passes the weights of all nodes on to the ranks of its own. The steps of a program, one for each rank:
+
+- W1. It writes this rank's weights into the inbox of its partner.
+- W2. It waits for the words of the rows that came from its source, block by block.
+- W3. It copies their weights to where dispatch would have put them.
 """
 
 import triton.language as tl
@@ -97,7 +101,9 @@ def place_weights_of(
             tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (S.WORLD_SIZE * M)
             wanted = (index < count)[:, None] & (topk < S.TOPK)[None, :]
             words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * S.TOPK + topk[None, :]
+            # W2
             words, poison = await_words(table, words_at, wanted, epoch, sender, rank, S.WORLD_SIZE, PATIENCE)
+            # W3
             tl.store(targets + rows[:, None] * S.TOPK + topk[None, :], payload_of(words), mask=wanted)
     return poison
 
@@ -137,6 +143,7 @@ def exchange_weights_kernel(
         partner = rank // GPUS * GPUS + peer % GPUS
         source = node * GPUS + rank % GPUS
         num_sent = (step_tokens if GPUS < S.WORLD_SIZE else num_tokens) * S.TOPK
+        # W1
         theirs = tl.load(inboxes + partner).to(tl.pointer_type(tl.int64)) + source * inbox_words
         push_weights(weights + tl.cast(node, tl.int64) * step_tokens * S.TOPK, theirs, num_sent, epoch, BLOCK_WORDS)
         own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + peer * inbox_words

@@ -12,8 +12,8 @@ first, and then announced by a released position word with the highest bit set. 
 - D4. Senders push rows and the words beside them, this rank's own rows straight to where experts read them, and record
   which row went where, for combine.
 - D5. The count publisher waits for all ranks' counts.
-- D6. Receivers poll the words of the rows that are due and move them to where experts read them.
-- D7. A failed step looks empty: nothing was received.
+- D6. A failed step looks empty: that program writes that nothing was received.
+- D7. Receivers poll the words of the rows that are due and move them to where experts read them.
 """
 
 from typing import NamedTuple
@@ -148,11 +148,11 @@ def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr
         if poison == 0:
             # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
             poison = accept_counts(step, S, LL.COUNT_LANES)
-        # D7
+        # D6
         if poison != 0:
             receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     elif (receiver >= 0) & (poison == 0):
-        # D6
+        # D7
         poison = receive_low_latency_rows(step, places, receiver, roles.num_receivers, S, ROW, LL, FORM)
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)

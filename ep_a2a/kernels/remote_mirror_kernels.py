@@ -1,8 +1,12 @@
 """Puts mirrors (REMOTE_MIRRORS) to the ranks that no store reaches.
 
-Kernels store counts, flags and failures into the memory of all ranks alike. For a rank of another
-node the address table leads to a mirror in this rank's memory. A small launch behind the kernel puts it where it
-belongs.
+Kernels store counts, flags and failures into the memory of all ranks alike. For a rank of another node the address
+table leads to a mirror in this rank's memory. A small launch behind the kernel puts it where it belongs. The steps of a
+program, one for each such rank:
+
+- M1. It puts this rank's poison word, if it is set.
+- M2. It puts the counts of a dispatch.
+- M3. It puts the epoch of a combine's weights, then behind a fence the flag.
 """
 
 import triton.language as tl
@@ -46,12 +50,15 @@ def put_mirrors_kernel(
         TELLS_COUNTS: how many rows this rank sends. TELLS_FLAGS: that it has begun a combine, HAS_WEIGHTS with weights.
     """
     remote = ((rank // GPUS + 1) * GPUS + tl.program_id(0)) % WORLD_SIZE
+    # M1
     if tl.load(address(table, MIRROR_POISON, rank, WORLD_SIZE, tl.int32)) != 0:
         put_mirror(table, POISON, MIRROR_POISON, 0, 4, remote, rank, WORLD_SIZE)
+    # M2
     if TELLS_COUNTS:
         # flagged words, which need no order
         line_bytes: tl.constexpr = (WORLD_SIZE + 1) * 8
         put_mirror(table, COUNTS, MIRROR_COUNTS, rank * line_bytes, line_bytes, remote, rank, WORLD_SIZE)
+    # M3
     if TELLS_FLAGS:
         if HAS_WEIGHTS:
             put_mirror(table, WEIGHT_EPOCHS, MIRROR_WEIGHT_EPOCHS, rank * 4, 4, remote, rank, WORLD_SIZE)

@@ -16,6 +16,9 @@ Combine is the mirror image:
 - C3. pack_sums_kernel waits for the ranks of this node and packs the node's sums for what this rank has forwarded.
 - C4. The host exchanges, as in D3. pass_on_kernel passes the heads on.
 - C5. sum_nodes_kernel waits for all ranks and adds the nodes' sums of this rank's tokens.
+- C6. A failed step gives zeros.
+
+post_failure_kernel stands in for a kernel of D4 to C5 where the host's exchange has failed.
 
 Lines that the host has exchanged are there, so no kernel waits for them. Kernels wait for ranks of their node, and for
 lines that those have received.
@@ -158,6 +161,7 @@ def pack_kernel(
             first, end = tokens_of_chunk(num_tokens, chunk, 0, R)
             slot = chunk_of(table, CHUNKS_SENT, peer, chunk, num_chunks, rank, S, R)
             write_chunk(source, table, slot, first, end, peer, end >= first, rank, S, R, ROW, LINE)
+    # D2: the heads
     end_packing(table, CHUNKS_SENT, num_chunks, poison, rank, S, R)
     finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE)
 
@@ -319,7 +323,7 @@ def sum_nodes_kernel(
     out = Results(table, result, ids, num_tokens, epoch, rank)
     # C5
     if poison == 0:
-        poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)  # fmt: skip
+        poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)
     for chunk in range(program, num_chunks, num_programs):
         if poison == 0:
             slots = ()
@@ -327,6 +331,7 @@ def sum_nodes_kernel(
                 slots = slots + (chunk_of(table, CHUNKS_BACK, node, chunk, num_chunks, rank, S, R),)
             add_nodes(out, slots, bias_0, bias_1, chunk, 0, S, R, A)
         else:
+            # C6
             clear_results(result, num_tokens, chunk, R, A)
     if poison != 0:
         late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)

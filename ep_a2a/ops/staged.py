@@ -129,6 +129,7 @@ class StagedEngine(NodesEngine):
             raise agreed_error(error, memory.peers, given_up, bound_secs, start) from error
 
     def _begin(self, step_tokens: int, *, back: bool) -> Exchange:
+        """Begins the host's exchange: D3 of kernels/staged_kernels.py, or C4 where `back`."""
         rings = self.rings
         num_words = rings.node_words(step_tokens, back=back)
         regions = (Region.CHUNKS_BACK, Region.CHUNKS_SENT_BACK) if back else (Region.CHUNKS, Region.STAGED_CHUNKS)
