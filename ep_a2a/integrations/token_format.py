@@ -93,22 +93,22 @@ def tokens_per_rank(num_tokens: int, sharing: int) -> int:
     return -(-num_tokens // sharing)
 
 
-def agreed_bound(num_tokens: int | None, sharing: int, most: int, option: str) -> int:
+def agreed_bound(num_tokens: int | None, sharing: int, max_tokens: int, option: str) -> int:
     """Returns the most tokens that any rank brings to this step, at least 1.
 
     Args:
         num_tokens: the largest number of a replica's tokens, which the engine tells all ranks alike; None where it
-            tells none, as in a warm-up: the result is `most`.
+            tells none, as in a warm-up: the result is `max_tokens`.
         sharing: ranks that share a replica's tokens.
-        most: the limit of every step.
+        max_tokens: the bound of every step.
         option: the engine's option that raises this limit.
 
     Raises:
-        TooManyTokensError: a rank brings more than `most`. All ranks raise it, so none waits for another.
+        TooManyTokensError: a rank brings more than `max_tokens`. All ranks raise it, so none waits for another.
     """
     if num_tokens is None:
-        return most
+        return max_tokens
     tokens = tokens_per_rank(num_tokens, sharing)
-    if tokens > most:
-        raise TooManyTokensError(f"at most {most} tokens of each rank", str(tokens), f"Raise {option}.")
+    if tokens > max_tokens:
+        raise TooManyTokensError(f"at most {max_tokens} tokens of each rank", str(tokens), f"Raise {option}.")
     return max(1, tokens)

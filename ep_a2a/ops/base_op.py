@@ -119,8 +119,9 @@ class BaseOp(abc.ABC):
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             # before the step begins: a call that is refused must not hold the memory against other ops
             wish = self._checked_wish(block_num, warp_per_block)
-        limit = self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
-        step = Step(input, weights, scales, indices, limit, pad_id, call_local_expert_count, tag)
+        if step_tokens is None:
+            step_tokens = self.config.max_num_inp_token_per_rank
+        step = Step(input, weights, scales, indices, step_tokens, pad_id, call_local_expert_count, tag)
         return self._dispatch("dispatch", step, WHOLE, wish)
 
     @outside_graphs
@@ -141,8 +142,9 @@ class BaseOp(abc.ABC):
         whole and split calls. Make a split call once, or call `warmup_split`, before a graph captures one.
         `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments and errors.
         """
-        limit = self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
-        step = Step(input, weights, scales, indices, limit, pad_id, False, tag)
+        if step_tokens is None:
+            step_tokens = self.config.max_num_inp_token_per_rank
+        step = Step(input, weights, scales, indices, step_tokens, pad_id, False, tag)
         return self._dispatch("dispatch_send", step, SEND)
 
     @outside_graphs

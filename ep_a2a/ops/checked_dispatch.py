@@ -53,18 +53,18 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: Step) -> C
     Raises:
         InputError: an argument does not fit.
     """
-    config, limit = memory.config, step.step_tokens
+    config, step_tokens = memory.config, step.step_tokens
     inputs.check_dispatch(config, device, step)
     scales = inputs.travelling_scales(config, step.tokens, step.scales)
     has_weights, has_scales = step.weights is not None, inputs.scales_travel(config, scales)
-    word = wire_word(limit, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE)
+    word = wire_word(step_tokens, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE)
     scale_dtype = None
     if has_scales:
         scale_dtype = inputs.SCALE_DTYPES[config.scale_bytes][0] if scales is None else scales.dtype
-    received = _result_views(memory, limit, has_weights, scale_dtype)
+    received = _result_views(memory, step_tokens, has_weights, scale_dtype)
     travel = scales is not None and scales is step.scales
     stand_in = None if travel else scales
-    return CheckedDispatch(step.tokens.shape[0], word, num_rows(config, limit), travel, stand_in, received, set())
+    return CheckedDispatch(step.tokens.shape[0], word, num_rows(config, step_tokens), travel, stand_in, received, set())
 
 
 def _result_views(

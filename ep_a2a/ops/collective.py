@@ -82,16 +82,16 @@ class CollectiveDispatchCombineOp(AdapterOp):
         self._result_weights = empty(max_tokens, config.topk, dtype=torch.float32)
 
     def _send(self, step: Step) -> DispatchResult:
-        limit, weights, scales = step.step_tokens, step.weights, step.scales
-        word = wire_word(limit, weights is not None, scales is not None)
+        step_tokens, weights, scales = step.step_tokens, step.weights, step.scales
+        word = wire_word(step_tokens, weights is not None, scales is not None)
         counts = self._agree(step.num_tokens, tagged(word, step.tag, self.config.max_num_inp_token_per_rank))
         gather = functools.partial(self._exchange.gather_rows, counts=counts)
 
         all_ids = gather(step.ids)
         goes_to = destination_mask(all_ids, self.config.total_experts, self.config.world_size)
-        self._check_capacity(goes_to, limit)
+        self._check_capacity(goes_to, step_tokens)
         received = goes_to[:, self.config.rank].nonzero().flatten()
-        slots = self._place(received, counts, limit)
+        slots = self._place(received, counts, step_tokens)
         self._indices.fill_(step.pad_id)
         self._indices.index_copy_(0, slots, all_ids[received])
         for target, rows in ((self._tokens, step.tokens), (self._weights, weights), (self._scales, scales)):
@@ -102,10 +102,10 @@ class CollectiveDispatchCombineOp(AdapterOp):
             first, num_experts = self.config.first_expert, self.config.num_local_experts
             self._local_expert_count.copy_(count_ids(all_ids[received], first, num_experts))
         step.route = _Route(counts, received, slots)
-        lead = leading_dims(self.config, limit).rows
+        lead = leading_dims(self.config, step_tokens).rows
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[: self.num_rows(limit)].view(*lead, tensor.shape[1])
+            return tensor[: self.num_rows(step_tokens)].view(*lead, tensor.shape[1])
 
         return DispatchResult(
             view(self._tokens),
@@ -123,16 +123,16 @@ class CollectiveDispatchCombineOp(AdapterOp):
             raise ConfigMismatchError(*disagreement(words, self.config.max_num_inp_token_per_rank))
         return [count for count, _ in everyone]
 
-    def _check_capacity(self, goes_to: torch.Tensor, limit: int) -> None:
+    def _check_capacity(self, goes_to: torch.Tensor, step_tokens: int) -> None:
         if not self.config.max_total_recv_tokens:
             return
-        most = self.num_rows(limit)
+        most = self.num_rows(step_tokens)
         too_many = [f"{n} on rank {rank}" for rank, n in enumerate(goes_to.sum(0).tolist()) if n > most]
         if too_many:
             remedy = "Build another op with a larger max_total_recv_tokens (0 means no cap)."
             raise CapacityError(f"at most {most} received rows", ", ".join(too_many), remedy)
 
-    def _place(self, received: torch.Tensor, counts: list[int], limit: int) -> torch.Tensor:
+    def _place(self, received: torch.Tensor, counts: list[int], step_tokens: int) -> torch.Tensor:
         """The output row of each received token. Writes recv_counts, total_recv and the source positions."""
         ranks = torch.arange(self.config.world_size, device=self.device)
         starts = torch.tensor([sum(counts[:rank]) for rank in range(len(counts))], device=self.device)
@@ -147,7 +147,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
         row = torch.arange(received.numel(), device=self.device)
         if self.config.layout == Layout.COMPACT:
             return row
-        return source * limit + row - (per_source.cumsum(0) - per_source)[source]
+        return source * step_tokens + row - (per_source.cumsum(0) - per_source)[source]
 
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         num_tokens, weights = step.num_tokens, args.weights

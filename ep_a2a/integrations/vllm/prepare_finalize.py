@@ -65,8 +65,8 @@ def make_prepare_finalize(moe: Any, *, use_monolithic: bool) -> EpA2APrepareAndF
             "monolithic ones, which want router logits",
             "Choose other experts, for example --moe-backend triton, or --all2all-backend allgather_reducescatter.",
         )
-    most = tokens_per_rank(moe.max_num_tokens, moe.moe_parallel_config.sp_size)
-    return EpA2APrepareAndFinalize(manager, moe, most)
+    max_tokens = tokens_per_rank(moe.max_num_tokens, moe.moe_parallel_config.sp_size)
+    return EpA2APrepareAndFinalize(manager, moe, max_tokens)
 
 
 class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
@@ -220,8 +220,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         """
         metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
         num_tokens = None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
-        most = self._dispatcher.op.config.max_num_inp_token_per_rank
-        return agreed_bound(num_tokens, self._moe.moe_parallel_config.sp_size, most, self._manager.tokens_option)
+        max_tokens = self._dispatcher.op.config.max_num_inp_token_per_rank
+        return agreed_bound(num_tokens, self._moe.moe_parallel_config.sp_size, max_tokens, self._manager.tokens_option)
 
     def _rows_for_experts(self, received: DispatchResult, expert_map: torch.Tensor | None, quant_config: Any) -> Any:
         """Returns what `prepare` does; quant_config: None where the experts quantise."""
