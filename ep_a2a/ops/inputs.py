@@ -109,7 +109,8 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
 
 
 _FAR = 1 << 40
-"""No view begins so many bytes behind the start of its storage."""
+"""An address from here on is one of real memory, and needs no further look. The storage of a tensor without memory
+begins at 0, so its address is at most its offset in the storage, and no offset is as large as 1 TiB."""
 
 
 def address_of(name: str, tensor: torch.Tensor) -> int:
@@ -118,7 +119,7 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
         address = tensor.data_ptr()
     except RuntimeError:  # torch.func's tensors have none to ask for
         address = 0
-    # a view of nothing lies at its offset; asking for that takes longer than all of the above
+    # a view without memory lies at its offset; asking for that takes longer than all of the above
     if address < _FAR and address <= tensor.storage_offset() * tensor.itemsize and tensor.numel():
         raise InputError(
             f"{name} with memory",

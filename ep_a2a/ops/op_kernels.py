@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from ep_a2a.policy import Launch
 
 FP8_CAPABILITY = (8, 9)
+"""Of the first NVIDIA GPUs that convert to fp8."""
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+"""Of the first ones that set a launch up while the previous one runs."""
 BLOCK_ROWS = 64
-"""Received rows whose ids a program looks at at once."""
+"""Received rows whose ids a program looks at at once. Other numbers were not timed."""
 
 
 class OpKernels:

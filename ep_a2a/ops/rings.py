@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch
 
 CHANNEL_PROGRAMS_PER_SM = 2
-"""Programs that take turns with the channels; each has one line in flight."""
+"""Programs that take turns with the channels; each has one line in flight, so more hide more latency. With one for each
+multiprocessor, and fewer that offer results, a round trip of 4096 tokens took 616 µs in place of 480 (InterNodeV1, two
+H200s that stand for two nodes, 23 November; RING_WARPS has all figures)."""
 
 
 class RingEngine(NodesEngine):
