@@ -79,7 +79,7 @@ def test_the_busiest_wire_counts_and_what_crosses_goes_on(slow, busy_us):
         assert straight_us == pytest.approx(START_US + 300 + NVLINK_HOP_US + FINISH_US)
 
 
-# bench/results/2026-11-21_h200x2_round_trip.md and 2026-11-21_h200x4_round_trip.md
+# 2026-11-21_h200x2_round_trip and 2026-11-21_h200x4_round_trip, older reports of docs/results/index.md
 @pytest.mark.parametrize(
     ("gpus", "tokens", "measured_us"), [(2, 128, 17.7), (2, 4096, 280.9), (4, 128, 35.8), (4, 4096, 713.2)]
 )

@@ -27,14 +27,15 @@ MAX_RANKS = 4096
 BITS_PER_BYTE = 8
 START_US = 2.7
 """From the end of the kernel before until senders know where rows go. Measured: 1.0 between two launches and 1.7 in
-dispatch, T = 128 (bench/results/2026-11-21_h200x2_round_trip.md)."""
+dispatch, T = 128 (2026-11-21_h200x2_round_trip, an older report of docs/results/index.md)."""
 NVLINK_HOP_US = 1.7
-"""From a row's push until its receiver has it. Measured: 2.05 to 3.78 µs at T = 1 (same file)."""
+"""From a row's push until its receiver has it. Measured: 2.05 to 3.78 µs at T = 1 (2026-11-21_h200x2_round_trip)."""
 FINISH_US = 0.3
-"""From the last row to the end of the last program. Measured: 3.78 to 4.09 µs at T = 1 (same file)."""
+"""From the last row to the end of the last program. Measured: 3.78 to 4.09 µs at T = 1
+(2026-11-21_h200x2_round_trip)."""
 NVLINK_GB_PER_S = 346.0
 """From one GPU to the others of its node, all pushing at once. Measured: 234.3 MB in the 677.4 µs that a round trip of
-T = 4096 takes longer than one of T = 128, four H200s (bench/results/2026-11-21_h200x4_round_trip.md)."""
+T = 4096 takes longer than one of T = 128, four H200s (2026-11-21_h200x4_round_trip)."""
 NIC_LATENCY_US = 8.35
 """From a put with a signal until the other GPU sees the signal. Published: half of a round trip of 16.7 µs with small
 messages, GPU-initiated, H100 and ConnectX-7 (NCCL GIN, arXiv 2511.15076)."""
