@@ -103,9 +103,11 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One or two ranks are killed, the others go on.")
+    parser = argparse.ArgumentParser(description="Ranks are killed, the others go on.")
     parser.add_argument("--ranks", type=whole(3, NUM_LOGICAL), default=4)
-    parser.add_argument("--victim", type=whole(0), nargs="+", default=[1], help="the ranks that are killed, one or two")
+    parser.add_argument(
+        "--victim", type=whole(0), nargs="+", default=[1], help="the ranks that are killed; two must be left"
+    )
     parser.add_argument("--secs", type=whole(), default=120, help="bound of the whole program")
     options = parser.parse_args()
     if max(options.victim) >= options.ranks or options.ranks - len(set(options.victim)) < 2:
