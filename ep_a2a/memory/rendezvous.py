@@ -193,6 +193,7 @@ class Rendezvous:
                     if isinstance(error, RankTimeoutError):
                         raise absent from error
                 except (EpA2AError, RuntimeError):
+                    # a meeting that others' errors end too; this rank raises its own, below
                     pass
             raise
         finally:

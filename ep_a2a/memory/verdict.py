@@ -50,7 +50,7 @@ class GivenUp(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank sees of its group at one time.
+    """A rank's view of its group at one time.
 
     Attributes:
         presence: of each rank.

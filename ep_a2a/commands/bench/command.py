@@ -63,7 +63,7 @@ neighbours."""
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured, on "cpu" or "cuda": each of the contenders at each of the workloads."""
+    """One bench on "cpu" or "cuda": each contender is measured at each workload."""
 
     device: str
     workloads: Sequence[Workload]

@@ -95,7 +95,7 @@ class _Run:
 
     @property
     def record(self) -> Record:
-        """What is known of the contender: with its times where it has been timed and no step has failed."""
+        """The contender's row: status and reason, and its times where it has been timed and no step has failed."""
         record = make_record(self._workload, self._context.device.type, self._name, self._status, self._reason)
         if self._session is not None and self._session.details:
             record["details"] = self._session.details

@@ -71,7 +71,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a request gets.
+    """The backend and the kernel that a request gets, with reasons.
 
     Attributes:
         backend, backend_reason: the name, and who chose it; "" where there is no such backend.

@@ -34,7 +34,7 @@ CHOICES = {
     "layout": tuple(Layout),
     "routing": ROUTINGS,
 }
-"""What a field that has a name may be."""
+"""Values that a workload's field may have, where they are names."""
 OF_LAYERS = {
     "layout": (Layout.RANK_MAJOR,),
     "quant": (QuantType.NONE, QuantType.FP8_PER_1X128),
@@ -42,7 +42,7 @@ OF_LAYERS = {
     "routing": ("uniform", "zipf", "all_to_one"),
     "gpus_per_node": (0,),
 }
-"""What a field of a layer may be."""
+"""Values that the same fields may have in a layer."""
 _MAX_CACHED_ROUTINGS = 4
 BFLOAT16_BYTES, SCALE_BYTES = 2, 4
 
