@@ -224,7 +224,8 @@ class LowLatencyMode(BufferBase):
         """
         rows, _, row_scales, _, _ = self._launch(handle, tokens, weights, in_halves=in_halves)
         step, op = handle.step, handle.step.op
-        counts = op.expert_recv_count
+        # the op hands out one object for many steps, and SGLang empties what its experts have read (`Tensor.set_`)
+        rows, counts = rows.view_as(rows), op.expert_recv_count
         scales = None if row_scales is None else _column_major_like(row_scales)
 
         def finish() -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,8 +107,7 @@ def a_layer(**options: Any) -> Any:
 
     layer = FusedMoE(EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=TOPK, params_dtype=torch.float32, **options)
     layer.quant_method._forward_method = layer.quant_method.forward_cuda
-    mine = slice(*(torch.distributed.get_rank() * EXPERTS // WORLD + each for each in (0, EXPERTS // WORLD)))
-    layer.w13_weight.data, layer.w2_weight.data = (each[mine] for each in weights_of_all())
+    layer.w13_weight.data, layer.w2_weight.data = weights_of_this_rank()
     return layer
 
 
@@ -116,6 +115,11 @@ def weights_of_all() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
     return tuple(torch.randn(shape, generator=generator) / 8 for shape in shapes)  # type: ignore[return-value]
+
+
+def weights_of_this_rank() -> list[torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    return [each.chunk(WORLD)[rank] for each in weights_of_all()]
 
 
 def routed(num_tokens: int, seed: int) -> tuple[torch.Tensor, Any]:
@@ -129,15 +133,32 @@ def routed(num_tokens: int, seed: int) -> tuple[torch.Tensor, Any]:
     return torch.randn(num_tokens, HIDDEN, generator=generator), StandardTopKOutput(weights, ids.int(), logits)
 
 
+def weighted_experts(rows: torch.Tensor, topk_output: Any, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    config = SimpleNamespace(routed_scaling_factor=None)
+    w1, w2 = weights
+    return experts_in_torch(hidden_states=rows, topk_output=topk_output, w1=w1, w2=w2, moe_runner_config=config)
+
+
 def dense(tokens: torch.Tensor, topk_output: Any) -> torch.Tensor:
-    w1, w2 = weights_of_all()
-    return experts_in_torch(
-        hidden_states=tokens,
-        topk_output=topk_output,
-        w1=w1,
-        w2=w2,
-        moe_runner_config=SimpleNamespace(routed_scaling_factor=None),
-    )
+    return weighted_experts(tokens, topk_output, weights_of_all())
+
+
+def rounded_to_fp8(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens [T, 128] as they are after a cast with a scale for 128 elements."""
+    scales = tokens.float().abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return ((tokens / scales).to(torch.float8_e4m3fn).float() * scales).to(tokens.dtype)
+
+
+def batched_experts_of_this_rank(sent: Any) -> torch.Tensor:
+    """What SGLang's masked products return for rows [E, R, H]: unweighted, anything past each expert's rows."""
+    rows = sent.hidden_states.float()
+    if sent.hidden_states_scale is not None:
+        rows *= sent.hidden_states_scale.repeat_interleave(128, -1)
+    out = torch.full_like(rows, torch.nan, dtype=torch.bfloat16)
+    for expert, (count, w1, w2) in enumerate(zip(sent.masked_m.tolist(), *weights_of_this_rank())):
+        gate, up = (rows[expert, :count] @ w1.T).chunk(2, 1)
+        out[expert, :count] = (silu(gate) * up @ w2.T).bfloat16()
+    return out
 
 
 def check_layers_against_the_dense_layer() -> None:
@@ -206,44 +227,57 @@ def check_runners() -> None:
 
 
 def check_deepep_where_it_is_absent() -> None:
-    """SGLang's own DeepEP dispatcher in normal mode, on our Buffer, against the dense layer."""
+    """SGLang's own DeepEP dispatcher on our Buffer, in both modes, against the dense layer."""
     apply_hooks()
     configure("deepep")
     from sglang.srt.layers.moe.token_dispatcher import deepep
     from sglang.srt.layers.moe.utils import DeepEPMode
+    from sglang.srt.utils import dispose_tensor
 
     assert not deepep.use_deepep
-    sizes = {"num_experts": EXPERTS, "num_local_experts": EXPERTS // WORLD, "hidden_size": HIDDEN}
-    dispatcher = deepep.DeepEPDispatcher(
-        group=torch.distributed.group.WORLD,
-        router_topk=TOPK,
-        params_dtype=torch.bfloat16,
-        deepep_mode=DeepEPMode.NORMAL,
-        **sizes,
-    )
-    assert deepep.Buffer.__module__.startswith("ep_a2a.")
-    dispatcher._normal_dispatcher.use_fp8 = False
-    mine = slice(*(torch.distributed.get_rank() * EXPERTS // WORLD + each for each in (0, EXPERTS // WORLD)))
-    w1, w2 = (each[mine] for each in weights_of_all())
-    config = SimpleNamespace(routed_scaling_factor=None)
+    properties = SimpleNamespace(multi_processor_count=132)
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (deepep.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True),
             (deepep, "_is_mnnvl_fabric_supported", lambda: False),
             (deepep, "_deepep_precompile_tp_barrier", lambda: None),
             (deepep, "get_cuda_version", lambda: (13, 0)),
-            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)),
+            (torch.cuda, "get_device_properties", lambda device: properties),
         ):
             stack.enter_context(replaced(owner, name, value))
-        tokens, topk_output = routed(5 - torch.distributed.get_rank(), 0)
-        tokens = tokens.bfloat16()
-        sent = dispatcher.dispatch(tokens, topk_output)
-        choice = sent.topk_weights, sent.topk_ids, None
-        rows = experts_in_torch(
-            hidden_states=sent.hidden_states, topk_output=choice, w1=w1, w2=w2, moe_runner_config=config
+        dispatcher = deepep.DeepEPDispatcher(
+            group=torch.distributed.group.WORLD,
+            router_topk=TOPK,
+            num_experts=EXPERTS,
+            num_local_experts=EXPERTS // WORLD,
+            hidden_size=HIDDEN,
+            params_dtype=torch.bfloat16,
+            deepep_mode=DeepEPMode.AUTO,
+            return_recv_hook=True,
         )
-        result = dispatcher.combine(deepep.DeepEPNormalCombineInput(rows, sent.topk_ids, sent.topk_weights))
-    torch.testing.assert_close(result, dense(tokens, topk_output), rtol=2e-2, atol=2e-2)
+        assert deepep.Buffer.__module__.startswith("ep_a2a.")
+        normal, low_latency = dispatcher._normal_dispatcher, dispatcher._low_latency_dispatcher
+        normal.use_fp8 = False
+        for seed, (is_prefill, is_fp8) in enumerate(((1, 0), (0, 1), (0, 0), (1, 0))):
+            low_latency.use_fp8 = is_fp8
+            stack.enter_context(replaced(deepep, "get_is_extend_in_batch", lambda now=is_prefill: now))
+            tokens, topk_output = routed(5 - torch.distributed.get_rank(), seed)
+            tokens = tokens.bfloat16()
+            sent = dispatcher.dispatch(tokens, topk_output)
+            assert sent.format.is_deepep_ll() == (not is_prefill)
+            answer: Any
+            if is_prefill:
+                choice = sent.topk_weights, sent.topk_ids, None
+                rows = weighted_experts(sent.hidden_states, choice, weights_of_this_rank())
+                answer = deepep.DeepEPNormalCombineInput(rows, sent.topk_ids, sent.topk_weights)
+            else:
+                rows = batched_experts_of_this_rank(sent)
+                answer = deepep.DeepEPLLCombineInput(rows, sent.topk_ids, sent.topk_weights)
+            # as SGLang's DeepGEMM runner does
+            dispose_tensor(sent.hidden_states)
+            result = dispatcher.combine(answer)
+            expected = dense(rounded_to_fp8(tokens) if is_fp8 else tokens, topk_output)
+            torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
 def check_options() -> None:
