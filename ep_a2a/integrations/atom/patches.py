@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 NO_EFFECT = (
     "EP_A2A_BACKEND has no effect on ATOM's MoE layers: they exchange tokens with --enable-expert-parallel and a data "
-    "parallel size above 1, and not with --all2all-backend none or in simulated deployments"
+    "parallel size above 1, and not with --all2all-backend none, ATOM_DISABLE_MORI_EP or in simulated deployments"
 )
 CONTRACT = read_table("ep_a2a.integrations.atom")
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.contract import differences, folder_of, read_table, version_of
+from ep_a2a.integrations.contract import differences, find, folder_of, read_table, version_of
 from ep_a2a.log_once import log_once
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,23 @@ ranks behind combine, and take the routed scaling factor from the router."""
 RUNNERS = ("auto", "triton", "deep_gemm")
 """Of --moe-runner-backend: those that take local ids, with -1 in the slots of other ranks' experts."""
 
-UNSUPPORTED = {
-    "enable_two_batch_overlap": "--enable-two-batch-overlap",
-    "enable_single_batch_overlap": "--enable-single-batch-overlap",
-    "enable_lora": "--enable-lora",
+UNSUPPORTED = (
+    "enable_two_batch_overlap",
+    "enable_single_batch_overlap",
+    "enable_lora",
     # SGLang then sets the one above, but later
-    "lora_paths": "--lora-paths",
-    "enable_eplb": "--enable-eplb",
-    "elastic_ep_backend": "--elastic-ep-backend",
+    "lora_paths",
+    "elastic_ep_backend",
     # SGLang changes the backend to deepep, and up to 0.5.16 settles two older names of the first one only later
-    "enable_prefill_cp": "--enable-prefill-cp",
-    "enable_prefill_context_parallel": "--enable-prefill-context-parallel",
-    "enable_dsa_prefill_context_parallel": "--enable-dsa-prefill-context-parallel",
-    "enable_waterfill": "--enable-waterfill",
-}
-"""Fields of ServerArgs that must not be set, each with its option."""
+    "enable_prefill_cp",
+    "enable_prefill_context_parallel",
+    "enable_dsa_prefill_context_parallel",
+    "enable_waterfill",
+)
+"""Fields of ServerArgs that must not be set."""
+
+PLACING = ("enable_eplb", "ep_num_redundant_experts", "init_expert_location")
+"""Fields of ServerArgs by which ids of experts differ from the model's."""
 
 _chosen = False
 
@@ -107,19 +110,32 @@ def _settle(server_args: Any) -> None:
     from ep_a2a.memory.gpus import refuse_other_gpus
 
     refuse_other_gpus("cuda")
-    runner, chunk, stages = server_args.moe_runner_backend, server_args.chunked_prefill_size, server_args.pp_size
-    refused = {option: getattr(server_args, field, None) for field, option in UNSUPPORTED.items()} | {
-        f"--moe-runner-backend {runner} (only {', '.join(RUNNERS)})": runner not in RUNNERS,
-        f"--pp-size {stages}": stages > 1,
-        # a step's tokens would have no bound
-        f"--chunked-prefill-size {chunk}": chunk is not None and chunk <= 0,
-    }
-    for option, is_used in refused.items():
-        if is_used:
-            raise UnsupportedError(f"no {option} with {OPTION}", "both", f"Leave {option.split()[0]} out.")
+    if refused := _refused_options(server_args):
+        raise UnsupportedError(f"no {refused[0]} with {OPTION}", "both", f"Leave {refused[0].split()[0]} out.")
     # as for SGLang's other backends, and as for its FlashInfer all-to-all
     server_args.ep_size = server_args.tp_size
     server_args.disable_shared_experts_fusion = True
+
+
+def _refused_options(server_args: Any) -> list[str]:
+    runner, chunk, stages = server_args.moe_runner_backend, server_args.chunked_prefill_size, server_args.pp_size
+    refused = [_option(field) for field in UNSUPPORTED if getattr(server_args, field, None)]
+    # in older releases some models' layers hand on the ids that the model has
+    if find(_folder() / "srt/layers/moe/topk.py", "resolve_routing_inputs") is None:
+        placing = [field for field in PLACING if getattr(server_args, field, None) not in (None, 0, "trivial")]
+        refused += [f"{_option(field)} before SGLang 0.5.23" for field in placing]
+    if runner not in RUNNERS:
+        refused.append(f"--moe-runner-backend {runner} (only {', '.join(RUNNERS)})")
+    if stages > 1:
+        refused.append(f"--pp-size {stages}")
+    # a step's tokens would have no bound
+    if chunk is not None and chunk <= 0:
+        refused.append(f"--chunked-prefill-size {chunk}")
+    return refused
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def check_release() -> None:
@@ -128,14 +144,18 @@ def check_release() -> None:
     Raises:
         UnsupportedError: naming each name with its change.
     """
-    folder = folder_of("sglang")
-    assert folder is not None
-    if found := differences(folder, CONTRACT):
+    if found := differences(_folder(), CONTRACT):
         raise UnsupportedError(
             f"SGLang {OLDEST} to {NEWEST}, or a later one with the same names, with {OPTION}",
             f"{version_of('sglang')}: {'; '.join(found)}",
             "Install a supported SGLang, or choose another --moe-a2a-backend.",
         )
+
+
+def _folder() -> Path:
+    folder = folder_of("sglang")
+    assert folder is not None
+    return folder
 
 
 def _check_family(_: None, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -101,13 +101,13 @@ def experts_in_torch(**call: Any) -> torch.Tensor:
     return out * (call["moe_runner_config"].routed_scaling_factor or 1.0)
 
 
-def a_layer(**options: Any) -> Any:
-    """SGLang's layer with this rank's part of the experts; its method takes the path of GPUs."""
+def a_layer(placed: Sequence[int] = range(EXPERTS), **options: Any) -> Any:
+    """SGLang's layer with this rank's part of the experts that are placed; its method takes the path of GPUs."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    layer = FusedMoE(EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=TOPK, params_dtype=torch.float32, **options)
+    layer = FusedMoE(len(placed), HIDDEN, INTERMEDIATE, 0, top_k=TOPK, params_dtype=torch.float32, **options)
     layer.quant_method._forward_method = layer.quant_method.forward_cuda
-    layer.w13_weight.data, layer.w2_weight.data = weights_of_this_rank()
+    layer.w13_weight.data, layer.w2_weight.data = weights_of_this_rank(placed)
     return layer
 
 
@@ -117,9 +117,8 @@ def weights_of_all() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(shape, generator=generator) / 8 for shape in shapes)  # type: ignore[return-value]
 
 
-def weights_of_this_rank() -> list[torch.Tensor]:
-    rank = torch.distributed.get_rank()
-    return [each.chunk(WORLD)[rank] for each in weights_of_all()]
+def weights_of_this_rank(placed: Sequence[int] = range(EXPERTS)) -> list[torch.Tensor]:
+    return [each[list(placed)].chunk(WORLD)[torch.distributed.get_rank()] for each in weights_of_all()]
 
 
 def routed(num_tokens: int, seed: int) -> tuple[torch.Tensor, Any]:
@@ -178,6 +177,9 @@ def check_layers_against_the_dense_layer() -> None:
     assert all(layer.should_fuse_routed_scaling_factor_in_topk for layer in layers)
     first, second = (layer.dispatcher._exchange.op for layer in layers)
     assert first is second
+    # EPLB: the model's experts 1 and 4 have two copies, of which ranks take different ones; the last one drops a slot
+    placed = a_layer((4, 1, 2, 3, 0, 5, 6, 7, 1, 4))
+    copies = torch.tensor([[4, 1, 2, 3, 0, 5, 6, 7, -1], [4, 8, 2, 3, 9, 5, 6, 7, -1]], dtype=torch.int32)
     sys.modules[SCHEDULER].Scheduler()  # type: ignore[attr-defined]
     rank = torch.distributed.get_rank()
     sent: list[Any] = []
@@ -191,6 +193,8 @@ def check_layers_against_the_dense_layer() -> None:
                 torch.testing.assert_close(result, dense(tokens, topk_output), rtol=1e-4, atol=1e-4)
             SchedulerOutputStreamer.stream_output(streamer, [], False)
             sys.modules[SCHEDULER].Scheduler().process_batch_result(None, None)  # type: ignore[attr-defined]
+            mapped = topk_output._replace(topk_ids=copies[rank][topk_output.topk_ids])
+            torch.testing.assert_close(placed(tokens, mapped), result, rtol=1e-4, atol=1e-4)
         set_dp_buffer_len(9000, 4500, False, [4500, 4500])
         with refused(ValueError, "at most 4096 tokens", "--chunked-prefill-size"):
             layers[0](*routed(1, 0))
@@ -307,9 +311,11 @@ def check_options() -> None:
     other.resolve_once()
     assert (other.ep_size, other.disable_shared_experts_fusion) == (1, False)
     fields = {"moe_a2a_backend": "ep_a2a", "moe_runner_backend": "auto", "chunked_prefill_size": None, "pp_size": 1}
-    for field, option in plugin.UNSUPPORTED.items():
-        with refused(UnsupportedError, option):
+    for field in plugin.UNSUPPORTED:
+        with refused(UnsupportedError, plugin._option(field)):
             plugin._settle(SimpleNamespace(**fields, **{field: True}))
+    with replaced(plugin, "find", lambda *_: None), refused(UnsupportedError, "--enable-eplb before SGLang 0.5.23"):
+        plugin._settle(SimpleNamespace(**fields, enable_eplb=True))
     for options, part in (
         ({"moe_runner_backend": "flashinfer_cutlass"}, "--moe-runner-backend"),
         ({"chunked_prefill_size": -1}, "--chunked-prefill-size"),
