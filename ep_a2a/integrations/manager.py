@@ -66,6 +66,7 @@ class EngineManager(NativeAll2AllManager):
     Attributes:
         logger: gets one line per shape on rank 0: kernels, topology, buffers, tokens, their format, waits, version.
         tokens_option: the engine's option that bounds the tokens of a step, for errors.
+        split_max_sms: as given.
     """
 
     logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class EngineManager(NativeAll2AllManager):
     def __init__(self, cpu_group: ProcessGroup, num_micro_batches: int = 1, split_max_sms: int = 0) -> None:
         env.check_values()
         super().__init__(cpu_group)
-        self._num_micro_batches, self._split_max_sms = num_micro_batches, split_max_sms
+        self._num_micro_batches, self.split_max_sms = num_micro_batches, split_max_sms
         self._ops: list[EpDispatchCombineOp] = []
         self._layers: list[Any] = []
         self._step_timeout_secs: float | None = None
@@ -102,7 +103,7 @@ class EngineManager(NativeAll2AllManager):
             if parts > 1:
                 # kernels for the bound are compiled
                 for op in ops:
-                    op.set_max_sms(self._split_max_sms)
+                    op.set_max_sms(self.split_max_sms)
                     op.set_max_sms(self.max_sms_used() or 0)
         number = self.layer_number(layer)
         return [

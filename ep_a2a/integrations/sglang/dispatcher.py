@@ -10,15 +10,21 @@ from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import get_attn_tp_group, get_tp_group
 from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPConfig
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
+from sglang.srt.layers.moe.utils import is_tbo_enabled
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.token_format import RAW, LayerShape, agreed_bound, tokens_per_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from ep_a2a.integrations.dispatcher import Dispatcher
 
 TOKENS_OPTION = "--chunked-prefill-size"
 LEAST_MAX_TOKENS = 4096
@@ -28,12 +34,50 @@ LEAST_MAX_TOKENS = 4096
 @functools.cache
 def manager_of(group: Any) -> EngineManager:
     """Returns the manager of an SGLang GroupCoordinator; the first call makes it."""
-    manager = EngineManager(group.cpu_group)
+    # SGLang keeps its products off so many multiprocessors
+    halves = (2, DeepEPConfig.get_instance().num_sms) if is_tbo_enabled() else (1, 0)
+    manager = EngineManager(group.cpu_group, *halves)
     manager.tokens_option = TOKENS_OPTION
     manager.device, manager.device_group = torch.device(group.device), group.device_group
     # its first rank streams the tokens of all
     manager.tp_group = get_attn_tp_group()
     return manager
+
+
+class HalfShape(LayerShape):
+    """The sizes of a layer whose steps SGLang may split anywhere: each half may have nearly all tokens."""
+
+    def of_micro_batch(self, num_micro_batches: int) -> LayerShape:
+        """Returns the shape of whole steps."""
+        return self
+
+
+@functools.cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of exchanges that run beside products."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def beside(device: torch.device, call: Callable[[], Any]) -> Callable[[], Any]:
+    """Makes a call on a second stream, behind what the current stream has been given so far.
+
+    Returns a function that makes the current stream wait for the call, and returns the call's result. It holds the
+    call's arguments, whose memory the current stream must not use again before.
+    """
+    if device.type == "cpu":
+        result = call()
+        return lambda: result
+    aside = second_stream(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        result = call()
+        done = aside.record_event()
+
+    def wait(_held: object = call) -> Any:
+        torch.cuda.current_stream(device).wait_event(done)
+        return result
+
+    return wait
 
 
 class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
@@ -66,7 +110,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         manager = manager_of(get_tp_group())
         self._num_local_experts = config.num_local_experts
         self._first_expert = manager.rank * config.num_local_experts
-        shape = LayerShape(
+        shape = HalfShape(
             dtype=config.params_dtype,
             hidden_dim=config.hidden_size,
             topk=config.top_k,
@@ -74,7 +118,9 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
             num_local_experts=config.num_local_experts,
             max_tokens=self._most,
         )
-        (self._exchange,) = manager.dispatchers(config, RAW, shape)
+        self._exchanges = manager.dispatchers(config, RAW, shape)
+        self._half_sms = manager.split_max_sms
+        self._waits: dict[int | None, Callable[[], Any]] = {}
 
     def dispatch(self, hidden_states: Tensor, topk_output: Any) -> Any:
         """Sends hidden_states [T, H] with their weights and ids [T, K]; returns SGLang's StandardDispatchOutput.
@@ -86,6 +132,39 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
             UnsupportedError: another format.
             TooManyTokensError: a rank brings more tokens than its buffers hold; raised on all ranks.
         """
+        exchange = self._exchanges[0]
+        if self._half_sms:
+            exchange.op.set_max_sms(0)
+        return self._dispatched(exchange, hidden_states, topk_output)
+
+    def combine(self, combine_input: Any) -> Tensor:
+        """Returns the sums [T, H] of this rank's tokens.
+
+        Args:
+            combine_input: SGLang's StandardCombineInput, whose hidden_states hold a weighted sum for each received row.
+        """
+        return self._combined(self._exchanges[0], combine_input)
+
+    def dispatch_a(self, hidden_states: Tensor, topk_output: Any, tbo_subbatch_index: int | None) -> None:
+        """Begins `dispatch` of a half of a step (two-batch overlap), beside what the current stream gets next."""
+        self._begin(self._dispatched, tbo_subbatch_index, hidden_states, topk_output)
+
+    def combine_a(self, combine_input: Any, tbo_subbatch_index: int | None) -> None:
+        """Begins `combine` of a half of a step, beside what the current stream gets next."""
+        self._begin(self._combined, tbo_subbatch_index, combine_input)
+
+    def dispatch_b(self, tbo_subbatch_index: int | None) -> Any:
+        """Makes the current stream wait for what was begun for this half, and returns its result."""
+        return self._waits.pop(tbo_subbatch_index)()
+
+    combine_b = dispatch_b
+
+    def _begin(self, call: Callable[..., Any], half: int | None, *tensors: Any) -> None:
+        exchange = self._exchanges[half or 0]
+        exchange.op.set_max_sms(self._half_sms)
+        self._waits[half] = beside(exchange.op.device, functools.partial(call, exchange, *tensors))
+
+    def _dispatched(self, exchange: Dispatcher, hidden_states: Tensor, topk_output: Any) -> Any:
         if TopKOutputChecker.format_is_bypassed(topk_output):
             topk_output = topk_output.to_standard()
         if not TopKOutputChecker.format_is_standard(topk_output):
@@ -94,8 +173,8 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
                 type(topk_output).__name__,
                 "Choose --moe-runner-backend triton.",
             )
-        fitted = self._exchange.fitted(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
-        received = self._exchange.dispatch(*fitted, step_tokens=self._bound(len(hidden_states)))
+        fitted = exchange.fitted(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
+        received = exchange.dispatch(*fitted, step_tokens=self._bound(len(hidden_states)))
         local = received.indices - self._first_expert
         local = torch.where((local >= 0) & (local < self._num_local_experts), local, -1)
         weights = StandardTopKOutput(received.weights, local, topk_output.router_logits)
@@ -111,11 +190,6 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
             counts, sharing = [num_tokens], 1
         return agreed_bound(max(counts), sharing, self._most, TOKENS_OPTION)
 
-    def combine(self, combine_input: Any) -> Tensor:
-        """Returns the sums [T, H] of this rank's tokens.
-
-        Args:
-            combine_input: SGLang's StandardCombineInput, whose hidden_states hold a weighted sum for each received row.
-        """
+    def _combined(self, exchange: Dispatcher, combine_input: Any) -> Tensor:
         (rows,) = combine_input
-        return self._exchange.combine(rows, rows.new_empty(self._exchange.num_tokens, rows.shape[-1]))
+        return exchange.combine(rows, rows.new_empty(exchange.num_tokens, rows.shape[-1]))

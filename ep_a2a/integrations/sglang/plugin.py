@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEEPEP_IS_SERVED = "DeepEP is not installed: ep_a2a serves --moe-a2a-backend deepep through DeepEP's interface"
+DEEPEP_IS_SERVED = "DeepEP is not installed: SGLang uses ep_a2a through DeepEP's interface"
 
 BACKEND = "ep_a2a"
 OPTION = f"--moe-a2a-backend {BACKEND}"
 LAYERS = "sglang.srt.layers.moe"
 SCHEDULER = "sglang.srt.managers.scheduler"
+STAGES = "sglang.srt.batch_overlap.operations._StageExecutor"
 STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 CONTRACT = read_table("ep_a2a.integrations.sglang")
 OLDEST, NEWEST = "0.5.16", "0.5.23"
@@ -37,7 +38,6 @@ RUNNERS = ("auto", "triton", "deep_gemm")
 """Of --moe-runner-backend: those that take local ids, with -1 in the slots of other ranks' experts."""
 
 UNSUPPORTED = (
-    "enable_two_batch_overlap",
     "enable_single_batch_overlap",
     "enable_lora",
     # SGLang then sets the one above, but later
@@ -84,6 +84,7 @@ def register() -> None:
     HookRegistry.register(f"{layer}.create_moe_dispatcher", _create_dispatcher, HookType.AROUND)
     HookRegistry.register(f"{layer}.FusedMoE.__init__", _finish_layer, HookType.AFTER)
     HookRegistry.register(f"{LAYERS}.token_dispatcher.deepep.DeepEPDispatcher.__init__", _serve_deepep, HookType.BEFORE)
+    HookRegistry.register(f"{STAGES}.__init__", _tell_counts, HookType.AFTER)
     HookRegistry.register(f"{SCHEDULER}.Scheduler.__init__", _end_warm_up, HookType.AFTER)
     HookRegistry.register(f"{STREAMER}.stream_output", _check_steps, HookType.BEFORE)
     # ranks without requests stream nothing
@@ -193,20 +194,30 @@ def _standard_function(pool: type, dispatch_name: str, runner_name: str) -> tupl
 
 
 def _create_dispatcher(original: Callable[..., Any], moe_runner_config: Any, *args: Any, **kwargs: Any) -> Any:
-    from sglang.srt.layers.moe import get_moe_a2a_backend
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 
     if not _is_ours(get_moe_a2a_backend()):
         return original(moe_runner_config, *args, **kwargs)
     from ep_a2a.integrations.sglang.dispatcher import EpA2ADispatcher
 
+    if is_tbo_enabled():
+        # SGLang asks it for a number of multiprocessors
+        _serve_deepep(None)
     return EpA2ADispatcher(moe_runner_config)
 
 
-def _finish_layer(_: None, layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Lets the router's weights carry the routed scaling factor.
+def _tell_counts(_: None, half: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives a half of a step (two-batch overlap) the counts of the whole step, since SGLang gives it none."""
+    from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 
-    Models with tokens of their own multiply the layer's result by it unless the router has, and the expert kernels of
-    the standard format would multiply once more.
+    if _is_customized:
+        vars(half).update(_global_num_tokens=get_dp_global_num_tokens())
+
+
+def _finish_layer(_: None, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Leaves the routed scaling factor to the model, which multiplies the sums of its own tokens by it.
+
+    The expert kernels of the standard format would multiply once more.
 
     Raises:
         UnsupportedError: see _check_runner.
@@ -215,7 +226,6 @@ def _finish_layer(_: None, layer: Any, *args: Any, **kwargs: Any) -> None:
 
     if _is_ours(get_moe_a2a_backend()):
         _check_runner(layer)
-        layer.should_fuse_routed_scaling_factor_in_topk = True
         layer.moe_runner_config.routed_scaling_factor = None
 
 
@@ -261,7 +271,7 @@ def _managers() -> list[Any]:
     return [] if module is None else list(module.live_managers)
 
 
-def _serve_deepep(dispatcher: Any, *args: Any, **kwargs: Any) -> None:
+def _serve_deepep(_: Any, *args: Any, **kwargs: Any) -> None:
     """Gives SGLang's DeepEP dispatcher our Buffer and Config where no DeepEP is installed.
 
     The scheduler imports that module before it loads plugins, so an alias in sys.modules would come too late.

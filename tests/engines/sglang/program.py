@@ -8,6 +8,7 @@ SGLang's own HookRegistry, ServerArgs, FusedMoE, MoeRunner and DeepEPDispatcher 
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
@@ -73,14 +74,14 @@ class Group:
         self.world_size = world_size
 
 
-def configure(backend: str) -> None:
+def configure(backend: str, **options: Any) -> None:
     """Publishes SGLang's configuration, and a group of the two ranks as its tensor-parallel one."""
     from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.moe import initialize_moe_config
 
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
-    args = arguments(moe_a2a_backend=backend, ep_size=WORLD, attn_dp_size=WORLD)
+    args = arguments(moe_a2a_backend=backend, ep_size=WORLD, attn_dp_size=WORLD, **options)
     args.resolve_once()
     runtime_context.publish(args, role="scheduler")
     initialize_moe_config()
@@ -174,8 +175,7 @@ def check_layers_against_the_dense_layer() -> None:
     apply_hooks()
     configure("ep_a2a")
     layers = [a_layer(routed_scaling_factor=SCALING) for _ in range(2)]
-    assert all(layer.should_fuse_routed_scaling_factor_in_topk for layer in layers)
-    first, second = (layer.dispatcher._exchange.op for layer in layers)
+    first, second = (layer.dispatcher._exchanges[0].op for layer in layers)
     assert first is second
     # EPLB: the model's experts 1 and 4 have two copies, of which ranks take different ones; the last one drops a slot
     placed = a_layer((4, 1, 2, 3, 0, 5, 6, 7, 1, 4))
@@ -206,6 +206,56 @@ def check_layers_against_the_dense_layer() -> None:
     with refused(CapacityError, f"rank {1 - rank}"):
         SchedulerOutputStreamer.stream_output(streamer, [], False)
     assert len(sent) == len(COUNTS) + 1
+
+
+def check_two_batch_overlap() -> None:
+    """SGLang's stages of Qwen3-MoE run two halves of a step in turn; ranks split their tokens at different places."""
+    from sglang.srt.batch_overlap import operations
+    from sglang.srt.layers.dp_attention import set_dp_buffer_len
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+    apply_hooks()
+    configure("ep_a2a", enable_two_batch_overlap=True)
+    block = SimpleNamespace(experts=a_layer(), ep_size=WORLD, layer_id=0)
+    rank = torch.distributed.get_rank()
+    counts = [9, 4]
+
+    def begin(state: Any, tokens: torch.Tensor, topk_output: Any, half: int, forward_batch: Any) -> dict[str, Any]:
+        state.hidden_states_mlp_input, state.topk_output, state.tbo_subbatch_index = tokens, topk_output, half
+        return {}
+
+    def end(state: Any) -> torch.Tensor:
+        Block.op_output(block, state)
+        return state.hidden_states_mlp_output
+
+    names = ("op_dispatch_a", "", "op_dispatch_b", "op_experts", "op_combine_a", "", "op_combine_b")
+    steps = [functools.partial(getattr(Block, name), block) if name else operations.YieldOperation() for name in names]
+    batch = SimpleNamespace(
+        global_dp_buffer_len=None,
+        tbo_padded_len=0,
+        global_num_tokens_cpu=None,
+        dp_padding_mode=SimpleNamespace(is_max_len=lambda: False),
+        moe_num_token_non_padded=None,
+    )
+    tokens, topk_output = routed(counts[rank], 0)
+    halves = [slice(0, 7 - 5 * rank), slice(7 - 5 * rank, None)]
+    inputs = [
+        {
+            "tokens": tokens[half].clone(),
+            "topk_output": topk_output._replace(
+                topk_ids=topk_output.topk_ids[half], topk_weights=topk_output.topk_weights[half]
+            ),
+            "half": index,
+            "forward_batch": batch,
+        }
+        for index, half in enumerate(halves)
+    ]
+    with replaced(fused_moe, "fused_experts", experts_in_torch), forward_context(ForwardContext(attn_backend=None)):
+        set_dp_buffer_len(sum(counts), counts[rank], False, counts)
+        results = operations.execute_overlapped_operations(inputs, [[begin, *steps, end]] * 2, [0, 0])
+        torch.testing.assert_close(torch.cat(results), dense(tokens, topk_output), rtol=1e-4, atol=1e-4)
 
 
 def check_runners() -> None:
