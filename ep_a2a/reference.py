@@ -31,9 +31,11 @@ class DispatchReference:
 
     Attributes:
         tokens: `[N, H]`, dtype of the tokens sent, bit for bit.
-        weights: float32 `[N, K]`, all of a token's router weights; None if none were given.
+        weights: float32 `[N, K]`, all of a token's router weights, with local_ids 0 for experts of other ranks; None if
+            none were given.
         scales: `[N, S]` as sent; None if none were given.
-        ids: int32 `[N, K]`, all of a token's global expert ids, invalid ones unchanged.
+        ids: int32 `[N, K]`, all of a token's global expert ids, invalid ones unchanged; with local_ids the positions of
+            the experts among this rank's, -1 for others.
         source_positions: int32 `[N]`, source_rank * tokens_per_source + source_token.
         counts_per_source: int32 `[W]`, rows received from each source rank.
         total_recv: N.
@@ -91,6 +93,7 @@ def dispatch_reference(
     layout: Layout | str = Layout.COMPACT,
     stride_tokens: int | None = None,
     pad_id: int = -1,
+    local_ids: bool = False,
 ) -> list[DispatchReference]:
     """Computes what every rank receives: each token once per distinct rank that owns one of its experts.
 
@@ -104,6 +107,7 @@ def dispatch_reference(
         layout: one of Layout's values.
         stride_tokens: M in the source positions, source_rank * (W * M) + source_token; None = step_tokens.
         pad_id: id past the received rows of the layouts rank_major and expert_major.
+        local_ids: a rank's ids count its own experts from 0.
 
     Returns:
         One DispatchReference per destination rank.
@@ -131,10 +135,11 @@ def dispatch_reference(
     block_rows = step_tokens if kind != Layout.COMPACT else None
     step = _Step(tokens, given_weights, given_scales, ids, positions, owners, stride, kind, block_rows, pad_id)
     received = [_received(step, destination) for destination in range(world_size)]
-    if kind != Layout.EXPERT_MAJOR:
-        return received
-    experts = _owners(torch.arange(num_experts), num_experts, world_size)
-    return [_by_expert(rows, (experts == rank).nonzero().flatten().tolist()) for rank, rows in enumerate(received)]
+    owned = _owners(torch.arange(num_experts), num_experts, world_size)
+    experts = [(owned == rank).nonzero().flatten().tolist() for rank in range(world_size)]
+    if kind == Layout.EXPERT_MAJOR:
+        received = [_by_expert(*each) for each in zip(received, experts)]
+    return [_with_local_ids(*each) for each in zip(received, experts)] if local_ids else received
 
 
 def combine_reference(
@@ -345,6 +350,20 @@ def _by_expert(received: DispatchReference, experts: Sequence[int]) -> DispatchR
         expert_rows=expert_rows,
         slot_weights=slot_weights,
     )
+
+
+def _with_local_ids(received: DispatchReference, experts: Sequence[int]) -> DispatchReference:
+    """Replaces ids by their positions in `experts`, and the weights of others by 0; rows without a token stay."""
+    ids = received.ids.clone()
+    weights = None if received.weights is None else received.weights.clone()
+    for source in range(received.counts_per_source.numel()):
+        given, rows = received.rows_of_source(received.ids, source), received.rows_of_source(ids, source)
+        rows.fill_(-1)
+        for number, expert in enumerate(experts):
+            rows[given == expert] = number
+        if weights is not None and received.layout != Layout.EXPERT_MAJOR:
+            received.rows_of_source(weights, source)[rows < 0] = 0
+    return replace(received, ids=ids, weights=weights)
 
 
 def _owners(ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tensor:

@@ -110,6 +110,8 @@ class EpDispatchCombineConfig:
             flags: one hop less, one local copy more. 0 to LOW_LATENCY_MAX_TOKENS, and LOW_LATENCY_MAX_ROWS / W at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles. 1 in other layouts.
+        local_ids: received ids count this rank's experts from 0. Slots of other ranks' experts, and dropped slots, hold
+            -1 and weight 0.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
         chunk_tokens: tokens whose rows travel to another node in one chunk.
         ring_chunks: chunks that a ring between nodes holds at most, a power of two. With launch="manual",
@@ -149,6 +151,7 @@ class EpDispatchCombineConfig:
     combine_dtype: torch.dtype | None = None
     flagged_max_tokens: int = field(default=LOW_LATENCY_MAX_TOKENS, metadata={"minimum": 0})
     expert_alignment: int = field(default=1, metadata={"minimum": 1})
+    local_ids: bool = False
     compiled_calls: str = "all"
     chunk_tokens: int = field(default=8, metadata={"minimum": 1})
     ring_chunks: int = field(default=4, metadata={"minimum": 1})
@@ -159,8 +162,9 @@ class EpDispatchCombineConfig:
             if "minimum" in each.metadata:
                 number = checked_integer(each.name, getattr(self, each.name), each.metadata["minimum"])
                 object.__setattr__(self, each.name, number)
-        is_bool = isinstance(self.use_external_inp_buf, int) and self.use_external_inp_buf in (0, 1)
-        require(is_bool, "use_external_inp_buf", "to be True or False", shown(self.use_external_inp_buf))
+        for name in ("use_external_inp_buf", "local_ids"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value in (0, 1), name, "to be True or False", shown(value))
         require(self.rank < self.world_size, "rank", f"< world_size {self.world_size}", str(self.rank))
         require(self.topk <= MAX_TOPK, "num_experts_per_token", f"<= {MAX_TOPK}", str(self.topk))
         most = self.max_num_inp_token_per_rank
@@ -267,6 +271,11 @@ class EpDispatchCombineConfig:
         """The id of the first expert that this rank owns, or would own."""
         small, num_large = divmod(self.total_experts, self.world_size)
         return self.rank * small + min(self.rank, num_large)
+
+    @functools.cached_property
+    def first_received_id(self) -> int:
+        """The id of this rank's first expert among the ids that it receives."""
+        return 0 if self.local_ids else self.first_expert
 
     @functools.cached_property
     def dispatch_quant(self) -> QuantType:

@@ -48,6 +48,7 @@ from ep_a2a.kernels.receive_kernels import (
     wait_all_counts,
 )
 from ep_a2a.kernels.routing_kernels import (
+    choices_at,
     count_by_rank,
     count_rows,
     field_of,
@@ -158,12 +159,13 @@ def send_token(
         inside = scale_lanes < LINE.SCALE_WIDTH
         store_at_all(scale_targets, rows, scale_lanes, token_scales, inside, S.WORLD_SIZE)
         token_scales = load_line(given.scales, token + 1, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-    if FORM.HAS_WEIGHTS:
-        store_at_all(weight_targets, rows, choices, loaded.weights, choices < S.TOPK, S.WORLD_SIZE)
-    store_at_all(id_targets, rows, choices, loaded.ids, choices < S.TOPK, S.WORLD_SIZE)
-    for peer in tl.static_range(S.WORLD_SIZE):
-        if rows[peer] >= 0:
-            tl.store(positions[peer], step.first_position + token)
+    for place in tl.static_range(S.WORLD_SIZE):
+        if rows[place] >= 0:
+            ids, weights = choices_at(loaded.ids, loaded.weights, (rank + place) % S.WORLD_SIZE, S)
+            if FORM.HAS_WEIGHTS:
+                tl.store(weight_targets[place] + choices, weights, mask=choices < S.TOPK)
+            tl.store(id_targets[place] + choices, ids, mask=choices < S.TOPK)
+            tl.store(positions[place], step.first_position + token)
     return Loaded(tile, token_scales, following_ids, following_weights)
 
 

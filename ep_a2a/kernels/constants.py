@@ -21,7 +21,8 @@ class Shape(NamedTuple):
     """Of an op; the same on all ranks.
 
     WORLD_SIZE: ranks. TOPK: experts of a token. Their LANES: the next powers of two. COMPACT: whether received rows
-    follow each other; else every source has as many rows.
+    follow each other; else every source has as many rows. LOCAL_IDS_OF: experts over all ranks where received ids are
+    local ones, 0 where they are global.
     """
 
     WORLD_SIZE: int
@@ -29,6 +30,7 @@ class Shape(NamedTuple):
     TOPK: int
     TOPK_LANES: int
     COMPACT: bool
+    LOCAL_IDS_OF: int
 
 
 class ExpertPlacement(NamedTuple):

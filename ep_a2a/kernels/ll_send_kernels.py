@@ -9,7 +9,7 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.ll_receive_kernels import received_places
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, address, flagged, full_like, reduce_min, reduce_sum
-from ep_a2a.kernels.routing_kernels import field_of, fields_of_token, owner_of
+from ep_a2a.kernels.routing_kernels import choices_at_each, field_of, fields_of_token, owner_of
 from ep_a2a.kernels.target import barrier
 
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -170,26 +170,38 @@ def targets_of(
 
 
 @portable
+def same_for_all(values, to):
+    """A tuple with `values` for each of Targets."""
+    found = ()
+    for _ in tl.static_range(len(to.slots)):
+        found = found + (values,)
+    return found
+
+
+@portable
 def push(to, offsets, words, mask, FIRST: tl.constexpr):
-    """Write words to Targets from the FIRST in order on, past all caches of this GPU."""
+    """Write words, a tuple, to Targets from the FIRST in order on, past all caches of this GPU."""
     for step in tl.static_range(FIRST, len(to.slots)):
         if to.slots[step] >= 0:
-            tl.store(to.starts[step] + offsets, words, mask=mask, cache_modifier=".wt")
+            tl.store(to.starts[step] + offsets, words[step], mask=mask, cache_modifier=".wt")
 
 
 @portable
 def push_beside(own_lines, values, lanes, to, epoch, FIRST_WORD: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr):
-    """Push COUNT values that travel beside a row to Targets.
+    """Push COUNT values that travel beside a row, a tuple, to Targets.
 
     Those of an own row go straight to its line of `own_lines`, unless layout compact takes all counts to know where
     that is.
     """
     first_peer: tl.constexpr = 0 if S.COMPACT else 1
-    push(to, FIRST_WORD + lanes, flagged(values, epoch), lanes < COUNT, first_peer)
+    words = ()
+    for step in tl.static_range(len(to.slots)):
+        words = words + (flagged(values[step], epoch),)
+    push(to, FIRST_WORD + lanes, words, lanes < COUNT, first_peer)
     if first_peer == 1:
         if to.slots[0] >= 0:
             line = own_lines + tl.cast(to.slots[0], tl.int64) * COUNT
-            tl.store(line + lanes, values.to(own_lines.dtype.element_ty), mask=lanes < COUNT)
+            tl.store(line + lanes, values[0].to(own_lines.dtype.element_ty), mask=lanes < COUNT)
 
 
 @portable
@@ -203,7 +215,7 @@ def push_cast_row(values, scales, to, ROW: tl.constexpr):
     elements = tl.arange(0, ROW.GROUP_LANES)
     mask = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
     bits, scale_bits = quantize_tile(values, scales, ROW.SCALING)
-    push(to, groups[:, None] * ROW.GROUP + elements[None, :], bits, mask, 0)
+    push(to, groups[:, None] * ROW.GROUP + elements[None, :], same_for_all(bits, to), mask, 0)
     if ROW.BYTE_SCALES:
         scale_bits = scale_bits >> 23
     return scale_bits
@@ -217,7 +229,7 @@ def push_row(x, to, token, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr):
     for first_word in tl.static_range(0, ROW_WORDS, BLOCK_WORDS):
         offsets = first_word + tl.arange(0, BLOCK_WORDS)
         words = tl.load(source + offsets, mask=offsets < ROW_WORDS, other=0)
-        push(to, offsets, words, offsets < ROW_WORDS, 0)
+        push(to, offsets, same_for_all(words, to), offsets < ROW_WORDS, 0)
         num_empty += reduce_sum((words == EMPTY).to(tl.int32), 0)
     return num_empty > 0
 
@@ -276,11 +288,12 @@ def send_token(
     )
     own = own_places(places, table, step.rank, S.WORLD_SIZE, ROW.BYTE_SCALES)
     if LL.HAS_SCALES:
-        push_beside(own.scales, scales, scale_lanes, to, epoch, 0, LL.SCALE_WORDS, S)
+        push_beside(own.scales, same_for_all(scales, to), scale_lanes, to, epoch, 0, LL.SCALE_WORDS, S)
     choices = tl.arange(0, S.TOPK_LANES)
-    push_beside(own.ids, token.ids, choices, to, epoch, LL.SCALE_WORDS, S.TOPK, S)
+    ids, weights = choices_at_each(token.ids, token.weights, peers, S)
+    push_beside(own.ids, ids, choices, to, epoch, LL.SCALE_WORDS, S.TOPK, S)
     if FORM.HAS_WEIGHTS:
-        push_beside(own.weights, token.weights, choices, to, epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK, S)
+        push_beside(own.weights, weights, choices, to, epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK, S)
     position = step.first_position + token.number
     push_position(own.positions, to, position, written_in_full, epoch, LL.SCALE_WORDS + 2 * S.TOPK, S)
     record_slots(places, token, peers, slots, step.rank, own_slots, S, LL.SLOTS)

@@ -22,6 +22,7 @@ from ep_a2a.kernels.ring_kernels import (
     slot_of,
     words_at,
 )
+from ep_a2a.kernels.routing_kernels import choices_at
 from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
@@ -102,8 +103,9 @@ def copy_line(
     # all of a line is asked for before the first store, which would wait for it
     words = load_blocks(words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
     scales = load_blocks(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE), LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-    ids = load_blocks(line_ids, S.TOPK, S.TOPK_LANES)
-    weights = load_blocks(line_ids + S.TOPK, S.TOPK, S.TOPK_LANES) if LINE.HAS_WEIGHTS else ids
+    slots = tl.arange(0, S.TOPK_LANES)
+    ids = tl.load(line_ids + slots, mask=slots < S.TOPK)
+    weights = tl.load(line_ids + S.TOPK + slots, mask=slots < S.TOPK) if LINE.HAS_WEIGHTS else ids
     position = source * places.positions_per_rank + tl.load(words_at(line, LINE.TOKEN_AT, tl.int32))
     rows = rows_of_line(line, bases, first_rank, places.row_limit, S, R, LINE)
     for local in tl.static_range(R.GPUS):
@@ -113,11 +115,14 @@ def copy_line(
         store_to_rows(
             table, SCALES, scales, rows, first_rank, LINE.SCALE_WIDTH, LINE.SCALE_LANES, LINE.SCALE_DTYPE, S, R
         )
-    store_to_rows(table, INDICES, ids, rows, first_rank, S.TOPK, S.TOPK_LANES, tl.int32, S, R)
-    if LINE.HAS_WEIGHTS:
-        store_to_rows(table, WEIGHTS, weights, rows, first_rank, S.TOPK, S.TOPK_LANES, tl.int32, S, R)
     for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
+            own_ids, own_weights = choices_at(ids, weights, first_rank + local, S)
+            target = address(table, INDICES, first_rank + local, S.WORLD_SIZE, tl.int32)
+            tl.store(row_at(target, rows[local], S.TOPK, tl.int32) + slots, own_ids, mask=slots < S.TOPK)
+            if LINE.HAS_WEIGHTS:
+                target = address(table, WEIGHTS, first_rank + local, S.WORLD_SIZE, tl.int32)
+                tl.store(row_at(target, rows[local], S.TOPK, tl.int32) + slots, own_weights, mask=slots < S.TOPK)
             positions = address(table, SOURCE_POSITIONS, first_rank + local, S.WORLD_SIZE, tl.int32)
             tl.store(positions + rows[local], position)
 

@@ -36,6 +36,35 @@ def owner_of(experts, OWNERS: tl.constexpr):
 
 
 @portable
+def first_expert_of(rank, S: tl.constexpr):
+    """The first expert that a rank owns, where received ids are local."""
+    small: tl.constexpr = S.LOCAL_IDS_OF // S.WORLD_SIZE
+    num_large: tl.constexpr = S.LOCAL_IDS_OF % S.WORLD_SIZE
+    return rank * small + tl.minimum(rank, num_large)
+
+
+@portable
+def choices_at(ids, weights, rank, S: tl.constexpr):
+    """(ids, weights) as that rank receives them: where ids are local, -1 and 0 in slots of other ranks' experts."""
+    if S.LOCAL_IDS_OF > 0:
+        first = first_expert_of(rank, S)
+        is_own = (ids >= first) & (ids < first_expert_of(rank + 1, S))
+        ids = tl.where(is_own, ids - first, -1)
+        weights = tl.where(is_own, weights, 0)
+    return ids, weights
+
+
+@portable
+def choices_at_each(ids, weights, ranks, S: tl.constexpr):
+    """choices_at for a tuple of ranks: a tuple of ids, and one of weights."""
+    all_ids, all_weights = (), ()
+    for place in tl.static_range(len(ranks)):
+        own_ids, own_weights = choices_at(ids, weights, ranks[place], S)
+        all_ids, all_weights = all_ids + (own_ids,), all_weights + (own_weights,)
+    return all_ids, all_weights
+
+
+@portable
 def either(left, right):
     """Bitwise or, as tl.reduce wants it."""
     return left | right

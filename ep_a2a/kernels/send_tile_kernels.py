@@ -12,6 +12,7 @@ from ep_a2a.kernels.constants import GIVEN_SCALE
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, epoch_of, payload_of, reduce_max
+from ep_a2a.kernels.routing_kernels import choices_at
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -42,11 +43,15 @@ def send_beside_rows(given, step, start, last, S: tl.constexpr, LISTED: tl.const
     inside = (tokens < last)[:, None] & (slots < S.TOPK)[None, :]
     cells = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
     reached = goes[:, :, None] & (slots < S.TOPK)[None, None, :]
-    targets = address(step.table, INDICES, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
-    tl.store(targets, tl.load(given.ids + offsets, mask=inside, other=-1)[:, None, :], mask=reached)
+    ids = tl.load(given.ids + offsets, mask=inside, other=-1)[:, None, :]
+    weights = ids
+    if HAS_WEIGHTS:
+        weights = tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :]
+    ids, weights = choices_at(ids, weights, peers[:, :, None], S)
+    tl.store(address(step.table, INDICES, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells, ids, mask=reached)
     if HAS_WEIGHTS:
         targets = address(step.table, WEIGHTS, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
-        tl.store(targets, tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :], mask=reached)
+        tl.store(targets, weights, mask=reached)
 
 
 @portable

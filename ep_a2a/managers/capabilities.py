@@ -49,6 +49,7 @@ class Capabilities:
         row_order: "source, token" is ascending by both; "source" by source rank only; "any" differs from run to run.
         ids: "all": received rows carry all K ids and weights of their token; "local": those of this rank's experts, and
             pad_id and any weight in place of the others; "none": dispatch returns None for both.
+        local_ids: the config's local_ids may be set.
         weights_applied_by: "experts", who return one weighted and added row per received row; "combine", which takes
             the rows of each expert as they are.
         dropped_slots: treatment of ids outside [0, num_experts). "yes": they are not sent; "weight 0": the token goes
@@ -90,6 +91,7 @@ class Capabilities:
     layouts: tuple[str, ...] = _in(ROWS, "layouts", ("compact", "rank_major"))
     row_order: str = _in(ROWS, "order of rows", "source, token")
     ids: str = _in(ROWS, "ids and weights", "all")
+    local_ids: bool = _in(ROWS, "local ids", False)
     weights_applied_by: str = _in(ROWS, "weights applied by", "experts")
     dropped_slots: str = _in(ROWS, "dropped slots", "yes")
     recv_counts: bool = _in(ROWS, "counts by source", True)
@@ -189,6 +191,8 @@ class Capabilities:
                 yield f"{name} that is a multiple of {divisor}", str(asked), "Pad it, or use the backend 'ep_a2a'."
         if config.max_total_recv_tokens and not self.receive_cap:
             yield "no cap on received rows", f"max_total_recv_tokens {config.max_total_recv_tokens}", "Pass 0."
+        if config.local_ids and not self.local_ids:
+            yield "global ids", "local_ids=True", "Subtract the rank's first expert, or use the backend 'ep_a2a'."
         if casts_in_combine and num_nodes > 1 and not self.combine_casts_between_nodes:
             yield "a cast of combine on one node", f"{num_nodes} nodes", "Pass quant_type='none'."
         if index and not self.micro_batches:

@@ -41,6 +41,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         dispatches_tokens=True,
         graph_safe=False,
         host_sync=True,
+        local_ids=True,
         receive_cap=True,
         gpus=("NVIDIA", "AMD"),
         runs_on_cpu=True,

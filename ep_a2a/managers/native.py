@@ -55,6 +55,7 @@ class NativeAll2AllManager(All2AllManagerBase):
     capabilities = Capabilities(
         dispatches_tokens=True,
         layouts=("compact", "rank_major", "expert_major"),
+        local_ids=True,
         cast="inside",
         combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
         max_topk=MAX_TOPK,

@@ -98,8 +98,13 @@ class CollectiveDispatchCombineOp(AdapterOp):
             if rows is not None:
                 # bit for bit in any dtype
                 row_bytes(target).index_copy_(0, slots, row_bytes(gather(rows))[received])
+        first, num_experts = self.config.first_expert, self.config.num_local_experts
+        if self.config.local_ids:
+            local = all_ids[received] - first
+            is_own = (local >= 0) & (local < num_experts)
+            self._indices.index_copy_(0, slots, local.where(is_own, -1))
+            self._weights.index_copy_(0, slots, self._weights[slots].where(is_own, 0))
         if step.counts_experts:
-            first, num_experts = self.config.first_expert, self.config.num_local_experts
             self._local_expert_count.copy_(count_ids(all_ids[received], first, num_experts))
         step.route = _Route(counts, received, slots)
         lead = leading_dims(self.config, step_tokens).rows

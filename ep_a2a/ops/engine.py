@@ -103,7 +103,7 @@ class Engine(ABC):
     def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
         """Launch the count of received slots per local expert into `counts`, int32 [E]."""
         kernels, config = self.kernels, self.kernels.config
-        values = (kernels.table, config.rank, step_tokens, config.first_expert, counts)
+        values = (kernels.table, config.rank, step_tokens, config.first_received_id, counts)
         kernels.count.run(counts.numel(), values, kernels.device)
 
     def limit_sms(self, max_sms: int, whose: str = "caller", *, shares_sm: bool | None = None) -> None:

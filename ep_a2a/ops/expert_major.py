@@ -52,7 +52,7 @@ def expanding(kernels: OpKernels, form: DispatchForm) -> Iterator[KernelLaunch]:
         None,
         numbering,
         NUMBER_WARPS,
-        numbers=(*step, config.first_expert, num_experts),
+        numbers=(*step, config.first_received_id, num_experts),
         num_programs=max(1, num_experts),
     )
     row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES

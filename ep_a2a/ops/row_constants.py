@@ -51,7 +51,8 @@ def placement_of(config: EpDispatchCombineConfig) -> ExpertPlacement:
 def shape_of(config: EpDispatchCombineConfig) -> Shape:
     """The constants that all kernels of an op share."""
     world_size, topk = config.world_size, config.topk
-    return Shape(world_size, padded(world_size), topk, padded(topk), config.layout == Layout.COMPACT)
+    local_ids_of = config.total_experts if config.local_ids else 0
+    return Shape(world_size, padded(world_size), topk, padded(topk), config.layout == Layout.COMPACT, local_ids_of)
 
 
 def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: int = 1) -> Row:

@@ -131,9 +131,10 @@ def case_of(choice: Choice, number: int) -> Case:
     )
     if choice.dtype == "fp8":
         case = replace(case, scale_dim=3, scale_dtype=(torch.float32, torch.uint8)[number % 2])
+    options: dict[str, Any] = {"local_ids": number // 2 % 2 == 0}
     if choice.transport in TRANSPORTS:
-        kernel, options = RING_KERNELS[number % len(RING_KERNELS)], SMALL_RINGS | TRANSPORTS[choice.transport]
-        return replace(case, num_nodes=NUM_NODES[choice.world_size], kernel=kernel, options=options)
-    if choice.transport == "shared-memory" and number % 2:
-        return replace(case, options={"flagged_max_tokens": 0})
-    return case
+        options |= SMALL_RINGS | TRANSPORTS[choice.transport]
+        case = replace(case, num_nodes=NUM_NODES[choice.world_size], kernel=RING_KERNELS[number % len(RING_KERNELS)])
+    elif choice.transport == "shared-memory" and number % 2:
+        options["flagged_max_tokens"] = 0
+    return replace(case, options=options)

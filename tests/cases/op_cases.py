@@ -238,6 +238,7 @@ def reference_of(case: Case, step: int, everyone: Sequence[Inputs]) -> list[Disp
         layout=case.layout,
         stride_tokens=case.max_tokens,
         pad_id=case.pad_id,
+        local_ids=case.options.get("local_ids", False),
     )
 
 
@@ -472,7 +473,8 @@ class Step:
         config, reference = self.op.config, self.reference[self.op.config.rank]
         check_dispatched(self.case, self.op, self.got, reference)
         if self.counts_experts:
-            local = range(config.first_expert, config.first_expert + config.num_local_experts)
+            first = 0 if config.local_ids else config.first_expert
+            local = range(first, first + config.num_local_experts)
             slots = reference.valid_rows(reference.ids).flatten().tolist()
             counts = torch.tensor([slots.count(expert) for expert in local], dtype=torch.int32)
             same_bits(self.op.local_expert_count, counts, "tokens of local experts")

@@ -76,7 +76,9 @@ MANY_RANKS = (
     [pytest.param(*each, marks=[] if each == QUICK else pytest.mark.full) for each in MANY_RANKS],
 )
 def test_many_ranks(world_size: int, layout: str, dispatch: str, cast: str) -> None:
-    options = DISPATCHES[dispatch] | ({"dispatch_quant_type": "fp8_per_1x128"} if cast == "cast" else {})
+    options = DISPATCHES[dispatch] | (
+        {"dispatch_quant_type": "fp8_per_1x128"} if cast == "cast" else {"local_ids": True}
+    )
     case = Case(
         world_size=world_size,
         num_experts=2 * world_size + 1,

@@ -203,11 +203,18 @@ def test_a_kwarg_is_a_kernels_own_or_goes_into_every_backend():
         "scale_format",
         "combine_dtype",
         "max_total_recv_tokens",
+        "local_ids",
         "use_external_inp_buf",
     }
     assert set(EXTRA_KWARGS) - everywhere == set(KERNEL_FIELDS)
     assert not set(KERNEL_FIELDS) & everywhere
     assert all(kind.takes <= set(KERNEL_FIELDS) for kind in OPS)
+
+
+def test_local_ids_are_refused_where_ids_are_global():
+    config = deepseek_v3(rank=0, layout="rank_major", local_ids=True)
+    assert "local_ids=True" in str(Capabilities().refusal("others", config, 1))
+    assert Capabilities(local_ids=True).refusal("ours", config, 1) is None
 
 
 # --- libraries ---

@@ -240,6 +240,7 @@ def test_our_own_kwargs_are_passed_through():
         "use_external_inp_buf": False,
         "max_total_recv_tokens": 0,
         "expert_alignment": 1,
+        "local_ids": True,
         "flagged_max_tokens": 16,
         "compiled_calls": "serving",
         "chunk_tokens": 32,

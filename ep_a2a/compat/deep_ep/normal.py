@@ -248,11 +248,10 @@ class NormalMode(BufferBase):
         """Returns the received ids of this rank's experts, counted from 0, else -1; and their weights, else 0."""
         if topk_idx is None or got.weights is None:
             return None, None
-        config = handle.step.op.config
-        local = _kept(got.indices, handle.num_recv_tokens, -1) - config.first_expert
-        is_local = (local >= 0) & (local < config.num_local_experts)
-        weights = _kept(got.weights, handle.num_recv_tokens, 0).masked_fill_(~is_local, 0.0)
-        return torch.where(is_local, local, -1).to(topk_idx.dtype), weights
+        local = _kept(got.indices, handle.num_recv_tokens, -1)
+        # rows without a token hold any weight
+        weights = _kept(got.weights, handle.num_recv_tokens, 0).masked_fill_(local < 0, 0.0)
+        return local.to(topk_idx.dtype), weights
 
     def _dispatch_again(
         self, handle: NormalHandle, tokens: torch.Tensor, scales: torch.Tensor | None, num_sms: int
