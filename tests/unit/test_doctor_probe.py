@@ -238,7 +238,7 @@ def test_a_vllm_that_lacks_what_the_plugin_stands_on_is_described(tmp_path, monk
     assert found["vllm"] == "0.99.0"
     assert "has no" in found["vllm_problem"]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
-    assert find_vllm() == {"vllm": "0.9.1", "vllm_problem": "it is older than 0.24"}
+    assert find_vllm() == {"vllm": "0.9.1", "vllm_problem": "it is older than 0.26"}
 
 
 # --- whom a folder belongs to ---

@@ -283,7 +283,7 @@ def attribute(node: ast.AST) -> tuple[str, str]:
 # --- the version ---
 
 
-@pytest.mark.parametrize("version", ["0.23.0", "0.9.2", "0.23.1rc1"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.9.2", "0.25.0rc1"])
 def test_too_old_versions_are_refused(monkeypatch, version):
     monkeypatch.setattr(support, "vllm_version", lambda: version)
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_too_old_versions_are_refused(monkeypatch, version):
 
 
 @pytest.mark.parametrize(
-    "version", ["0.24.0", "0.33.0", "0.24.1+cpu", "0.33.1.dev7+g12ab", "0.34.0", "1.0.0", "unknown", "dev", "main-abc"]
+    "version", ["0.26.0", "0.33.0", "0.26.1+cpu", "0.33.1.dev7+g12ab", "0.34.0", "1.0.0", "unknown", "dev", "main-abc"]
 )
 def test_other_versions_are_judged_by_their_names(monkeypatch, tmp_path, version):
     monkeypatch.setattr(support, "folder_of", lambda package: tmp_path)

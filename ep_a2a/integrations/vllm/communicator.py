@@ -102,7 +102,7 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = inspect.signature(original).bind(moe, quant_config, *args, **kwargs).arguments
         if bound.get("allow_new_interface", False):
             return make_prepare_finalize(moe, use_monolithic=bound.get("use_monolithic", False))
-        # up to vLLM 0.27, methods without a modular kernel ask too, and would refuse one
+        # in vLLM 0.26, methods without a modular kernel ask too, and would refuse one
         return None
 
     return maybe_make_prepare_finalize

@@ -5,7 +5,7 @@ vLLM runs each micro-batch in a thread of its own. One thread works at a time: i
 communicates, and waits until another one hands back. A thread that ends with an error never hands back, so the others
 would wait for ever; the error itself would be lost.
 
-vLLM (0.24 to 0.33, PR #48659) keeps the metadata that FlashAttention's builder has made for the first micro-batch, and
+vLLM (up to 0.33, PR #48659) keeps the metadata that FlashAttention's builder has made for the first micro-batch, and
 gives the others the same with a block table of their own: the lengths of other requests.
 """
 

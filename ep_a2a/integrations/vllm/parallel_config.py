@@ -141,7 +141,7 @@ def _why_inactive(parallel: Any) -> str:
 
 
 def _uses_old_ray_executor(parallel: Any) -> bool:
-    """Whether Ray's workers are called by vLLM's first executor for them, which 0.24 to 0.32 have beside the second."""
+    """Whether Ray's workers are called by vLLM's first executor for them, which 0.26 to 0.32 have beside the second."""
     from vllm import envs
 
     is_ray = parallel.distributed_executor_backend == "ray"

@@ -10,7 +10,7 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.contract import differences, folder_of, read_table, version_of
 from ep_a2a.integrations.vllm.common import logger
 
-OLDEST, NEWEST = (0, 24), (0, 33)
+OLDEST, NEWEST = (0, 26), (0, 33)
 """Minor versions that tests read and run."""
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 CONTRACT = read_table("ep_a2a.integrations.vllm")

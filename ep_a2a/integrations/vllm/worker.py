@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.integrations.manager import dead_ranks_named, live_managers
-from ep_a2a.integrations.vllm.common import is_replacement, logger, replacement
+from ep_a2a.integrations.vllm.common import is_replacement, replacement
 from ep_a2a.integrations.vllm.stages import live_stages
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ WARM_UP = "compile_or_warm_up_model"
 
 
 def patch_worker() -> None:
-    """Patches `worker-steps`, `worker-warm-up` and `output-thread`. Idempotent."""
+    """Patches `worker-steps` and `worker-warm-up`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
     if is_replacement(Worker.execute_model):
@@ -33,7 +33,6 @@ def patch_worker() -> None:
                 setattr(worker, name, _checked(vars(worker)[name], sends=name == SENDING_CALL))
         if WARM_UP in vars(worker):
             setattr(worker, WARM_UP, _then_shorten_waits(vars(worker)[WARM_UP]))
-    _patch_output_thread()
 
 
 def check_ops() -> None:
@@ -98,20 +97,3 @@ def _then_shorten_waits(warm_up: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return warm_up_and_shorten
-
-
-def _patch_output_thread() -> None:
-    """Patch `output-thread`: up to vLLM 0.24 an error in get_output silently ends the thread that sends outputs."""
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    enqueue = WorkerProc.enqueue_output
-
-    @functools.wraps(enqueue)
-    def enqueue_output(self: Any, output: Any) -> Any:
-        try:
-            return enqueue(self, output)
-        except Exception as error:  # noqa: BLE001 - any error is sent as the step's result
-            logger.exception("a step's output could not be had")
-            return enqueue(self, error)
-
-    WorkerProc.enqueue_output = enqueue_output

@@ -226,7 +226,7 @@ def refusals_when_made(make: Any) -> None:
     from ep_a2a.integrations.vllm.communicator import _replacing
 
     assert type(make(moe_of(), None, None, True)).__name__ == "EpA2APrepareAndFinalize"
-    assert make(moe_of(), None) is None, "a method that asks so up to vLLM 0.27 would refuse a modular kernel"
+    assert make(moe_of(), None) is None, "a method that asks so in vLLM 0.26 would refuse a modular kernel"
     with refused(UnsupportedError, "monolithic", "--moe-backend"):
         make(moe_of(), None, allow_new_interface=True, use_monolithic=True)
     vllms_own = _replacing(lambda moe, quant_config, **_: (moe, quant_config))

@@ -9,7 +9,7 @@ from tests.wheels import Release
 from tests.wheels import Unavailable as Unavailable
 
 ROOT = Path(__file__).resolve().parents[4]
-VERSIONS = ("0.24.0", "0.28.0", "0.33.0")
+VERSIONS = ("0.26.0", "0.28.0", "0.33.0")
 """Lowest, middle and newest of those that are supported."""
 NEWEST = VERSIONS[-1]
 
