@@ -106,11 +106,12 @@ class EngineManager(NativeAll2AllManager):
                     op.set_max_sms(self.split_max_sms)
                     op.set_max_sms(self.max_sms_used() or 0)
         number = self.layer_number(layer)
+        # rows without a token name no expert of this rank
+        pad_id = -1 if shape.local_ids else shape.num_experts - 1 if self.rank == 0 else 0
         return [
             Dispatcher(
                 op,
-                # rows without a token name another rank's expert
-                pad_id=op.config.total_experts - 1 if self.rank == 0 else 0,
+                pad_id=pad_id,
                 # layers of one shape share the op: a rank that leaves one out must not get another one's rows
                 tag=number,
             )

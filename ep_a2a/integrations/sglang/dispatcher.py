@@ -108,8 +108,6 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         self._attn_tp_size = runtime_context.get_parallel().attn_tp_size
         self._most = tokens_per_rank(max(settled.chunked_prefill_size or 0, LEAST_MAX_TOKENS), self._attn_tp_size)
         manager = manager_of(get_tp_group())
-        self._num_local_experts = config.num_local_experts
-        self._first_expert = manager.rank * config.num_local_experts
         shape = HalfShape(
             dtype=config.params_dtype,
             hidden_dim=config.hidden_size,
@@ -117,6 +115,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
             num_experts=config.num_experts,
             num_local_experts=config.num_local_experts,
             max_tokens=self._most,
+            local_ids=True,
         )
         self._exchanges = manager.dispatchers(config, RAW, shape)
         self._half_sms = manager.split_max_sms
@@ -175,9 +174,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
             )
         fitted = exchange.fitted(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
         received = exchange.dispatch(*fitted, step_tokens=self._bound(len(hidden_states)))
-        local = received.indices - self._first_expert
-        local = torch.where((local >= 0) & (local < self._num_local_experts), local, -1)
-        weights = StandardTopKOutput(received.weights, local, topk_output.router_logits)
+        weights = StandardTopKOutput(received.weights, received.indices, topk_output.router_logits)
         return StandardDispatchOutput(received.tokens, None, weights)
 
     def _bound(self, num_tokens: int) -> int:
