@@ -49,6 +49,7 @@ class LayerShape:
         topk: experts per token.
         num_experts: over all ranks, redundant ones included. num_local_experts: this rank's.
         max_tokens: the most tokens that a rank brings to a step.
+        layout: of the op.
         local_ids: received ids count this rank's experts, and are -1 in other slots and in rows without a token.
     """
 
@@ -58,6 +59,7 @@ class LayerShape:
     num_experts: int
     num_local_experts: int
     max_tokens: int
+    layout: str = "rank_major"
     local_ids: bool = False
 
     def of_micro_batch(self, num_micro_batches: int) -> LayerShape:
@@ -85,7 +87,7 @@ def handle_kwargs(token_format: TokenFormat, shape: LayerShape, *, rank: int, wo
         "num_local_experts": shape.num_local_experts,
         "num_experts": shape.num_experts,
         "num_experts_per_token": shape.topk,
-        "layout": "rank_major",
+        "layout": shape.layout,
         "local_ids": shape.local_ids,
         "compiled_calls": "serving",
     }

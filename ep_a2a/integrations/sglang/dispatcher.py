@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import get_attn_tp_group, get_tp_group
+from sglang.srt.environ import envs
+from sglang.srt.layers.deep_gemm_wrapper import DEEPGEMM_SCALE_UE8M0
 from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
-from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPConfig
+from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPConfig, DeepEPLLDispatchOutput
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
 from sglang.srt.layers.moe.utils import is_tbo_enabled
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.manager import EngineManager
-from ep_a2a.integrations.token_format import RAW, LayerShape, agreed_bound, tokens_per_rank
+from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bound, tokens_per_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from ep_a2a.integrations.dispatcher import Dispatcher
 
 TOKENS_OPTION = "--chunked-prefill-size"
+BATCHED_MULTIPLE = 4
+"""DeepGEMM packs the scales of so many rows of an expert."""
 LEAST_MAX_TOKENS = 4096
 """SGLang's bound of a rank's decode requests and of its dummy runs, which it settles after the layers are built."""
 
@@ -106,51 +111,68 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         # settled options from 0.5.20, where ServerArgs are those of the user
         settled = getattr(runtime_context, "get_schedule", runtime_context.get_server_args)()
         self._attn_tp_size = runtime_context.get_parallel().attn_tp_size
-        self._most = tokens_per_rank(max(settled.chunked_prefill_size or 0, LEAST_MAX_TOKENS), self._attn_tp_size)
+        most = max(settled.chunked_prefill_size or 0, LEAST_MAX_TOKENS)
         manager = manager_of(get_tp_group())
-        shape = HalfShape(
+        self._shape = HalfShape(
             dtype=config.params_dtype,
             hidden_dim=config.hidden_size,
             topk=config.top_k,
             num_experts=config.num_experts,
             num_local_experts=config.num_local_experts,
-            max_tokens=self._most,
+            max_tokens=tokens_per_rank(most, self._attn_tp_size),
             local_ids=True,
         )
-        self._exchanges = manager.dispatchers(config, RAW, shape)
-        self._half_sms = manager.split_max_sms
+        self._config, self._manager = config, manager
+        self._exchanges = manager.dispatchers(config, RAW, self._shape)
+        self._batched: list[Dispatcher] = []
+        self._most_batched = 0
+        self._used = list(self._exchanges)
         self._waits: dict[int | None, Callable[[], Any]] = {}
 
+    def batch_small_steps(self, *, casts: bool) -> None:
+        """Gives steps of at most SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK tokens rows by expert. Collective.
+
+        Args:
+            casts: rows travel as fp8 with a scale for 128 elements.
+        """
+        most = envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get() // BATCHED_MULTIPLE * BATCHED_MULTIPLE
+        scale_format = "float32_power_of_two" if DEEPGEMM_SCALE_UE8M0 else "float32"
+        token_format = TokenFormat("fp8_per_1x128", scale_format) if casts else RAW
+        shape = replace(self._shape, max_tokens=most, layout="expert_major")
+        self._batched, self._most_batched = self._manager.dispatchers(self._config, token_format, shape), most
+
     def dispatch(self, hidden_states: Tensor, topk_output: Any) -> Any:
-        """Sends hidden_states [T, H] with their weights and ids [T, K]; returns SGLang's StandardDispatchOutput.
+        """Sends hidden_states [T, H] with their weights and ids [T, K].
 
         Args:
             topk_output: in the standard or the bypassed format; ids are global, -1 drops a slot.
+
+        Returns:
+            SGLang's StandardDispatchOutput; for a small step, see `batch_small_steps`, its DeepEPLLDispatchOutput.
 
         Raises:
             UnsupportedError: another format.
             TooManyTokensError: a rank brings more tokens than its buffers hold; raised on all ranks.
         """
-        exchange = self._exchanges[0]
-        if self._half_sms:
-            exchange.op.set_max_sms(0)
-        return self._dispatched(exchange, hidden_states, topk_output)
+        return self._dispatched(0, 0, hidden_states, topk_output)
 
     def combine(self, combine_input: Any) -> Tensor:
         """Returns the sums [T, H] of this rank's tokens.
 
         Args:
-            combine_input: SGLang's StandardCombineInput, whose hidden_states hold a weighted sum for each received row.
+            combine_input: SGLang's StandardCombineInput, whose hidden_states hold a weighted sum for each received row,
+                or its DeepEPLLCombineInput, whose hidden_states hold the experts' rows.
         """
-        return self._combined(self._exchanges[0], combine_input)
+        return self._combined(0, combine_input)
 
     def dispatch_a(self, hidden_states: Tensor, topk_output: Any, tbo_subbatch_index: int | None) -> None:
         """Begins `dispatch` of a half of a step (two-batch overlap), beside what the current stream gets next."""
-        self._begin(self._dispatched, tbo_subbatch_index, hidden_states, topk_output)
+        half = tbo_subbatch_index
+        self._begin(half, self._dispatched, half or 0, self._manager.split_max_sms, hidden_states, topk_output)
 
     def combine_a(self, combine_input: Any, tbo_subbatch_index: int | None) -> None:
         """Begins `combine` of a half of a step, beside what the current stream gets next."""
-        self._begin(self._combined, tbo_subbatch_index, combine_input)
+        self._begin(tbo_subbatch_index, self._combined, tbo_subbatch_index or 0, combine_input)
 
     def dispatch_b(self, tbo_subbatch_index: int | None) -> Any:
         """Makes the current stream wait for what was begun for this half, and returns its result."""
@@ -158,12 +180,10 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
 
     combine_b = dispatch_b
 
-    def _begin(self, call: Callable[..., Any], half: int | None, *tensors: Any) -> None:
-        exchange = self._exchanges[half or 0]
-        exchange.op.set_max_sms(self._half_sms)
-        self._waits[half] = beside(exchange.op.device, functools.partial(call, exchange, *tensors))
+    def _begin(self, half: int | None, call: Callable[..., Any], *arguments: Any) -> None:
+        self._waits[half] = beside(self._manager.device, functools.partial(call, *arguments))
 
-    def _dispatched(self, exchange: Dispatcher, hidden_states: Tensor, topk_output: Any) -> Any:
+    def _dispatched(self, place: int, max_sms: int, hidden_states: Tensor, topk_output: Any) -> Any:
         if TopKOutputChecker.format_is_bypassed(topk_output):
             topk_output = topk_output.to_standard()
         if not TopKOutputChecker.format_is_standard(topk_output):
@@ -172,10 +192,28 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
                 type(topk_output).__name__,
                 "Choose --moe-runner-backend triton.",
             )
+        bound = self._bound(len(hidden_states))
+        is_batched = bound <= self._most_batched
+        exchange = self._used[place] = (self._batched if is_batched else self._exchanges)[place]
+        if self._manager.split_max_sms:
+            exchange.op.set_max_sms(max_sms)
         fitted = exchange.fitted(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
-        received = exchange.dispatch(*fitted, step_tokens=self._bound(len(hidden_states)))
+        if is_batched:
+            return self._by_expert(exchange, fitted, topk_output, tokens_per_rank(bound, BATCHED_MULTIPLE))
+        received = exchange.dispatch(*fitted, step_tokens=bound)
         weights = StandardTopKOutput(received.weights, received.indices, topk_output.router_logits)
-        return StandardDispatchOutput(received.tokens, None, weights)
+        # a view of its own: DeepGEMM's runner empties what it has read (`Tensor.set_`)
+        return StandardDispatchOutput(received.tokens.view_as(received.tokens), None, weights)
+
+    def _by_expert(self, exchange: Dispatcher, fitted: Any, topk_output: Any, num_multiples: int) -> Any:
+        received = exchange.dispatch(*fitted, step_tokens=num_multiples * BATCHED_MULTIPLE)
+        counts, config = exchange.op.expert_recv_count, exchange.op.config
+        rows = received.tokens.view(len(counts), -1, received.tokens.shape[-1])
+        scales = received.scales
+        if scales is not None:
+            scales = scales.view(len(counts), -1, scales.shape[-1])
+        mean = -(-rows.shape[1] * config.topk // config.total_experts)
+        return DeepEPLLDispatchOutput(rows, scales, topk_output.topk_ids, topk_output.topk_weights, counts, mean)
 
     def _bound(self, num_tokens: int) -> int:
         """Returns the most tokens of any rank in this step: from the counts that ranks of DP attention have exchanged.
@@ -185,8 +223,8 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         counts, sharing = get_dp_global_num_tokens(), self._attn_tp_size
         if counts is None or len(counts) == 1:
             counts, sharing = [num_tokens], 1
-        return agreed_bound(max(counts), sharing, self._most, TOKENS_OPTION)
+        return agreed_bound(max(counts), sharing, self._shape.max_tokens, TOKENS_OPTION)
 
-    def _combined(self, exchange: Dispatcher, combine_input: Any) -> Tensor:
-        (rows,) = combine_input
+    def _combined(self, place: int, combine_input: Any) -> Tensor:
+        exchange, rows = self._used[place], combine_input.hidden_states
         return exchange.combine(rows, rows.new_empty(exchange.num_tokens, rows.shape[-1]))

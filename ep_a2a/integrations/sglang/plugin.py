@@ -21,8 +21,10 @@ logger = logging.getLogger(__name__)
 
 DEEPEP_IS_SERVED = "DeepEP is not installed: SGLang uses ep_a2a through DeepEP's interface"
 
-BACKEND = "ep_a2a"
-OPTION = f"--moe-a2a-backend {BACKEND}"
+BATCHED = "ep_a2a_low_latency"
+"""The backend whose small steps have rows by expert."""
+BACKENDS = ("ep_a2a", BATCHED)
+OPTION = "--moe-a2a-backend ep_a2a"
 LAYERS = "sglang.srt.layers.moe"
 SCHEDULER = "sglang.srt.managers.scheduler"
 STAGES = "sglang.srt.batch_overlap.operations._StageExecutor"
@@ -56,8 +58,8 @@ PLACING = ("enable_eplb", "ep_num_redundant_experts", "init_expert_location")
 
 _chosen = False
 
-_is_customized = False
-"""Whether SGLang's member CUSTOMIZED is this backend; another plugin's may have it, too."""
+_customized = ""
+"""The name of this backend that SGLang's member CUSTOMIZED stands for; another plugin's may have it, too."""
 
 
 def register() -> None:
@@ -94,7 +96,7 @@ def register() -> None:
 def _add_choice(_: None, parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest == "moe_a2a_backend" and action.choices is not None:
-            action.choices = [*action.choices, BACKEND]
+            action.choices = [*action.choices, *BACKENDS]
 
 
 def _settle(server_args: Any) -> None:
@@ -104,7 +106,7 @@ def _settle(server_args: Any) -> None:
         UnsupportedError: an option, this SGLang, or the GPUs' maker.
     """
     global _chosen
-    _chosen = server_args.moe_a2a_backend == BACKEND
+    _chosen = server_args.moe_a2a_backend in BACKENDS
     if not _chosen or getattr(server_args, "_resolution_finished", False):
         return
     check_release()
@@ -113,6 +115,8 @@ def _settle(server_args: Any) -> None:
     refuse_other_gpus("cuda")
     if refused := _refused_options(server_args):
         raise UnsupportedError(f"no {refused[0]} with {OPTION}", "both", f"Leave {refused[0].split()[0]} out.")
+    if server_args.moe_a2a_backend == BATCHED and server_args.moe_runner_backend == "auto":
+        server_args.moe_runner_backend = "deep_gemm"
     # as for SGLang's other backends, and as for its FlashInfer all-to-all
     server_args.ep_size = server_args.tp_size
     server_args.disable_shared_experts_fusion = True
@@ -171,15 +175,15 @@ def _check_family(_: None, config: Any, *args: Any, **kwargs: Any) -> None:
 
 def _member_of(original: Callable[[type, object], Any], enum: type, value: object) -> Any:
     """Returns SGLang's member for backends that it does not know."""
-    global _is_customized
-    if value != BACKEND:
+    global _customized
+    if value not in BACKENDS:
         return original(enum, value)
-    _is_customized = True
+    _customized = str(value)
     return enum.CUSTOMIZED  # type: ignore[attr-defined]
 
 
 def _is_ours(member: Any) -> bool:
-    return _is_customized and member.is_customized()
+    return bool(_customized) and member.is_customized()
 
 
 def _moves_tokens_as_flashinfer(original: Callable[[Any], bool], member: Any) -> bool:
@@ -189,7 +193,7 @@ def _moves_tokens_as_flashinfer(original: Callable[[Any], bool], member: Any) ->
 
 def _standard_function(pool: type, dispatch_name: str, runner_name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gives our rows to the function for rows of the standard format, which SGLang registers without a backend."""
-    is_ours = _is_customized and dispatch_name == "customized"
+    is_ours = _customized and dispatch_name == "customized"
     return (pool, "none" if is_ours else dispatch_name, runner_name), {}
 
 
@@ -210,7 +214,7 @@ def _tell_counts(_: None, half: Any, *args: Any, **kwargs: Any) -> None:
     """Gives a half of a step (two-batch overlap) the counts of the whole step, since SGLang gives it none."""
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 
-    if _is_customized:
+    if _customized:
         vars(half).update(_global_num_tokens=get_dp_global_num_tokens())
 
 
@@ -223,10 +227,13 @@ def _finish_layer(_: None, layer: Any, *args: Any, **kwargs: Any) -> None:
         UnsupportedError: see _check_runner.
     """
     from sglang.srt.layers.moe import get_moe_a2a_backend
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
     if _is_ours(get_moe_a2a_backend()):
         _check_runner(layer)
         layer.moe_runner_config.routed_scaling_factor = None
+        if _customized == BATCHED:
+            layer.dispatcher.batch_small_steps(casts=not isinstance(layer.quant_method, UnquantizedFusedMoEMethod))
 
 
 def _check_runner(layer: Any) -> None:
@@ -241,13 +248,14 @@ def _check_runner(layer: Any) -> None:
     runner = getattr(getattr(layer, "scheme", None) or layer.quant_method, "runner", None)
     settled = getattr(layer, "runner_backend", None) or getattr(runner, "runner_backend", None)
     name = "another one" if settled is None else settled.value
+    known = ("deep_gemm",) if _customized == BATCHED else RUNNERS[1:]
     # where the options name another one, weights have its layout
-    for found, known in ((get_moe_runner_backend().value, RUNNERS), (name, RUNNERS[1:])):
-        if found not in known:
+    for found, names in ((get_moe_runner_backend().value, ("auto", *known)), (name, known)):
+        if found not in names:
             raise UnsupportedError(
-                f"expert kernels of {' or '.join(RUNNERS[1:])} with {OPTION}",
+                f"expert kernels of {' or '.join(known)} with --moe-a2a-backend {_customized}",
                 f"{found}, which SGLang chose for this model",
-                "Add --moe-runner-backend triton, or choose another --moe-a2a-backend.",
+                f"Add --moe-runner-backend {known[0]}, or choose another --moe-a2a-backend.",
             )
 
 

@@ -106,7 +106,8 @@ def a_layer(placed: Sequence[int] = range(EXPERTS), **options: Any) -> Any:
     """SGLang's layer with this rank's part of the experts that are placed; its method takes the path of GPUs."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    layer = FusedMoE(len(placed), HIDDEN, INTERMEDIATE, 0, top_k=TOPK, params_dtype=torch.float32, **options)
+    options = {"top_k": TOPK, "params_dtype": torch.float32} | options
+    layer = FusedMoE(len(placed), HIDDEN, INTERMEDIATE, 0, **options)
     layer.quant_method._forward_method = layer.quant_method.forward_cuda
     layer.w13_weight.data, layer.w2_weight.data = weights_of_this_rank(placed)
     return layer
@@ -146,7 +147,7 @@ def dense(tokens: torch.Tensor, topk_output: Any) -> torch.Tensor:
 def rounded_to_fp8(tokens: torch.Tensor) -> torch.Tensor:
     """Tokens [T, 128] as they are after a cast with a scale for 128 elements."""
     scales = tokens.float().abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-    return ((tokens / scales).to(torch.float8_e4m3fn).float() * scales).to(tokens.dtype)
+    return (tokens / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def batched_experts_of_this_rank(sent: Any) -> torch.Tensor:
@@ -258,6 +259,43 @@ def check_two_batch_overlap() -> None:
         torch.testing.assert_close(torch.cat(results), dense(tokens, topk_output), rtol=1e-4, atol=1e-4)
 
 
+def check_small_steps_by_expert() -> None:
+    """SGLang's masked products get each expert's rows, with and without a cast; large steps its standard format."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.dp_attention import set_dp_buffer_len
+    from sglang.srt.layers.moe.moe_runner import deep_gemm
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    def products(core: Any, given: Any, *_: Any, **__: Any) -> Any:
+        assert (given.use_masked_gemm, given.expected_m in (3, 6)) == (True, True)
+        rows = batched_experts_of_this_rank(given)
+        deep_gemm.dispose_tensor(given.hidden_states)
+        return deep_gemm.DeepGemmRunnerOutput(rows)
+
+    apply_hooks()
+    configure("ep_a2a_low_latency")
+    rank = torch.distributed.get_rank()
+    with envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.override(8):
+        raw, cast = (a_layer(params_dtype=torch.bfloat16) for _ in range(2))
+        cast.dispatcher.batch_small_steps(casts=True)
+    for seed, counts in enumerate([*COUNTS, (9, 2), (5, 3)]):
+        set_dp_buffer_len(sum(counts), counts[rank], False, list(counts))
+        tokens, topk_output = routed(counts[rank], seed)
+        tokens = tokens.bfloat16()
+        for layer in (raw, cast):
+            is_cast = layer is cast and max(counts) <= 8
+            if max(counts) <= 8:
+                with replaced(deep_gemm.DeepGemmRunnerCore, "run", products):
+                    result = layer(tokens.clone(), topk_output)
+            else:
+                sent = layer.dispatcher.dispatch(tokens, topk_output)
+                rows = weighted_experts(sent.hidden_states, sent.topk_output, weights_of_this_rank())
+                result = layer.dispatcher.combine(StandardCombineInput(rows))
+            expected = dense(rounded_to_fp8(tokens) if is_cast else tokens.float(), topk_output).bfloat16()
+            # the experts' rows, of up to 10, are rounded before they are weighed
+            torch.testing.assert_close(result, expected, rtol=2e-2, atol=5e-2)
+
+
 def check_runners() -> None:
     """Expert kernels that take global ids, or that nobody knows, are refused with the layer."""
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -330,7 +368,7 @@ def check_deepep_where_it_is_absent() -> None:
             # as SGLang's DeepGEMM runner does
             dispose_tensor(sent.hidden_states)
             result = dispatcher.combine(answer)
-            expected = dense(rounded_to_fp8(tokens) if is_fp8 else tokens, topk_output)
+            expected = dense(rounded_to_fp8(tokens) if is_fp8 else tokens.float(), topk_output).bfloat16()
             torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
@@ -357,6 +395,9 @@ def check_options() -> None:
     args = ServerArgs.from_cli_args(given)
     args.resolve_once()
     assert (args.ep_size, args.disable_shared_experts_fusion) == (4, True)
+    batched = arguments(moe_a2a_backend="ep_a2a_low_latency")
+    batched.resolve_once()
+    assert batched.moe_runner_backend == "deep_gemm"
     other = arguments(moe_a2a_backend="none")
     other.resolve_once()
     assert (other.ep_size, other.disable_shared_experts_fusion) == (1, False)
