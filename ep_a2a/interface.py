@@ -14,13 +14,14 @@ An op moves the tokens of one MoE layer between the W ranks of a group. Each ste
 The letters in shapes:
 
 - W: ranks of the group.
-- T: tokens of this rank in this step, 0 <= T <= step_tokens.
+- T: tokens of this rank in this step, at most its bound in step_tokens.
 - M: the most tokens that a rank may bring to any step, `config.max_num_inp_token_per_rank`.
 - H: elements of a token (hidden size).
 - K: experts that each token names (top-k).
 - E: experts that this rank owns.
 - S: scales of a token whose elements are quantised.
-- R: rows that a rank may receive in this step: W * step_tokens, in layout compact at most the config's cap.
+- R: rows that a rank may receive in this step: the sum of all ranks' bounds, which is W * step_tokens where step_tokens
+  is one number; in layout compact at most the config's cap.
 
 Every call runs on the caller's current stream, after the op's previous call, and returns without waiting for the GPU.
 Work that is launched later on that stream may overwrite the call's inputs. A feature that a backend lacks raises
@@ -33,6 +34,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -47,7 +50,8 @@ class DispatchResult(NamedTuple):
     leading dimensions depend on the layout:
 
     - compact: [R], the received rows first.
-    - rank_major: [W, step_tokens], each source's rows first.
+    - rank_major: [W, step_tokens], each source's rows first. With a bound for each rank [R]: the rows from rank r begin
+      at the sum of the bounds of the ranks below r.
     - expert_major: [E, R], each expert's rows first; indices as in rank_major.
 
     Attributes:
@@ -110,7 +114,7 @@ class DispatchCombineOp(Protocol):
         warp_per_block: int = -1,
         call_local_expert_count: bool = False,
         *,
-        step_tokens: int | None = None,
+        step_tokens: int | Sequence[int] | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -128,7 +132,9 @@ class DispatchCombineOp(Protocol):
             block_num, warp_per_block: programs and warps of the launch; -1 lets the op choose.
             rdma_block_num: without effect.
             call_local_expert_count: also fill `local_expert_count`.
-            step_tokens: the most tokens that any rank brings to this step, equal on all ranks; None is M.
+            step_tokens: the most tokens that any rank brings to this step, from 1 to M; None is M. Or a list of W
+                integers from 0 to M, the most tokens that each rank brings: two ranks with [40, 1] get 41 rows, where
+                they get 80 with 40. Equal on all ranks; a list of W equal numbers is the same step as the number.
             pad_id: the id in the returned indices of rows without a token.
             tag: a number of this call, at least 0, equal on all ranks, such as its layer's. Ranks whose tags differ get
                 ConfigMismatchError instead of rows of another layer. It travels modulo 2**(28 - n), where M has n bits
@@ -148,7 +154,7 @@ class DispatchCombineOp(Protocol):
         scales: Tensor | None,
         indices: Tensor,
         *,
-        step_tokens: int | None = None,
+        step_tokens: int | Sequence[int] | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:

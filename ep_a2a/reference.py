@@ -23,11 +23,12 @@ class DispatchReference:
     """The rows that one destination rank receives, ascending by (source rank, source token), and their metadata.
 
     N = total_recv. Layout compact: the tensors have exactly N rows. Layout rank_major: they are
-    `[W, step_tokens, ...]` with source s's rows dense from the front of block s; past them ids hold pad_id, source
-    positions -1, and tokens, weights and scales zeros, which no op promises. Layout expert_major: ids and source
-    positions as in rank_major; tokens `[E, W * step_tokens, H]`, weights `[E, W * step_tokens]` and scales
-    `[E, W * step_tokens, S]` by local expert, one row for each token that names it, with the sum of the weights that
-    its slots with that id have; past an expert's rows zeros, which an op promises up to its expert_alignment only.
+    `[W, step_tokens, ...]` with source s's rows dense from the front of block s; with a bound for each rank `[R, ...]`,
+    R the sum of bounds, with source s's rows dense from the sum of earlier bounds. Past a source's rows ids hold
+    pad_id, source positions -1, and tokens, weights and scales zeros, which no op promises. Layout expert_major: ids
+    and source positions as in rank_major; tokens `[E, R, H]`, weights `[E, R]` and scales `[E, R, S]` by local expert,
+    R = W * step_tokens or the sum of bounds, one row for each token that names it, with the sum of the weights that its
+    slots with that id have; past an expert's rows zeros, which an op promises up to its expert_alignment only.
 
     Attributes:
         tokens: `[N, H]`, dtype of the tokens sent, bit for bit.
@@ -41,8 +42,9 @@ class DispatchReference:
         total_recv: N.
         tokens_per_source: stride of source positions, W * M.
         layout: how the tensors are arranged.
+        bounds: where each rank has a bound of its own, these; else None.
         expert_counts: int32 `[E]`, rows of each local expert; these three in layout expert_major only.
-        expert_rows: int64 `[N, K]`, for each slot of the received rows the row in `[E * W * step_tokens, ...]` that
+        expert_rows: int64 `[N, K]`, for each slot of the received rows the row in `[E * R, ...]` that
             its expert has it in, -1 where the id is not a local expert's.
         slot_weights: float32 `[N, K]`, all router weights of the received rows.
     """
@@ -56,6 +58,7 @@ class DispatchReference:
     total_recv: int
     tokens_per_source: int
     layout: Layout
+    bounds: Sequence[int] | None = None
     expert_counts: torch.Tensor | None = None
     expert_rows: torch.Tensor | None = None
     slot_weights: torch.Tensor | None = None
@@ -66,9 +69,9 @@ class DispatchReference:
         In layout expert_major, of ids and source positions only.
         """
         counts = self.counts_per_source.tolist()
-        if self.layout != Layout.COMPACT:
+        if self.layout != Layout.COMPACT and self.bounds is None:
             return tensor[source, : counts[source]]
-        start = sum(counts[:source])
+        start = sum((counts if self.bounds is None or self.layout == Layout.COMPACT else self.bounds)[:source])
         return tensor[start : start + counts[source]]
 
     def valid_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +82,8 @@ class DispatchReference:
         """The rows past the received ones, of a tensor in this reference's layout; an op's ids are pad_id there."""
         if self.layout == Layout.COMPACT:
             return tensor[self.total_recv :]
-        return torch.cat([block[count:] for block, count in zip(tensor, self.counts_per_source.tolist())])
+        blocks = tensor if self.bounds is None else torch.split(tensor, list(self.bounds))
+        return torch.cat([block[count:] for block, count in zip(blocks, self.counts_per_source.tolist())])
 
 
 def dispatch_reference(
@@ -89,7 +93,7 @@ def dispatch_reference(
     ids: Sequence[torch.Tensor],
     *,
     num_experts: int,
-    step_tokens: int,
+    step_tokens: int | Sequence[int],
     layout: Layout | str = Layout.COMPACT,
     stride_tokens: int | None = None,
     pad_id: int = -1,
@@ -103,9 +107,10 @@ def dispatch_reference(
         scales: W scales `[T_r, S]` of quantised tokens, or W times None.
         ids: W expert ids int32 `[T_r, K]`; ids outside `[0, num_experts)` are dropped slots that route nothing.
         num_experts: experts over all ranks, owned linearly: the first `num_experts % W` ranks own one more.
-        step_tokens: the most tokens that any rank may bring; rows per source in layout rank_major.
+        step_tokens: the most tokens that any rank may bring, rows per source in layout rank_major; or a bound for each
+            rank.
         layout: one of Layout's values.
-        stride_tokens: M in the source positions, source_rank * (W * M) + source_token; None = step_tokens.
+        stride_tokens: M in the source positions, source_rank * (W * M) + source_token; None = the largest bound.
         pad_id: id past the received rows of the layouts rank_major and expert_major.
         local_ids: a rank's ids count its own experts from 0.
 
@@ -120,10 +125,13 @@ def dispatch_reference(
     """
     kind: Layout = parse_enum(Layout, layout, "layout")
     world_size = len(tokens)
-    stride = world_size * (step_tokens if stride_tokens is None else stride_tokens)
+    bounds = [step_tokens] * world_size if isinstance(step_tokens, int) else list(step_tokens)
+    if len(bounds) != world_size or min(bounds, default=0) < 0:
+        raise InputError(f"step_tokens as one number, or {world_size} from 0 on", str(step_tokens))
+    stride = world_size * (max(bounds) if stride_tokens is None else stride_tokens)
     if world_size * stride > 2**31:
         raise ConfigError("source positions W * W * M to fit int32", str(world_size * stride))
-    _check_dispatch_inputs(tokens, ids, step_tokens)
+    _check_dispatch_inputs(tokens, ids, bounds)
     given_weights = _all_or_none("weights", weights, ids)
     given_scales = _all_or_none("scales", scales, ids)
     if kind == Layout.EXPERT_MAJOR and given_weights is None:
@@ -132,8 +140,8 @@ def dispatch_reference(
     positions = [
         torch.arange(rank_ids.shape[0], dtype=torch.int32) + source * stride for source, rank_ids in enumerate(ids)
     ]
-    block_rows = step_tokens if kind != Layout.COMPACT else None
-    step = _Step(tokens, given_weights, given_scales, ids, positions, owners, stride, kind, block_rows, pad_id)
+    packed = not isinstance(step_tokens, int)
+    step = _Step(tokens, given_weights, given_scales, ids, positions, owners, stride, kind, bounds, packed, pad_id)
     received = [_received(step, destination) for destination in range(world_size)]
     owned = _owners(torch.arange(num_experts), num_experts, world_size)
     experts = [(owned == rank).nonzero().flatten().tolist() for rank in range(world_size)]
@@ -183,7 +191,7 @@ def reduce_experts_reference(results: torch.Tensor, received: DispatchReference,
     """Computes the rows that one rank's combine of layout expert_major sends: its experts' rows, weighed and added.
 
     Args:
-        results: the experts' `[E, W * step_tokens, H]`; rows past `expert_counts` are not read.
+        results: the experts' `[E, R, H]`; rows past `expert_counts` are not read.
         received: what the rank received, in layout expert_major.
         dtype: dtype of the result.
 
@@ -295,7 +303,8 @@ class _Step(NamedTuple):
     owners: Sequence[torch.Tensor]
     tokens_per_source: int
     layout: Layout
-    block_rows: int | None
+    bounds: list[int]
+    packed: bool
     pad_id: int
 
 
@@ -303,17 +312,23 @@ def _received(step: _Step, destination: int) -> DispatchReference:
     """Computes the rows of one destination rank, by source."""
     sent = [(owner == destination).any(dim=1).nonzero().flatten() for owner in step.owners]
     counts = [rows.numel() for rows in sent]
-    rows = step.block_rows
+    rows = None if step.layout == Layout.COMPACT else step.bounds
+
+    def arrange(parts: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+        arranged = _arrange(parts, sent, rows, fill)
+        return arranged if rows is None or step.packed else arranged.view(len(rows), rows[0], *arranged.shape[1:])
+
     return DispatchReference(
-        tokens=_arrange(step.tokens, sent, rows, 0),
-        weights=None if step.weights is None else _arrange(step.weights, sent, rows, 0),
-        scales=None if step.scales is None else _arrange(step.scales, sent, rows, 0),
-        ids=_arrange(step.ids, sent, rows, step.pad_id),
-        source_positions=_arrange(step.positions, sent, rows, -1),
+        tokens=arrange(step.tokens, 0),
+        weights=None if step.weights is None else arrange(step.weights, 0),
+        scales=None if step.scales is None else arrange(step.scales, 0),
+        ids=arrange(step.ids, step.pad_id),
+        source_positions=arrange(step.positions, -1),
         counts_per_source=torch.tensor(counts, dtype=torch.int32),
         total_recv=sum(counts),
         tokens_per_source=step.tokens_per_source,
         layout=step.layout,
+        bounds=step.bounds if step.packed else None,
     )
 
 
@@ -323,7 +338,7 @@ def _by_expert(received: DispatchReference, experts: Sequence[int]) -> DispatchR
     assert received.weights is not None
     slot_weights = received.valid_rows(received.weights)
     scales = None if received.scales is None else received.valid_rows(received.scales)
-    block_rows = received.ids.shape[0] * received.ids.shape[1]
+    block_rows = received.ids.shape[:-1].numel()
     shape = (len(experts), block_rows)
     by_expert = torch.zeros(*shape, tokens.shape[1], dtype=tokens.dtype)
     weights_by_expert = torch.zeros(shape)
@@ -377,16 +392,16 @@ def _owners(ids: torch.Tensor, num_experts: int, world_size: int) -> torch.Tenso
 
 
 def _arrange(
-    parts: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], block_rows: int | None, fill: int
+    parts: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], bounds: Sequence[int] | None, fill: int
 ) -> torch.Tensor:
     # Index lists are ascending, so concatenation gives (source rank, source token) order.
     chosen = [part[rows] for part, rows in zip(parts, sent)]
-    if block_rows is None:
+    if bounds is None:
         return torch.cat(chosen)
-    blocks = torch.full((len(parts), block_rows, *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
-    for block, rows in zip(blocks, chosen):
+    arranged = torch.full((sum(bounds), *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+    for block, rows in zip(torch.split(arranged, list(bounds)), chosen):
         block[: rows.shape[0]] = rows
-    return blocks
+    return arranged
 
 
 def _all_or_none(
@@ -403,7 +418,7 @@ def _all_or_none(
     return present
 
 
-def _check_dispatch_inputs(tokens: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], step_tokens: int) -> None:
+def _check_dispatch_inputs(tokens: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], bounds: Sequence[int]) -> None:
     if not tokens or len(ids) != len(tokens):
         raise ShapeError("tokens and ids of every rank, at least one", f"{len(tokens)} and {len(ids)}")
     for rank, (rank_tokens, rank_ids) in enumerate(zip(tokens, ids)):
@@ -417,5 +432,5 @@ def _check_dispatch_inputs(tokens: Sequence[torch.Tensor], ids: Sequence[torch.T
             raise ShapeError(f"ids of rank {rank} as [{rank_tokens.shape[0]}, K]", str(tuple(rank_ids.shape)))
         if rank_ids.shape[1] != ids[0].shape[1]:
             raise TopKError(f"K = {ids[0].shape[1]} on rank {rank} too", str(rank_ids.shape[1]))
-        if rank_tokens.shape[0] > step_tokens:
-            raise TooManyTokensError(f"at most {step_tokens} tokens on rank {rank}", str(rank_tokens.shape[0]))
+        if rank_tokens.shape[0] > bounds[rank]:
+            raise TooManyTokensError(f"at most {bounds[rank]} tokens on rank {rank}", str(rank_tokens.shape[0]))

@@ -76,7 +76,7 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
             return
         weights, args.weights = args.weights, None
         super()._prepare_combine(step, args)
-        self._exchange.run(weights, step.num_tokens, step.step_tokens)
+        self._exchange.run(weights, step.num_tokens, step.bounds.most)
 
     def record_spans(self) -> None:
         """Launch kernels that note times from now on. Local."""

@@ -299,7 +299,7 @@ def send_rows(
     before, first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, S, BULK, TILE)
     if program == 0:
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
-    bases = full_like(tl.arange(0, S.WORLD_LANES), rank * step.step_tokens)
+    bases = full_like(tl.arange(0, S.WORLD_LANES), step.first_row)
     poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     # D3
     if poison == 0:
@@ -340,13 +340,14 @@ def finish_sending(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.c
 
 @portable(
     do_not_specialize=[
-        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
+        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "first_row", "bound_mask", "num_region_rows",
+        "first_position", "rank",
     ],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
 def bulk_dispatch_kernel(
-    x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows,
-    first_position, rank,
+    x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
+    num_region_rows, first_position, rank,
     S: tl.constexpr, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, BULK: tl.constexpr,
     TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -370,8 +371,8 @@ def bulk_dispatch_kernel(
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
     answer = load_poison(poison_word, BULK.POISON_LANES)
     step = DispatchStep(
-        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows, first_position,
-        program, num_programs,
+        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
+        num_region_rows, first_position, program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)

@@ -16,7 +16,15 @@ announces that the peer has begun its combine, which bounds how far ranks can ru
 import triton.language as tl
 
 from ep_a2a.kernels.combine_receive_kernels import NEVER, AddShare, add_results, clear_results, has_units
-from ep_a2a.kernels.combine_send_kernels import CombineStep, Operands, Share, first_unit, push_results, unlike_dispatch
+from ep_a2a.kernels.combine_send_kernels import (
+    CombineStep,
+    Operands,
+    Share,
+    first_row_from,
+    first_unit,
+    push_results,
+    unlike_dispatch,
+)
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -36,7 +44,6 @@ from ep_a2a.kernels.primitives import (
     load_poison,
     post_all,
     reduce_max,
-    reduce_sum,
     wait_all,
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
@@ -106,15 +113,6 @@ def send_results(
 
 
 @portable
-def own_row_of(step, S: tl.constexpr):
-    """Return where this rank's own rows begin among those that it has received."""
-    own_row = step.rank * step.step_tokens
-    if S.COMPACT:
-        own_row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < step.rank, step.counts, 0), 0)
-    return own_row
-
-
-@portable
 def receive_results(
     given, step, share, poison, S: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     FORM: tl.constexpr,
@@ -131,7 +129,7 @@ def receive_results(
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     # C5
     if adds & (poison == 0):
-        own_row = own_row_of(step, S)
+        own_row = first_row_from(step, step.rank, S)
         poison = add_results(given, step, share, own_row, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
         end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
     # C6
@@ -146,7 +144,7 @@ def receive_results(
 def begin_combine(table, state, num_tokens, step_tokens, S: tl.constexpr, FORM: tl.constexpr):
     """Return the step's epoch, and a number that is not 0 when the calls come out of order."""
     epoch, out_of_order = begin_stage(table, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE, S.WORLD_SIZE)
-    return epoch, out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
+    return epoch, out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
 
 
 @portable(
@@ -170,7 +168,7 @@ def combine_kernel(
         result: of COMBINE.DTYPE.
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
         bias_0, bias_1: [num_tokens, H] of the result's dtype to add to the sums before they are rounded, or None.
-        step_tokens: the step's bound, rows per source in layout rank_major. M: rows that each peer may send back.
+        step_tokens: the step's, as in DispatchStep. M: rows that each peer may send back.
         num_receivers: the last programs of a grid that receives, which only add. The others send; program 0, which
             exchanges flags with the peers, does so only where shared_from is not NEVER.
         shared_from: the first unit that programs which send add, too, once they have sent (AddShare).
@@ -196,7 +194,9 @@ def combine_kernel(
     first_receiver = num_programs - num_receivers if FORM.RECEIVE else num_programs
     sender = program - first_sender
     is_sender = (sender >= 0) & (program < first_receiver)
-    step = CombineStep(table, rank, epoch, num_tokens, step_tokens, M, counts, signals, is_sender, pause_ns)
+    step = CombineStep(
+        table, rank, epoch, num_tokens, step_tokens, M, recv_counts, counts, signals, is_sender, pause_ns
+    )
     sends = Share(sender, first_receiver - first_sender)
     if FORM.SEND:
         # C1; in flight together with what decides whether it is sent

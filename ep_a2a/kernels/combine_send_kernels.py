@@ -26,8 +26,8 @@ class CombineStep(NamedTuple):
     """One combine as a program sees it.
 
     table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: of this rank.
-    step_tokens: the step's bound, rows per source in layout rank_major; the same on all ranks.
-    M: rows that each peer may send back. counts: received rows by source [WORLD_LANES].
+    step_tokens: as in DispatchStep. M: rows that each peer may send back.
+    received: region RECV_COUNTS. counts: received rows by source [WORLD_LANES].
     signals, is_sender: whether this program exchanges flags with the peers, or sends rows.
     pause_ns: time between two looks at rows that have not arrived.
     """
@@ -38,6 +38,7 @@ class CombineStep(NamedTuple):
     num_tokens: tl.tensor
     step_tokens: tl.tensor
     M: tl.tensor
+    received: tl.tensor
     counts: tl.tensor
     signals: tl.tensor
     is_sender: tl.tensor
@@ -87,10 +88,17 @@ def unit_of(unit, step, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.const
     turn = unit // num_blocks
     destination = (step.rank + 1 + turn % destinations) % S.WORLD_SIZE
     index = turn // destinations * B.ROWS
-    row = destination * step.step_tokens + index
-    if S.COMPACT:
-        row = reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) < destination, step.counts, 0), 0) + index
+    row = first_row_from(step, destination, S) + index
     return Aim(destination, index, row, (unit % num_blocks) * block)
+
+
+@portable
+def first_row_from(step, source, S: tl.constexpr):
+    """Return where the rows from a rank begin; without a look at memory where one bound of all ranks says it."""
+    row = source * step.step_tokens
+    if S.COMPACT or step.step_tokens < 0:
+        row = tl.load(step.received + S.WORLD_SIZE + source)
+    return row
 
 
 @portable
@@ -200,14 +208,14 @@ def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl
 def first_unit(rows_in, step, share, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
     """Load a sender's first block before the program waits for anything. Returns (Aim, ReturnPlaces, values).
 
-    Counts are read only in layout compact. In the other layouts rows may be some that were not received; push_results
+    Counts are not awaited where one bound of all ranks leaves room for rows that were not received; push_results
     compares their index with the counts before it sends.
     """
     aim = unit_of(share.program, step, S, B, OWN_IN_PLACE)
     places = return_places(step.table, aim.destination, S.WORLD_SIZE, B.ELEMENT)
-    # in layout compact rows end with the last received one, so that counts decide; else there is room for all
+    # elsewhere rows may end with the last received one, so that counts decide
     num_rows = step.step_tokens
-    if S.COMPACT:
+    if S.COMPACT or step.step_tokens < 0:
         num_rows = rows_from(aim.destination, step, S)
     num_rows = tl.where(step.is_sender, num_rows - aim.index, 0)
     return aim, places, load_block(rows_in, aim.row, num_rows, aim.first, B)
@@ -262,13 +270,11 @@ def push_results(
 
 
 @portable
-def unlike_dispatch(state, num_tokens, step_tokens, IS_COMPACT: tl.constexpr):
+def unlike_dispatch(state, num_tokens, step_tokens):
     """Return a number other than 0 where a combine does not fit the dispatch before, as in a graph of other steps.
 
-    With another number of tokens rows would be left behind that nobody takes. With another bound step_tokens, which
-    says where rows lie in layouts other than compact, other rows would be read.
+    With another number of tokens rows would be left behind that nobody takes. With other bounds, which say how many
+    rows there are and where they lie, other rows would be read.
     """
-    difference = tl.load(state + NUM_TOKENS) - num_tokens
-    if not IS_COMPACT:
-        difference = difference | (tl.load(state + LAST_STEP_TOKENS) - step_tokens)
+    difference = (tl.load(state + NUM_TOKENS) ^ num_tokens) | (tl.load(state + LAST_STEP_TOKENS) ^ step_tokens)
     return tl.cast(difference, tl.int64)

@@ -134,7 +134,7 @@ def exchange_weights_kernel(
     peer = tl.program_id(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
     state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
-    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
+    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), BLOCK_WORDS)
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK

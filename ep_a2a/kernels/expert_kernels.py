@@ -38,36 +38,36 @@ WEIGH_ROWS = tl.constexpr(Span.WEIGH_ROWS.value)
 
 
 @portable
-def source_counts(table, rank, S: tl.constexpr):
-    """Rows received from each source: a tuple, so that all loads are in flight together."""
-    counts_at = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
-    counts = ()
+def received_of(table, rank, S: tl.constexpr):
+    """Rows received from each source, and where they begin: tuples, so that all loads are in flight together."""
+    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    counts, starts = (), ()
     for source in tl.static_range(S.WORLD_SIZE):
-        counts = counts + (tl.load(counts_at + source),)
-    return counts
+        counts = counts + (tl.load(received + source),)
+        starts = starts + (tl.load(received + S.WORLD_SIZE + source),)
+    return counts, starts
 
 
 @portable
-def row_of(index, counts, step_tokens, S: tl.constexpr):
-    """Where the received row number `index` lies, with `step_tokens` rows for each source."""
-    row = full_like(step_tokens, index)
-    end = full_like(step_tokens, 0)
+def row_of(index, counts, starts, S: tl.constexpr):
+    """Where the received row number `index` lies."""
+    row = full_like(counts[0], index)
+    end = full_like(counts[0], 0)
     for source in tl.static_range(S.WORLD_SIZE - 1):
         end = end + counts[source]
-        row = row + tl.where(index >= end, step_tokens - counts[source], 0)
+        row = tl.where(index >= end, starts[source + 1] + index - end, row)
     return row
 
 
 @portable
-def rows_of(index, table, step_tokens, rank, S: tl.constexpr):
+def rows_of(index, table, rank, S: tl.constexpr):
     """row_of for a vector: a loop, since a tuple of counts beside many rows would not fit into registers."""
-    counts_at = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
-    rows = index + full_like(step_tokens, 0)
+    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    rows = index + 0
     end = tl.full((), 0, tl.int32)
     for source in range(S.WORLD_SIZE - 1):
-        count = tl.load(counts_at + source)
-        end += count
-        rows += tl.where(index >= end, step_tokens - count, 0)
+        end += tl.load(received + source)
+        rows = tl.where(index >= end, tl.load(received + S.WORLD_SIZE + source + 1) + index - end, rows)
     return rows
 
 
@@ -81,19 +81,19 @@ def topk_of(values, row, TOPK: tl.constexpr):
     return found
 
 
-@portable(do_not_specialize=["step_tokens", "rank", "first_expert", "num_local_experts"])
+@portable(do_not_specialize=["block_rows", "rank", "first_expert", "num_local_experts"])
 def number_expert_rows_kernel(
-    table, step_tokens, rank, first_expert, num_local_experts,
+    table, block_rows, rank, first_expert, num_local_experts,
     S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     SPANS: tl.constexpr,
 ):  # fmt: skip
     """EXPERT_SLOTS and EXPERT_RECV_COUNT of one step, one program per local expert.
 
     Each program looks at all received rows in order, so that an expert's rows are numbered by (source, token). Slots
-    are rows of [num_local_experts, W * step_tokens], and -1 where the id is none of this rank's.
+    are rows of [num_local_experts, block_rows], and -1 where the id is none of this rank's.
 
     Args:
-        step_tokens: the bound of the step, rows per source. first_expert: id of this rank's expert 0.
+        block_rows: rows for each expert, R. first_expert: id of this rank's expert 0.
         BLOCK_ROWS: received rows looked at at once.
         SPANS: programs note when they begin and end, here and below.
     """
@@ -104,11 +104,11 @@ def number_expert_rows_kernel(
     slots_out = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
     total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
     topk = tl.arange(0, S.TOPK_LANES)
-    next_slot = expert * (S.WORLD_SIZE * step_tokens)
+    next_slot = expert * block_rows
     found = tl.full((), 0, tl.int32)
     for start in range(0, total, BLOCK_ROWS):
         index = start + tl.arange(0, BLOCK_ROWS)
-        rows = rows_of(index, table, step_tokens, rank, S)
+        rows = rows_of(index, table, rank, S)
         where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + topk[None, :]
         inside = (index < total)[:, None] & (topk < S.TOPK)[None, :]
         local = tl.load(ids + where, mask=inside, other=-1) - first_expert
@@ -183,10 +183,9 @@ def copy_block(table, row, slots, block, rank, S: tl.constexpr, E: tl.constexpr)
 
 
 @portable
-def clear_padding(table, step_tokens, rank, num_local_experts, program, num_programs, S: tl.constexpr, E: tl.constexpr):
+def clear_padding(table, block_rows, rank, num_local_experts, program, num_programs, S: tl.constexpr, E: tl.constexpr):
     """Writes this program's share of the zeros behind each expert's rows."""
     recv_count = address(table, EXPERT_RECV_COUNT, rank, S.WORLD_SIZE, tl.int32)
-    block_rows = S.WORLD_SIZE * step_tokens
     most = tl.minimum(E.ALIGNMENT - 1, block_rows)
     for unit in range(program, num_local_experts * most, num_programs):
         expert = unit % num_local_experts
@@ -201,14 +200,14 @@ def clear_padding(table, step_tokens, rank, num_local_experts, program, num_prog
             tl.store(address(table, EXPERT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32) + slot, 0.0)
 
 
-@portable(do_not_specialize=["step_tokens", "rank", "num_local_experts"])
+@portable(do_not_specialize=["block_rows", "rank", "num_local_experts"])
 def expand_kernel(
-    table, step_tokens, rank, num_local_experts, S: tl.constexpr, E: tl.constexpr, SPANS: tl.constexpr
+    table, block_rows, rank, num_local_experts, S: tl.constexpr, E: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
     """Copies every received row, read once, to its experts' rows, with scales and weights; any number of programs.
 
     Args:
-        step_tokens: the bound of the step, rows per source.
+        block_rows: rows for each expert, R.
         S: Shape. E: Expand.
     """
     # E2
@@ -217,15 +216,15 @@ def expand_kernel(
     num_programs = tl.num_programs(0)
     num_blocks: tl.constexpr = (E.ROW_WORDS + E.BLOCK_WORDS - 1) // E.BLOCK_WORDS
     total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
-    counts = source_counts(table, rank, S)
+    counts, starts = received_of(table, rank, S)
     slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
     for unit in range(program, total * num_blocks, num_programs):
-        row = row_of(unit // num_blocks, counts, step_tokens, S)
+        row = row_of(unit // num_blocks, counts, starts, S)
         slots = topk_of(slots_at, row, S.TOPK)
         copy_block(table, row, slots, unit % num_blocks, rank, S, E)
     # E3
     if E.ALIGNMENT > 1:
-        clear_padding(table, step_tokens, rank, num_local_experts, program, num_programs, S, E)
+        clear_padding(table, block_rows, rank, num_local_experts, program, num_programs, S, E)
     end_span(SPANS, table, COPY_ROWS, S.WORLD_SIZE)
 
 
@@ -240,8 +239,8 @@ def reduce_experts_kernel(
     Added in ascending order of the token's ids, in float32 from 0, each product rounded, and the sum rounded to DTYPE.
 
     Args:
-        rows_in: the experts' results, [num_local_experts, W * step_tokens, HIDDEN] of DTYPE.
-        step_tokens: the bound of the step, rows per source.
+        rows_in: the experts' results, [num_local_experts, R, HIDDEN] of DTYPE.
+        step_tokens: the step's, as in DispatchStep.
     """
     # E4
     begin_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)
@@ -250,12 +249,12 @@ def reduce_experts_kernel(
     # slots of another bound may lie beyond rows_in; combine, launched behind this, records the mistake
     if tl.load(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + LAST_STEP_TOKENS) != step_tokens:
         total = total * 0
-    counts = source_counts(table, rank, S)
+    counts, starts = received_of(table, rank, S)
     slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
     weights_at = address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.float32)
     reduced = address(table, REDUCED_ROWS, rank, S.WORLD_SIZE, DTYPE)
     for unit in range(tl.program_id(0), total * num_blocks, tl.num_programs(0)):
-        row = row_of(unit // num_blocks, counts, step_tokens, S)
+        row = row_of(unit // num_blocks, counts, starts, S)
         slots = topk_of(slots_at, row, S.TOPK)
         weights = topk_of(weights_at, row, S.TOPK)
         offsets = (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -128,7 +128,7 @@ class Record(enum.IntEnum):
     """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank.
 
     DETAIL; words of ranks, by code. TIMEOUT: 0; 1 for ranks whose flag had not come. ALTERNATION: 0; 0.
-    STEP_TOKENS_MISMATCH: this rank's wire word; those of all ranks. CAPACITY: the rows that came; rows by source.
+    STEP_TOKENS_MISMATCH: 1; the wire words of all ranks. CAPACITY: the rows that came; rows by source.
     WEIGHTS_MISSING: 1; 1 for ranks without weights. FOREIGN_INDICES: the token; not written.
     On a rank that learned of the failure from a peer both are those of TIMEOUT.
     """
@@ -180,6 +180,10 @@ class FlagProgram(enum.IntEnum):
     FLAG_POSTER = 1
 
 
+BOUND_SHIFT = 3
+"""Bits of a wire word (ops/wire_word.py) below the sender's bound."""
+BOUNDS_FACTOR, BOUNDS_SHIFT, BOUNDS_MASK = 0x2C1B3C6D, 15, (1 << 31) - 1
+"""Numbers of the checksum that stands for bounds that differ between ranks (ops/bounds.py)."""
 SPAN_STEPS = 32
 """Latest steps whose spans are kept."""
 SPAN_PROGRAMS = 512
@@ -336,7 +340,7 @@ def _local_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
         (Region.ROUTES, I32, (max_tokens, world_size)),
         (Region.SENT_INDICES, I32, (max_tokens, config.topk)),
         (Region.DESTINATIONS, I64, (max_tokens, min(world_size, config.topk))),
-        (Region.RECV_COUNTS, I32, (world_size,)),
+        (Region.RECV_COUNTS, I32, (2, world_size)),
         (Region.TOTAL_RECV, I32, (1,)),
         (Region.EXPERT_COUNTS, I32, (local_experts,)),
         (Region.EXPERT_RECV_COUNT, I32, (local_experts,)),

@@ -163,14 +163,14 @@ def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr
 
 @portable(
     do_not_specialize=[
-        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "num_region_rows", "first_position", "rank",
-        "num_senders", "num_receivers",
+        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "first_row", "bound_mask", "num_region_rows",
+        "first_position", "rank", "num_senders", "num_receivers",
     ],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
 def ll_dispatch_kernel(
-    x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows,
-    first_position, rank, num_senders, num_receivers,
+    x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
+    num_region_rows, first_position, rank, num_senders, num_receivers,
     S: tl.constexpr, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Dispatch of one step of few tokens per rank; run-time arguments as in bulk_dispatch_kernel, and:
@@ -206,8 +206,8 @@ def ll_dispatch_kernel(
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
     answer = load_poison(poison_word, LL.POISON_LANES)
     step = DispatchStep(
-        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, num_region_rows, first_position,
-        program, num_programs,
+        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
+        num_region_rows, first_position, program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)

@@ -19,7 +19,7 @@ from ep_a2a.kernels.primitives import (
     reduce_max,
     reduce_sum,
 )
-from ep_a2a.kernels.receive_kernels import COUNTS, wait_counts
+from ep_a2a.kernels.receive_kernels import COUNTS, bounds_in, wait_counts
 from ep_a2a.kernels.target import barrier, volatile_load
 
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -222,7 +222,8 @@ def receive_low_latency_rows(
     """Moves this program's share of the rows from where peers push them to where the experts read them.
 
     Rows are taken in the order in which they are sent, one from each source in turn. Where a row goes follows from its
-    source, but for layout compact, which needs all counts first. Returns the poison word.
+    source if all ranks have one bound. Layout compact needs all counts first, other bounds the words beside these.
+    Returns the poison word.
 
     Args:
         step: DispatchStep. places: from received_places.
@@ -235,10 +236,14 @@ def receive_low_latency_rows(
     sent = sent_sides(sides_at, S.TOPK, LL, FORM.HAS_WEIGHTS)
     poison = tl.full((), 0, tl.int32)
     num_units = step.step_tokens * num_sources
-    if S.COMPACT:
+    lanes = tl.arange(0, LL.COUNT_LANES)
+    # rows, or room for rows, of each source: in lane first_lane + source
+    first_lane: tl.constexpr = 0 if S.COMPACT else S.WORLD_SIZE
+    rooms = full_like(lanes, 0)
+    if S.COMPACT or step.step_tokens < 0:
         told, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
-        sources = tl.arange(0, LL.COUNT_LANES)
-        counts = tl.where(sources < S.WORLD_SIZE, told, 0)
+        counts = tl.where(lanes < S.WORLD_SIZE, told, 0)
+        rooms = counts if S.COMPACT else bounds_in(told, step.bound_mask, S, LL.COUNT_LANES)
         num_units = tl.where(poison == 0, reduce_max(counts, 0) * num_sources, 0)
     count_words = address(table, COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank
     all_rows = address(table, LOW_LATENCY_ROWS, rank, S.WORLD_SIZE, tl.int32)
@@ -248,8 +253,8 @@ def receive_low_latency_rows(
         source = (rank + first_source + unit % max(1, num_sources)) % S.WORLD_SIZE
         if poison == 0:
             number = source * step.step_tokens + index
-            if S.COMPACT:
-                number = reduce_sum(tl.where(sources < source, counts, 0), 0) + index
+            if S.COMPACT or step.step_tokens < 0:
+                number = reduce_sum(tl.where(lanes < first_lane + source, rooms, 0), 0) + index
             slot = tl.cast(source * LL.SLOTS + index, tl.int64)
             words = tl.multiple_of(all_rows + slot * ROW.ROW_WORDS, 16)
             beside = all_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)

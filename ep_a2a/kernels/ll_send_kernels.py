@@ -78,12 +78,12 @@ def fixed_peers(rank, S: tl.constexpr):
 
 
 @portable
-def slots_of(token, fixed, healthy, rank, own_slots, S: tl.constexpr, OWNERS: tl.constexpr, LL: tl.constexpr):
+def slots_of(token, fixed, healthy, rank, own_first, S: tl.constexpr, OWNERS: tl.constexpr, LL: tl.constexpr):
     """Return (ranks, slots): where a token may go, this rank first, and the slot of its row there, -1 for none.
 
     Args:
         token: SentToken. fixed: from fixed_peers. healthy: nothing is sent without it.
-        own_slots: slots per source where this rank's own rows go.
+        own_first: the slot of this rank's first own row.
     """
     peers, slots = fixed, ()
     if len(fixed) == S.WORLD_SIZE:
@@ -91,7 +91,7 @@ def slots_of(token, fixed, healthy, rank, own_slots, S: tl.constexpr, OWNERS: tl
         for step in tl.static_range(S.WORLD_SIZE):
             goes = (field_of(own, fixed[step], S.WORLD_SIZE, LL.COUNT_BITS) > 0) & healthy
             row = field_of(token.before, fixed[step], S.WORLD_SIZE, LL.COUNT_BITS)
-            slots = slots + (tl.where(goes, rank * (own_slots if step == 0 else LL.SLOTS) + row, -1),)
+            slots = slots + (tl.where(goes, (own_first if step == 0 else rank * LL.SLOTS) + row, -1),)
     else:
         # a word for each expert: how far behind this rank its owner comes, and the row; in ascending order each once
         owners = owner_of(token.ids, OWNERS)
@@ -99,7 +99,7 @@ def slots_of(token, fixed, healthy, rank, own_slots, S: tl.constexpr, OWNERS: tl
         goes = (owners >= 0) & (full_like(owners, healthy.to(tl.int32)) > 0)
         words = tl.where(goes, behind << 16 | field_of(token.before, owners, S.WORLD_SIZE, LL.COUNT_BITS), NO_WORD)
         word = reduce_min(words, 0)
-        slots = (tl.where(word < 1 << 16, rank * own_slots + word, -1),)
+        slots = (tl.where(word < 1 << 16, own_first + word, -1),)
         word = full_like(word, (1 << 16) - 1)
         for _ in tl.static_range(S.TOPK):
             word = reduce_min(tl.where(words > word, words, NO_WORD), 0)
@@ -110,7 +110,7 @@ def slots_of(token, fixed, healthy, rank, own_slots, S: tl.constexpr, OWNERS: tl
 
 
 @portable
-def record_slots(places, token, peers, slots, rank, own_slots, S: tl.constexpr, SLOTS: tl.constexpr):
+def record_slots(places, token, peers, slots, rank, own_first, S: tl.constexpr, SLOTS: tl.constexpr):
     """Record where a token goes and its ids [TOPK_LANES] for combine, as record_route does.
 
     Args:
@@ -120,7 +120,7 @@ def record_slots(places, token, peers, slots, rank, own_slots, S: tl.constexpr, 
     choices = tl.arange(0, S.TOPK_LANES)
     index = full_like(lanes, -1)
     for step in tl.static_range(len(slots)):
-        row = slots[step] - rank * (own_slots if step == 0 else SLOTS)
+        row = slots[step] - (own_first if step == 0 else rank * SLOTS)
         index = tl.where((lanes == peers[step]) & (full_like(lanes, slots[step]) >= 0), row, index)
     number = tl.cast(token.number, tl.int64)
     tl.store(places.routes + number * S.WORLD_SIZE + lanes, index, mask=lanes < S.WORLD_SIZE)
@@ -270,8 +270,8 @@ def send_token(
     own_region: tl.constexpr = LOW_LATENCY_ROWS if S.COMPACT else TOKENS
     table, epoch = step.table, step.epoch
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
-    own_slots = LL.SLOTS if S.COMPACT else step.step_tokens
-    peers, slots = slots_of(token, places.peers, poison == 0, step.rank, own_slots, S, OWNERS, LL)
+    own_first = step.rank * LL.SLOTS if S.COMPACT else step.first_row
+    peers, slots = slots_of(token, places.peers, poison == 0, step.rank, own_first, S, OWNERS, LL)
     to = targets_of(table, places.rows, own_region, LOW_LATENCY_ROWS, peers, slots, row_width, S.WORLD_SIZE, row_dtype)
     written_in_full = step.num_tokens < 0
     scale_lanes = tl.arange(0, LL.SIDE_LANES)
@@ -296,4 +296,4 @@ def send_token(
         push_beside(own.weights, weights, choices, to, epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK, S)
     position = step.first_position + token.number
     push_position(own.positions, to, position, written_in_full, epoch, LL.SCALE_WORDS + 2 * S.TOPK, S)
-    record_slots(places, token, peers, slots, step.rank, own_slots, S, LL.SLOTS)
+    record_slots(places, token, peers, slots, step.rank, own_first, S, LL.SLOTS)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ep_a2a.kernels import layout
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -25,6 +26,7 @@ from ep_a2a.kernels.primitives import (
     reduce_max,
     reduce_min,
     reduce_sum,
+    running_sum,
 )
 from ep_a2a.kernels.target import barrier, volatile_load
 
@@ -34,14 +36,19 @@ RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
 TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
 LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
 LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
+BOUND_SHIFT = tl.constexpr(layout.BOUND_SHIFT)
+BOUNDS_FACTOR = tl.constexpr(layout.BOUNDS_FACTOR)
+BOUNDS_SHIFT = tl.constexpr(layout.BOUNDS_SHIFT)
+BOUNDS_MASK = tl.constexpr(layout.BOUNDS_MASK)
 
 
 class DispatchStep(NamedTuple):
     """One dispatch as its device functions see it.
 
     table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: that this rank sends.
-    step_tokens: the step's bound, rows per source in layout rank_major; the same on all ranks.
-    wire_word: that bound and the wire format, compared with every peer's. pad_id: id of rows without a token.
+    step_tokens: the bound of every rank; where bounds differ, their checksum, below 0 (ops/bounds.py).
+    wire_word: this rank's bound and the wire format, compared with every peer's. bound_mask: the bound's bits in it.
+    first_row: where this rank's rows begin at every rank, but for layout compact. pad_id: id of rows without a token.
     row_limit: rows that a rank may receive. num_region_rows: rows of the regions.
     first_position: source position of this rank's token 0, rank * W * M.
     program: this one, of num_programs.
@@ -55,6 +62,8 @@ class DispatchStep(NamedTuple):
     wire_word: tl.tensor
     pad_id: tl.tensor
     row_limit: tl.tensor
+    first_row: tl.tensor
+    bound_mask: tl.tensor
     num_region_rows: tl.tensor
     first_position: tl.tensor
     program: tl.tensor
@@ -71,15 +80,14 @@ class DispatchInputs(NamedTuple):
 
 
 class Received(NamedTuple):
-    """State of the previous step: rows by source [lanes], its bound and pad_id."""
+    """State of the previous step: rows by source, behind them where each source's begin [lanes]; and its pad_id."""
 
-    counts: tl.tensor
-    step_tokens: tl.tensor
+    rows: tl.tensor
     pad_id: tl.tensor
 
 
-# Rows of one source that are padded at once, and rows of all sources: not timed. They are off the path of rows, since
-# the last program pads while rows are on their way (2 us at EP2 and 1024 tokens when it did so behind the flags).
+# Rows that are padded at once, of one gap and of all gaps: not timed. They are off the path of rows, since the last
+# program pads while rows are on their way (2 us at EP2 and 1024 tokens when it did so behind the flags).
 PAD_ROWS = tl.constexpr(64)
 PADDED_ROWS = tl.constexpr(128)
 # Words of COUNTS that are added at once: not timed.
@@ -228,21 +236,18 @@ def rows_before(table, rank, source, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.c
 
 
 @portable
-def last_counts(table, rank, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
-    """[LANES]: the rows of the previous step, by source, until accept_rows replaces them."""
+def last_rows(table, rank, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
+    """[LANES]: the previous step's rows by source, behind them where each source's begin, until accept_rows."""
     lanes = tl.arange(0, LANES)
-    return tl.load(address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, mask=lanes < WORLD_SIZE, other=0)
+    rows = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
+    return tl.load(rows + lanes, mask=lanes < 2 * WORLD_SIZE, other=0)
 
 
 @portable
 def last_received(table, rank, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
     """State of the previous step (Received), loaded before the wait for this one."""
     state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
-    return Received(
-        last_counts(table, rank, WORLD_SIZE, LANES),
-        tl.load(state + LAST_STEP_TOKENS),
-        tl.load(state + LAST_PAD_ID),
-    )
+    return Received(last_rows(table, rank, WORLD_SIZE, LANES), tl.load(state + LAST_PAD_ID))
 
 
 @portable
@@ -262,6 +267,60 @@ def accept_counts(step, S: tl.constexpr, COUNT_LANES: tl.constexpr):
 
 
 @portable
+def bounds_in(words, bound_mask, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+    """[COUNT_LANES]: in lane W + s of wait_counts' words the bound of rank s; 0 in all others."""
+    lanes = tl.arange(0, COUNT_LANES)
+    is_wire_word = (lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE)
+    return tl.where(is_wire_word, (words & bound_mask) >> BOUND_SHIFT, 0)
+
+
+@portable
+def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+    """Return 1 if the ranks' wire words do not fit this rank's step, else 0.
+
+    Words of a common bound are equal. Of bounds that differ the rest of each word is, the first row of this rank
+    follows from the others' bounds, which makes places exact on all ranks together, and the checksum compares all
+    bounds with those that this rank was given.
+
+    Args:
+        step: DispatchStep. words: from wait_counts.
+    """
+    lanes = tl.arange(0, COUNT_LANES)
+    source = lanes - S.WORLD_SIZE
+    is_wire_word = (source >= 0) & (source < S.WORLD_SIZE)
+    compared = tl.where(step.step_tokens < 0, ~step.bound_mask, -1)
+    differs = ((words ^ step.wire_word) & compared) != 0
+    found = reduce_max((differs & is_wire_word).to(tl.int32), 0)
+    if step.step_tokens < 0:
+        bounds = bounds_in(words, step.bound_mask, S, COUNT_LANES)
+        first_row = reduce_sum(tl.where(source < step.rank, bounds, 0), 0)
+        mixed = ((source + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
+        terms = bounds.to(tl.int64) * (mixed ^ (mixed >> BOUNDS_SHIFT) | 1)
+        checksum = -1 - (reduce_sum(terms, 0) & BOUNDS_MASK)
+        found = found | (first_row != step.first_row).to(tl.int32) | (checksum != step.step_tokens).to(tl.int32)
+    return found
+
+
+@portable
+def starts_in(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+    """[COUNT_LANES]: in lane s, but for layout compact in lane W + s, where the rows of rank s begin here.
+
+    Args:
+        step: DispatchStep. words: from wait_counts.
+    """
+    lanes = tl.arange(0, COUNT_LANES)
+    if S.COMPACT:
+        counts = tl.where(lanes < S.WORLD_SIZE, words, 0)
+        starts = running_sum(counts, 0) - counts
+    else:
+        starts = (lanes - S.WORLD_SIZE) * step.step_tokens
+        if step.step_tokens < 0:
+            bounds = bounds_in(words, step.bound_mask, S, COUNT_LANES)
+            starts = running_sum(bounds, 0) - bounds
+    return starts
+
+
+@portable
 def accept_rows(step, old, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Publishes what this rank receives, once every rank's counts are there. Returns the poison word of a failure.
 
@@ -270,24 +329,29 @@ def accept_rows(step, old, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     """
     table, rank = step.table, step.rank
     lanes = tl.arange(0, COUNT_LANES)
-    is_count, is_wire_word = lanes < S.WORLD_SIZE, (lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE)
-    recv_counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + lanes
+    is_count = lanes < S.WORLD_SIZE
+    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + lanes
     counts = tl.where(is_count, words, 0)
+    starts = starts_in(step, words, S, COUNT_LANES)
     poison = tl.full((), 0, tl.int32)
     total = reduce_sum(counts, 0)
-    if reduce_max(((words != step.wire_word) & is_wire_word).to(tl.int32), 0) > 0:
+    if disagrees(step, words, S, COUNT_LANES) != 0:
         poison = tl.full((), (STEP_TOKENS_MISMATCH << 16) | NOBODY, tl.int32)
         _, wire_words = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, DISPATCH_PHASE, step.epoch, step.wire_word, wire_words, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        fail(table, poison, DISPATCH_PHASE, step.epoch, 1, wire_words, rank, S.WORLD_SIZE, S.WORLD_LANES)
     elif total > step.row_limit:
         poison = (rank | (CAPACITY << 16)).to(tl.int32)
         sent, _ = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, step.epoch, total, sent, rank, S.WORLD_SIZE, S.WORLD_LANES)
     else:
-        pad_unused_rows(step, old, counts, total, S)
-    # every thread has read the previous counts before they are replaced
+        pad_unused_rows(step, old, counts, starts, total, S, COUNT_LANES)
+    # every thread has read the previous rows before they are replaced
     barrier()
-    tl.store(recv_counts, tl.where(poison == 0, counts, 0), mask=is_count)
+    tl.store(received, tl.where(poison == 0, counts, 0), mask=is_count)
+    if S.COMPACT:
+        tl.store(received + S.WORLD_SIZE, starts, mask=is_count)
+    else:
+        tl.store(received, starts, mask=(lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE))
     tl.store(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32), tl.where(poison == 0, total, 0))
     return poison
 
@@ -306,7 +370,7 @@ def receive_nothing(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.const
 
 
 @portable
-def pad_all_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr):
+def pad_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr):
     """Gives `pad_id` to rows first ... num_rows - 1."""
     slots = tl.arange(0, TOPK_LANES)
     values = tl.full((PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id
@@ -317,97 +381,80 @@ def pad_all_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: t
 
 
 @portable
-def pad_unused_rows(step, old, counts, total, S: tl.constexpr):
+def pad_unused_rows(step, old, counts, starts, total, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Gives `pad_id` to the rows that the previous step filled and this one does not; all others carry it already.
 
     The work is proportional to the rows of the previous step, and to all rows only when pad_id changes.
 
     Args:
-        step: DispatchStep. old: Received of the previous step. counts: rows by source, in as many lanes. total: of all.
+        step: DispatchStep. old: Received of the previous step. counts: rows by source, in as many lanes. starts: from
+            starts_in. total: rows of all.
     """
     state = address(step.table, STATE, step.rank, S.WORLD_SIZE, tl.int32)
     ids = address(step.table, INDICES, step.rank, S.WORLD_SIZE, tl.int32)
+    lanes = tl.arange(0, COUNT_LANES)
     if S.COMPACT:
-        last = reduce_sum(old.counts, 0)
+        last = reduce_sum(tl.where(lanes < S.WORLD_SIZE, old.rows, 0), 0)
         if old.pad_id != step.pad_id:
             last = step.num_region_rows + 0
-        pad_all_rows(ids, total, last, step.pad_id, S.TOPK, S.TOPK_LANES)
+        pad_rows(ids, total, last, step.pad_id, S.TOPK, S.TOPK_LANES)
     else:
-        if (old.pad_id != step.pad_id) | (old.step_tokens != step.step_tokens):
-            # rows lie elsewhere now: pad all that were used, but for the rows that this step fills
-            for block in range(S.WORLD_SIZE):
-                pad_block_rows(step, old, ids, block, S)
-        else:
-            pad_rows_behind(step, ids, reduce_max(old.counts - counts, 0), S)
+        has_moved = (old.rows != starts) & (lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE)
+        moved = reduce_max(has_moved.to(tl.int32), 0) | (old.pad_id != step.pad_id).to(tl.int32)
+        # steps of equal counts, the common case, have nothing to do
+        if (moved != 0) | (reduce_max(tl.where(lanes < S.WORLD_SIZE, old.rows - counts, 0), 0) > 0):
+            pad_gaps(step, old, ids, moved != 0, S)
     tl.store(state + LAST_PAD_ID, step.pad_id)
     tl.store(state + LAST_STEP_TOKENS, step.step_tokens)
 
 
 @portable
-def pad_rows_behind(step, ids, most_left, S: tl.constexpr):
-    """Pads the rows of all sources that follow this step's, up to those of the previous step.
-
-    One block per source, all at once: steps of equal counts, the common case, have nothing to do.
+def pad_gaps(step, old, ids, moved, S: tl.constexpr):
+    """Pads the rows that follow each source's, up to those of the previous step; one gap per source, all at once.
 
     Args:
-        most_left: of any source, how many rows of the previous step follow this step's.
+        moved: whether rows of the previous step may lie elsewhere, in gaps of any size and behind all of this step's.
     """
     slots = tl.arange(0, S.TOPK_LANES)
     lanes = tl.arange(0, S.WORLD_LANES)
     num_rows: tl.constexpr = max(1, PADDED_ROWS // S.WORLD_LANES)
-    if most_left > 0:
-        old_counts = last_counts(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
-        counts, _ = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
-        for offset in range(0, most_left, num_rows):
-            index = counts[:, None] + offset + tl.arange(0, num_rows)[None, :]
-            rows = lanes[:, None] * step.step_tokens + index
-            where = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
-            inside = (index < old_counts[:, None])[:, :, None] & (slots < S.TOPK)[None, None, :]
-            values = tl.full((S.WORLD_LANES, num_rows, S.TOPK_LANES), 0, tl.int32) + step.pad_id
-            tl.store(ids + where, values, mask=inside)
+    present = lanes < S.WORLD_SIZE
+    rows_at = address(step.table, RECV_COUNTS, step.rank, S.WORLD_SIZE, tl.int32) + lanes
+    old_counts = tl.load(rows_at, mask=present, other=0)
+    counts, words = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+    bounds = (words & step.bound_mask) >> BOUND_SHIFT
+    starts = running_sum(bounds, 0) - bounds
+    ends = starts + old_counts
+    if moved:
+        old_ends = tl.load(rows_at + S.WORLD_SIZE, mask=present, other=0) + old_counts
+        last = reduce_max(tl.where(old_counts > 0, old_ends, 0), 0)
+        if old.pad_id != step.pad_id:
+            last = step.num_region_rows + 0
+        ends = tl.minimum(starts + bounds, last)
+        pad_rows(ids, reduce_sum(bounds, 0), last, step.pad_id, S.TOPK, S.TOPK_LANES)
+    firsts = starts + counts
+    for offset in range(0, reduce_max(ends - firsts, 0), num_rows):
+        rows = firsts[:, None] + offset + tl.arange(0, num_rows)[None, :]
+        where = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
+        inside = (rows < ends[:, None])[:, :, None] & (slots < S.TOPK)[None, None, :]
+        values = tl.full((S.WORLD_LANES, num_rows, S.TOPK_LANES), 0, tl.int32) + step.pad_id
+        tl.store(ids + where, values, mask=inside)
 
 
-@portable
-def pad_block_rows(step, old, ids, block, S: tl.constexpr):
-    """Pads one source's rows of the previous step, or a W-th of all rows, where this step has put no token."""
-    slots = tl.arange(0, S.TOPK_LANES)
-    old_count = tl.load(address(step.table, RECV_COUNTS, step.rank, S.WORLD_SIZE, tl.int32) + block)
-    all_rows = old.pad_id != step.pad_id
-    share = step.num_region_rows // S.WORLD_SIZE
-    first = tl.where(all_rows, block * share, block * old.step_tokens)
-    count = tl.where(all_rows, share, old_count)
-    lines = address(step.table, COUNTS, step.rank, S.WORLD_SIZE, tl.int64) + step.rank
-    for offset in range(0, count, PAD_ROWS):
-        index = offset + tl.arange(0, PAD_ROWS)
-        rows = first + index
-        source = rows // step.step_tokens
-        filled = payload_of(volatile_load(lines + source * (S.WORLD_SIZE + 1), mask=source < S.WORLD_SIZE, other=0))
-        unused = (index < count) & (rows % step.step_tokens >= filled)
-        where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
-        values = tl.full((PAD_ROWS, S.TOPK_LANES), 0, tl.int32) + step.pad_id
-        tl.store(ids + where, values, mask=unused[:, None] & (slots < S.TOPK)[None, :])
-
-
-@portable(do_not_specialize=["rank", "step_tokens", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
-def count_local_experts_kernel(
-    table, rank, step_tokens, first_expert, counts_out, S: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+@portable(do_not_specialize=["rank", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
+def count_local_experts_kernel(table, rank, first_expert, counts_out, S: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """counts_out[e] = slots of received rows with the id of this rank's expert e; one program per expert."""
     expert = first_expert + tl.program_id(0)
     ids = address(table, INDICES, rank, S.WORLD_SIZE, tl.int32)
-    counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
     slots = tl.arange(0, S.TOPK_LANES)
     found = tl.full((BLOCK_ROWS, S.TOPK_LANES), 0, tl.int32)
-    start = tl.full((), 0, tl.int32)
     for source in range(S.WORLD_SIZE):
-        count = tl.load(counts + source)
-        if not S.COMPACT:
-            start = source * step_tokens
+        count, start = tl.load(received + source), tl.load(received + S.WORLD_SIZE + source)
         for offset in range(0, count, BLOCK_ROWS):
             rows = offset + tl.arange(0, BLOCK_ROWS)
             mask = (rows < count)[:, None] & (slots < S.TOPK)[None, :]
             where = tl.cast(start + rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
             values = tl.load(ids + where, mask=mask, other=-1)
             found += (values == expert).to(tl.int32)
-        start += count
     tl.store(counts_out + tl.program_id(0), reduce_sum(reduce_sum(found, 1), 0))

@@ -176,17 +176,17 @@ def exchange_channel(
 
 
 @portable(
-    do_not_specialize=["num_tokens", "step_tokens", "row_limit", "positions_per_rank", "rank"],
+    do_not_specialize=["num_tokens", "first_row", "row_limit", "positions_per_rank", "rank"],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )  # fmt: skip
 def exchange_kernel(
-    x, scales, weights, ids, table, num_tokens, step_tokens, row_limit, positions_per_rank, rank,
+    x, scales, weights, ids, table, num_tokens, first_row, row_limit, positions_per_rank, rank,
     S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, X: tl.constexpr,
 ):  # fmt: skip
     """Sends this rank's chunks to all nodes and forwards those that come from them.
 
     Args:
-        x, scales, weights, ids, num_tokens, step_tokens, row_limit: as of bulk_dispatch_kernel.
+        x, scales, weights, ids, num_tokens, first_row, row_limit: as of bulk_dispatch_kernel.
         positions_per_rank: W * M, by which source positions count.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. X: Exchange.
     """
@@ -194,8 +194,8 @@ def exchange_kernel(
     epoch, out_of_order = begin_stage(table, X.STAGE, S.WORLD_SIZE)
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), X.POISON_LANES)
     poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    source = Source(x, scales, weights, ids, num_tokens)
-    places = Places(step_tokens, row_limit, positions_per_rank)
+    source = Source(x, scales, weights, ids, num_tokens, first_row)
+    places = Places(row_limit, positions_per_rank)
     # D2
     if S.COMPACT and X.FORWARDS:
         if poison == 0:

@@ -10,6 +10,7 @@ from ep_a2a.kernels.primitives import address, full_like
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_ARRIVED,
+    FIRST_ROW,
     HEADER,
     IS_LAST,
     NUM_LINES,
@@ -38,11 +39,8 @@ FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
 
 
 class Places(NamedTuple):
-    """Where a step's received rows lie, as exchange_kernel takes it: rows per source in layout rank_major, rows that a
-    rank may receive, and W * M, by which source positions count.
-    """
+    """Bounds of a step's received rows: those that a rank may receive, and W * M, by which source positions count."""
 
-    step_tokens: tl.tensor
     row_limit: tl.tensor
     positions_per_rank: tl.tensor
 
@@ -73,9 +71,9 @@ def store_to_rows(
 
 
 @portable
-def first_row_at_each(table, source, places, rank, S: tl.constexpr):
-    """[WORLD_LANES] where the rows of rank `source` begin at every rank."""
-    bases = full_like(tl.arange(0, S.WORLD_LANES), source * places.step_tokens)
+def first_row_at_each(table, slot, source, rank, S: tl.constexpr):
+    """[WORLD_LANES] where the rows of rank `source`, whose chunk is at `slot`, begin at every rank."""
+    bases = full_like(tl.arange(0, S.WORLD_LANES), tl.load(words_at(slot, FIRST_ROW, tl.int32)))
     if S.COMPACT:
         bases = rows_before(table, rank, source, S.WORLD_SIZE, S.WORLD_LANES)
     return bases
@@ -134,7 +132,7 @@ def copy_lines(
 ):  # fmt: skip
     """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
     source = source_node * R.GPUS + rank % R.GPUS
-    bases = first_row_at_each(table, source, places, rank, S)
+    bases = first_row_at_each(table, slot, source, rank, S)
     record = address(table, FORWARDED_ROWS, rank, S.WORLD_SIZE, tl.int32)
     num_lines = tl.load(words_at(slot, NUM_LINES, tl.int32))
     for number in range(num_lines):

@@ -41,6 +41,7 @@ TO_EXPERTS = tl.constexpr(ring_shape.TO_EXPERTS)
 HEADER = tl.constexpr(ring_shape.HEADER_WORDS)
 NUM_LINES = tl.constexpr(ring_shape.ChunkWord.NUM_LINES.value)
 IS_LAST = tl.constexpr(ring_shape.ChunkWord.IS_LAST.value)
+FIRST_ROW = tl.constexpr(ring_shape.ChunkWord.FIRST_ROW.value)
 
 UNREAD_BYTES = tl.constexpr(8)
 

@@ -56,23 +56,20 @@ def offer_results_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
     state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
-    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens, S.COMPACT)
+    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
     poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
     places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
     # C1
     if poison == 0:
-        first, before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+        before = tl.full((), 0, tl.int32)
         for source in range(S.WORLD_SIZE):
-            count = tl.load(counts + source)
-            if not S.COMPACT:
-                first = source * step_tokens
+            count, first = tl.load(received + source), tl.load(received + S.WORLD_SIZE + source)
             # rows are shared out over all sources: a few from each would else all be the first programs'
             own = (program + num_programs - before % num_programs) % num_programs
             for index in range(own, count, num_programs):
                 offer_row(rows_in, weights_in, places, first + index, S, B, HAS_WEIGHTS)
-            first += count
             before += count
     # C2
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, S.WORLD_SIZE)

@@ -10,6 +10,7 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_max
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_TAKEN,
+    FIRST_ROW,
     HEADER,
     IS_LAST,
     NUM_LINES,
@@ -27,13 +28,14 @@ OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
 
 
 class Source(NamedTuple):
-    """This rank's tokens of a step, num_tokens of them, as exchange_kernel takes them."""
+    """This rank's tokens of a step, num_tokens of them, as exchange_kernel takes them; first_row as in DispatchStep."""
 
     x: tl.tensor
     scales: tl.tensor
     weights: tl.tensor
     ids: tl.tensor
     num_tokens: tl.tensor
+    first_row: tl.tensor
 
 
 @portable
@@ -109,6 +111,7 @@ def write_chunk(
     header = words_at(slot, 0, tl.int32)
     tl.store(header + NUM_LINES, num_lines)
     tl.store(header + IS_LAST, is_last.to(tl.int32))
+    tl.store(header + FIRST_ROW, source.first_row)
     return HEADER + num_lines * R.LINE_WORDS
 
 

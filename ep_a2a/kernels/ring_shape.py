@@ -25,10 +25,14 @@ TO_EXPERTS, BACK = 0, 1
 
 
 class ChunkWord(enum.IntEnum):
-    """Words before the lines of a chunk on its way to experts; the unused ones keep lines aligned."""
+    """Words before the lines of a chunk on its way to experts; the unused one keeps lines aligned.
+
+    FIRST_ROW: where the rows of its source begin at every rank, but for layout compact.
+    """
 
     NUM_LINES = 0
     IS_LAST = 1
+    FIRST_ROW = 2
 
 
 HEADER_WORDS = 4

@@ -136,16 +136,17 @@ def end_packing(table, region: tl.constexpr, num_chunks, poison, rank, S: tl.con
 
 
 @portable(
-    do_not_specialize=["num_tokens", "num_chunks", "rank"], do_not_specialize_on_alignment=["scales", "weights", "ids"]
+    do_not_specialize=["num_tokens", "first_row", "num_chunks", "rank"],
+    do_not_specialize_on_alignment=["scales", "weights", "ids"],
 )
 def pack_kernel(
-    x, scales, weights, ids, table, num_tokens, num_chunks, rank,
+    x, scales, weights, ids, table, num_tokens, first_row, num_chunks, rank,
     S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, POISON_LANES: tl.constexpr,
 ):  # fmt: skip
     """Packs this rank's block for each node, its own included: a line for each token, and the head.
 
     Args:
-        x, scales, weights, ids, num_tokens: as of bulk_dispatch_kernel.
+        x, scales, weights, ids, num_tokens, first_row: as of bulk_dispatch_kernel.
         num_chunks: those of a step.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. POISON_LANES: at least the program's threads.
     """
@@ -153,7 +154,7 @@ def pack_kernel(
     epoch, out_of_order = begin_stage(table, DISPATCH_SEND, S.WORLD_SIZE)
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
     poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    source = Source(x, scales, weights, ids, num_tokens)
+    source = Source(x, scales, weights, ids, num_tokens, first_row)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         # D2
         if poison == 0:
@@ -243,9 +244,9 @@ def raise_flags(table, epoch, rank, S: tl.constexpr, R: tl.constexpr):
     tl.atomic_xchg(flags, full_like(members, epoch), mask=present, sem="release", scope="sys")
 
 
-@portable(do_not_specialize=["num_chunks", "step_tokens", "row_limit", "positions_per_rank", "rank"])
+@portable(do_not_specialize=["num_chunks", "row_limit", "positions_per_rank", "rank"])
 def forward_kernel(
-    table, num_chunks, step_tokens, row_limit, positions_per_rank, rank,
+    table, num_chunks, row_limit, positions_per_rank, rank,
     S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, COUNT_LANES: tl.constexpr,
     POISON_LANES: tl.constexpr,
 ):  # fmt: skip
@@ -253,14 +254,14 @@ def forward_kernel(
 
     Args:
         num_chunks: those of a step.
-        step_tokens, row_limit: as of bulk_dispatch_kernel. positions_per_rank: as of exchange_kernel.
+        row_limit: as of bulk_dispatch_kernel. positions_per_rank: as of exchange_kernel.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. COUNT_LANES, POISON_LANES: as in Exchange.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = begin_stage(table, DISPATCH_RECEIVE, S.WORLD_SIZE)
     answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
     poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    places = Places(step_tokens, row_limit, positions_per_rank)
+    places = Places(row_limit, positions_per_rank)
     # D5
     if poison == 0:
         poison = wait_for_all_counts(table, epoch, rank, S, R, COUNT_LANES)

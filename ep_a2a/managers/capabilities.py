@@ -47,6 +47,7 @@ class Capabilities:
         micro_batches: steps of ops with different indices may overlap.
         layouts: layouts of received rows.
         row_order: "source, token" is ascending by both; "source" by source rank only; "any" differs from run to run.
+        packs_rows: step_tokens may have a bound for each rank; else one for all ranks.
         ids: "all": received rows carry all K ids and weights of their token; "local": those of this rank's experts, and
             pad_id and any weight in place of the others; "none": dispatch returns None for both.
         local_ids: the config's local_ids may be set.
@@ -90,6 +91,7 @@ class Capabilities:
     micro_batches: bool = _in(USE, "overlapping micro-batches", True)
     layouts: tuple[str, ...] = _in(ROWS, "layouts", ("compact", "rank_major"))
     row_order: str = _in(ROWS, "order of rows", "source, token")
+    packs_rows: bool = _in(ROWS, "a bound for each rank", False)
     ids: str = _in(ROWS, "ids and weights", "all")
     local_ids: bool = _in(ROWS, "local ids", False)
     weights_applied_by: str = _in(ROWS, "weights applied by", "experts")

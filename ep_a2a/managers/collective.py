@@ -42,6 +42,7 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         graph_safe=False,
         host_sync=True,
         local_ids=True,
+        packs_rows=True,
         receive_cap=True,
         gpus=("NVIDIA", "AMD"),
         runs_on_cpu=True,

@@ -56,6 +56,7 @@ class NativeAll2AllManager(All2AllManagerBase):
         dispatches_tokens=True,
         layouts=("compact", "rank_major", "expert_major"),
         local_ids=True,
+        packs_rows=True,
         cast="inside",
         combine_casts=("none", "fp8_direct_cast", "fp8_blockwise"),
         max_topk=MAX_TOPK,

@@ -16,6 +16,7 @@ from ep_a2a.errors import ForeignIndicesError, UnsupportedError
 from ep_a2a.memory.guards import StreamOrder, is_capturing, outside_modes
 from ep_a2a.ops.arguments import NO_WISH, LaunchWish, leading_dims
 from ep_a2a.ops.base_op import BaseOp
+from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.inputs import check_apart, check_combine, check_dispatch, check_token_rows, travelling_scales
 from ep_a2a.quantization import quantize
 
@@ -55,6 +56,9 @@ class AdapterOp(BaseOp):
     adds_biases = False
     """Whether `_bring_back` adds the biases, before it rounds the sums; else they are added to rounded sums."""
 
+    takes_bounds_by_rank = False
+    """Whether `_send` goes by bounds that differ between ranks (Capabilities.packs_rows)."""
+
     casts_inside = False
     """Whether `_send` casts the tokens itself."""
 
@@ -79,6 +83,13 @@ class AdapterOp(BaseOp):
 
     def _prepare_dispatch(self, step: Step) -> None:
         check_dispatch(self.config, self.device, step)
+        if not (self.takes_bounds_by_rank or isinstance(step.step_tokens, int)):
+            raise UnsupportedError(
+                "step_tokens as one integer",
+                f"{step.step_tokens}: another library places the rows of {type(self).__name__}",
+                "Pass max(step_tokens), or use the backend 'ep_a2a', which packs rows.",
+            )
+        step.bounds = Bounds.of(self.config, step.step_tokens)
         step.num_tokens = step.tokens.shape[0]
 
     def _run_dispatch(self, step: Step, stages: Stages, wish: LaunchWish) -> None:

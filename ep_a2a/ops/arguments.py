@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ep_a2a.config import Layout
+from ep_a2a.ops.bounds import Bounds, num_rows
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import CombineResult, DispatchResult
+    from ep_a2a.ops.bounds import StepTokens
 
 MAX_CACHED = 4096
 """Entries that a cache holds at most; it is emptied when it is full."""
@@ -66,8 +68,8 @@ class CombineArguments:
         out: [T, H], receives the sums. None for the op's own, [M, H], which the check puts there for an engine.
         biases: [bias_0, bias_1], each [T, H] to add to the sums, or None.
         num_tokens: T.
-        step_tokens: the step's bound.
-        expert_rows: in layout expert_major, [E, W * step_tokens, H]: the rows whose weighted sums are `rows`.
+        bounds: the step's.
+        expert_rows: in layout expert_major, [E, R, H]: the rows whose weighted sums are `rows`.
         copies: (target, source) pairs to copy first; the targets are among the operands.
     """
 
@@ -77,7 +79,7 @@ class CombineArguments:
     out: torch.Tensor | None = None
     biases: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
     num_tokens: int = 0
-    step_tokens: int = 1
+    bounds: Bounds = Bounds()  # noqa: RUF009 - a tuple of numbers, which cannot change
     expert_rows: torch.Tensor | None = None
     copies: Copies = ()
 
@@ -93,12 +95,12 @@ class Step:
         weights: [T, K] float32, or None.
         scales: [T, S], or None.
         ids: [T, K] int32 global expert ids.
-        step_tokens: the step's bound, equal on all ranks.
+        step_tokens: the most tokens of any rank, or by rank the most of each; equal on all ranks.
         pad_id: the id of rows without a token.
         counts_experts: whether dispatch fills local_expert_count.
         tag: of the call, equal on all ranks.
         num_tokens: T.
-        row_limit: R.
+        bounds: what launches take of step_tokens.
         wire_word: the choices that ranks compare.
         next_call: the call that must come next: "combine", "dispatch_recv" or "combine_recv".
         dispatched: the dispatch's result.
@@ -113,12 +115,12 @@ class Step:
     weights: torch.Tensor | None
     scales: torch.Tensor | None
     ids: torch.Tensor
-    step_tokens: int
+    step_tokens: StepTokens
     pad_id: int = -1
     counts_experts: bool = False
     tag: int = 0
     num_tokens: int = 0
-    row_limit: int = 1
+    bounds: Bounds = Bounds()  # noqa: RUF009
     wire_word: int = 1
     next_call: str = "combine"
     dispatched: DispatchResult = field(init=False)
@@ -130,7 +132,7 @@ class Step:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Leading dimensions of the rows that the experts work on: (R,), (W, step_tokens) or (E, R)."""
+        """Leading dimensions of the rows that the experts work on (LeadingDims)."""
         return tuple(self.dispatched.tokens.shape[:-1])
 
     def copy_inputs(self) -> None:
@@ -148,27 +150,24 @@ class Step:
         del self.tokens, self.weights, self.scales, self.ids
 
 
-def num_rows(config: EpDispatchCombineConfig, step_tokens: int) -> int:
-    """R: the most rows that a rank receives in a step in which no rank brings more than step_tokens tokens."""
-    return min(config.world_size * step_tokens, config.max_num_recv_tokens)
-
-
 class LeadingDims(NamedTuple):
     """Leading dimensions of dispatch's results: of the received ids, and of the rows that experts work on.
 
     - compact: (R,) for both.
-    - rank_major: (W, step_tokens) for both.
-    - expert_major: (W, step_tokens) for the ids, (E, R) for the rows.
+    - rank_major: (W, step_tokens) for both; with bounds by rank (R,).
+    - expert_major: as rank_major for the ids, (E, R) for the rows.
     """
 
     ids: tuple[int, ...]
     rows: tuple[int, ...]
 
 
-def leading_dims(config: EpDispatchCombineConfig, step_tokens: int) -> LeadingDims:
-    """Leading dimensions of the results of a dispatch whose ranks bring at most step_tokens tokens each."""
+def leading_dims(config: EpDispatchCombineConfig, step_tokens: StepTokens) -> LeadingDims:
+    """Leading dimensions of the results of a dispatch with these bounds."""
     most_rows = num_rows(config, step_tokens)
-    ids = (most_rows,) if config.layout == Layout.COMPACT else (config.world_size, step_tokens)
+    ids: tuple[int, ...] = (most_rows,)
+    if isinstance(step_tokens, int) and config.layout != Layout.COMPACT:
+        ids = (config.world_size, step_tokens)
     return LeadingDims(ids, (config.num_local_experts, most_rows) if config.layout == Layout.EXPERT_MAJOR else ids)
 
 

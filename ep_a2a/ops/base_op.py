@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, max_tokens_name
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import OwnProcess, become_closed
-from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Step, num_rows
+from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Step
+from ep_a2a.ops.bounds import num_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ep_a2a.interface import CombineResult, DispatchResult
     from ep_a2a.memory.guards import StreamOrder
     from ep_a2a.ops.arguments import Stages
+    from ep_a2a.ops.bounds import StepTokens
 
 T = TypeVar("T")
 
@@ -107,7 +109,7 @@ class BaseOp(abc.ABC):
         warp_per_block: int = -1,
         call_local_expert_count: bool = False,
         *,
-        step_tokens: int | None = None,
+        step_tokens: StepTokens | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -132,7 +134,7 @@ class BaseOp(abc.ABC):
         scales: torch.Tensor | None,
         indices: torch.Tensor,
         *,
-        step_tokens: int | None = None,
+        step_tokens: StepTokens | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -288,7 +290,7 @@ class BaseOp(abc.ABC):
         """Whether a step has begun and not ended; also one whose call was interrupted."""
         return self._launching is not None or self.open_step is not None
 
-    def num_rows(self, step_tokens: int) -> int:
+    def num_rows(self, step_tokens: StepTokens) -> int:
         """R: the rows that dispatch returns for this step_tokens."""
         return num_rows(self.config, step_tokens)
 

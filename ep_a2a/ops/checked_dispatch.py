@@ -8,15 +8,17 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.interface import DispatchResult
-from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.layout import Region
 from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import leading_dims, num_rows
+from ep_a2a.ops.arguments import leading_dims
+from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.wire_word import wire_word
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from ep_a2a.ops.arguments import Step
+    from ep_a2a.ops.bounds import StepTokens
     from ep_a2a.ops.memory import BoundMemory
 
 
@@ -26,7 +28,7 @@ class CheckedDispatch(NamedTuple):
     Attributes:
         num_tokens: T.
         wire_word: the choices that ranks compare, without a tag.
-        row_limit: R.
+        bounds: what launches take of step_tokens.
         scales_travel: whether the kernels get the given scales.
         stand_in: an empty tensor to send in place of scales that this rank does not have; None to send none.
         received: dispatch's result, views of the op's memory.
@@ -35,7 +37,7 @@ class CheckedDispatch(NamedTuple):
 
     num_tokens: int
     wire_word: int
-    row_limit: int
+    bounds: Bounds
     scales_travel: bool
     stand_in: torch.Tensor | None
     received: DispatchResult
@@ -55,20 +57,21 @@ def prepare_dispatch(memory: BoundMemory, device: torch.device, step: Step) -> C
     """
     config, step_tokens = memory.config, step.step_tokens
     inputs.check_dispatch(config, device, step)
+    bounds = Bounds.of(config, step_tokens)
     scales = inputs.travelling_scales(config, step.tokens, step.scales)
     has_weights, has_scales = step.weights is not None, inputs.scales_travel(config, scales)
-    word = wire_word(step_tokens, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE)
+    word = wire_word(bounds.own, has_weights, has_scales, config.casts_in_dispatch and step.tokens.dtype != FP8_DTYPE)
     scale_dtype = None
     if has_scales:
         scale_dtype = inputs.SCALE_DTYPES[config.scale_bytes][0] if scales is None else scales.dtype
     received = _result_views(memory, step_tokens, has_weights, scale_dtype)
     travel = scales is not None and scales is step.scales
     stand_in = None if travel else scales
-    return CheckedDispatch(step.tokens.shape[0], word, num_rows(config, step_tokens), travel, stand_in, received, set())
+    return CheckedDispatch(step.tokens.shape[0], word, bounds, travel, stand_in, received, set())
 
 
 def _result_views(
-    memory: BoundMemory, step_tokens: int, has_weights: bool, scale_dtype: torch.dtype | None
+    memory: BoundMemory, step_tokens: StepTokens, has_weights: bool, scale_dtype: torch.dtype | None
 ) -> DispatchResult:
     config, view = memory.config, memory.view
     lead, expert_lead = leading_dims(config, step_tokens)
@@ -89,8 +92,5 @@ def _result_views(
 def source_positions(memory: BoundMemory, counts: list[int]) -> torch.Tensor:
     """Source positions of the last dispatch's rows, int32 [sum of counts]; counts: rows received from each source."""
     positions = memory.view(Region.SOURCE_POSITIONS)
-    if memory.config.layout == Layout.COMPACT:
-        return positions[: sum(counts)]
-    step_tokens = int(memory.view(Region.STATE)[State.LAST_STEP_TOKENS])
-    starts = [source * step_tokens for source in range(len(counts))]
+    starts = memory.view(Region.RECV_COUNTS).tolist()[1]
     return torch.cat([positions[start : start + count] for start, count in zip(starts, counts)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,15 @@ from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp
 from ep_a2a.ops.arguments import leading_dims
+from ep_a2a.ops.bounds import by_rank
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.ops.row_exchange import row_bytes
-from ep_a2a.ops.wire_word import disagreement, tagged, wire_word
+from ep_a2a.ops.wire_word import bound_mask, disagreement, tagged, wire_word
 from ep_a2a.routing import count_ids, destination_mask
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.ops.arguments import CombineArguments, Step
     from ep_a2a.ops.row_exchange import RowExchange
@@ -61,6 +65,7 @@ class CollectiveDispatchCombineOp(AdapterOp):
     """
 
     adds_biases = True
+    takes_bounds_by_rank = True
     takes = frozenset({"timeout_secs"})
 
     @outside_modes()
@@ -82,16 +87,15 @@ class CollectiveDispatchCombineOp(AdapterOp):
         self._result_weights = empty(max_tokens, config.topk, dtype=torch.float32)
 
     def _send(self, step: Step) -> DispatchResult:
-        step_tokens, weights, scales = step.step_tokens, step.weights, step.scales
-        word = wire_word(step_tokens, weights is not None, scales is not None)
-        counts = self._agree(step.num_tokens, tagged(word, step.tag, self.config.max_num_inp_token_per_rank))
+        weights, scales = step.weights, step.scales
+        counts = self._agree(step)
         gather = functools.partial(self._exchange.gather_rows, counts=counts)
 
         all_ids = gather(step.ids)
         goes_to = destination_mask(all_ids, self.config.total_experts, self.config.world_size)
-        self._check_capacity(goes_to, step_tokens)
+        self._check_capacity(goes_to, step.bounds.num_rows)
         received = goes_to[:, self.config.rank].nonzero().flatten()
-        slots = self._place(received, counts, step_tokens)
+        slots = self._place(received, counts, by_rank(self.config, step.step_tokens))
         self._indices.fill_(step.pad_id)
         self._indices.index_copy_(0, slots, all_ids[received])
         for target, rows in ((self._tokens, step.tokens), (self._weights, weights), (self._scales, scales)):
@@ -107,10 +111,10 @@ class CollectiveDispatchCombineOp(AdapterOp):
         if step.counts_experts:
             self._local_expert_count.copy_(count_ids(all_ids[received], first, num_experts))
         step.route = _Route(counts, received, slots)
-        lead = leading_dims(self.config, step_tokens).rows
+        lead = leading_dims(self.config, step.step_tokens).rows
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[: self.num_rows(step_tokens)].view(*lead, tensor.shape[1])
+            return tensor[: step.bounds.num_rows].view(*lead, tensor.shape[1])
 
         return DispatchResult(
             view(self._tokens),
@@ -120,24 +124,28 @@ class CollectiveDispatchCombineOp(AdapterOp):
             self._total_recv,
         )
 
-    def _agree(self, num_tokens: int, word: int) -> list[int]:
-        """Every rank's number of tokens. Raise ConfigMismatchError if the ranks' wire words differ."""
-        everyone = self._exchange.exchange_numbers([num_tokens, word])
-        if len({other for _, other in everyone}) > 1:
-            words = [other for _, other in everyone]
-            raise ConfigMismatchError(*disagreement(words, self.config.max_num_inp_token_per_rank))
-        return [count for count, _ in everyone]
+    def _agree(self, step: Step) -> list[int]:
+        """Every rank's number of tokens. Raise ConfigMismatchError if the ranks' choices differ."""
+        max_tokens = self.config.max_num_inp_token_per_rank
+        has_weights, has_scales = step.weights is not None, step.scales is not None
+        word = tagged(wire_word(step.bounds.own, has_weights, has_scales), step.tag, max_tokens)
+        bounds = zlib.crc32(repr(list(by_rank(self.config, step.step_tokens))).encode())
+        everyone = self._exchange.exchange_numbers([step.num_tokens, word, bounds])
+        words = [other for _, other, _ in everyone]
+        others = ~bound_mask(max_tokens)
+        if len({(each & others, of_all) for each, (*_, of_all) in zip(words, everyone)}) > 1:
+            raise ConfigMismatchError(*disagreement(words, max_tokens))
+        return [count for count, *_ in everyone]
 
-    def _check_capacity(self, goes_to: torch.Tensor, step_tokens: int) -> None:
+    def _check_capacity(self, goes_to: torch.Tensor, most: int) -> None:
         if not self.config.max_total_recv_tokens:
             return
-        most = self.num_rows(step_tokens)
         too_many = [f"{n} on rank {rank}" for rank, n in enumerate(goes_to.sum(0).tolist()) if n > most]
         if too_many:
             remedy = "Build another op with a larger max_total_recv_tokens (0 means no cap)."
             raise CapacityError(f"at most {most} received rows", ", ".join(too_many), remedy)
 
-    def _place(self, received: torch.Tensor, counts: list[int], step_tokens: int) -> torch.Tensor:
+    def _place(self, received: torch.Tensor, counts: list[int], bounds: Sequence[int]) -> torch.Tensor:
         """The output row of each received token. Writes recv_counts, total_recv and the source positions."""
         ranks = torch.arange(self.config.world_size, device=self.device)
         starts = torch.tensor([sum(counts[:rank]) for rank in range(len(counts))], device=self.device)
@@ -152,7 +160,9 @@ class CollectiveDispatchCombineOp(AdapterOp):
         row = torch.arange(received.numel(), device=self.device)
         if self.config.layout == Layout.COMPACT:
             return row
-        return source * step_tokens + row - (per_source.cumsum(0) - per_source)[source]
+        room = torch.tensor(bounds, device=self.device)
+        before = (room - per_source).cumsum(0) - (room - per_source)
+        return row + before[source]
 
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         num_tokens, weights = step.num_tokens, args.weights

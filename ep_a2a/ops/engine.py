@@ -100,10 +100,10 @@ class Engine(ABC):
             for combine in combine_forms(self.kernels.config, size):
                 yield from (launch.kernel for launch in self._whole_combine(combine, stages, NO_WISH))
 
-    def count_local_experts(self, counts: torch.Tensor, step_tokens: int) -> None:
+    def count_local_experts(self, counts: torch.Tensor) -> None:
         """Launch the count of received slots per local expert into `counts`, int32 [E]."""
         kernels, config = self.kernels, self.kernels.config
-        values = (kernels.table, config.rank, step_tokens, config.first_received_id, counts)
+        values = (kernels.table, config.rank, config.first_received_id, counts)
         kernels.count.run(counts.numel(), values, kernels.device)
 
     def limit_sms(self, max_sms: int, whose: str = "caller", *, shares_sm: bool | None = None) -> None:

@@ -44,7 +44,7 @@ def expanding(kernels: OpKernels, form: DispatchForm) -> Iterator[KernelLaunch]:
     common = {"S": kernels.shape, "SPANS": kernels.spans}
     block_rows = max(1, NUMBERED_IDS // padded(config.topk))
     numbering = common | {"BLOCK_ROWS": min(block_rows, padded(most_rows))}
-    step, num_experts = (form.step_tokens, config.rank), config.num_local_experts
+    step, num_experts = (form.bounds.num_rows, config.rank), config.num_local_experts
     # a rank without experts receives nothing, and a launch needs a program
     yield kernels.launch(
         number_expert_rows_kernel,
@@ -72,12 +72,12 @@ def expanding(kernels: OpKernels, form: DispatchForm) -> Iterator[KernelLaunch]:
         common | {"E": expand},
         EXPAND_WARPS,
         numbers=(*step, num_experts),
-        num_programs=_num_programs(kernels, form.step_tokens, -(-row_words // block_words), EXPAND_WARPS),
+        num_programs=_num_programs(kernels, form.bounds.num_rows, -(-row_words // block_words), EXPAND_WARPS),
     )
 
 
 def reducing(kernels: OpKernels, form: CombineForm) -> KernelLaunch:
-    """The launch that adds the experts' rows by their weights, [E, W * step_tokens, H], into REDUCED_ROWS."""
+    """The launch that adds the experts' rows by their weights, [E, R, H], into REDUCED_ROWS."""
     config = kernels.config
     block = min(padded(config.hidden_dim), REDUCE_ELEMENTS)
     return kernels.launch(
@@ -92,14 +92,14 @@ def reducing(kernels: OpKernels, form: CombineForm) -> KernelLaunch:
             "DTYPE": TRITON_DTYPES[config.combined_dtype],
         },
         REDUCE_WARPS,
-        numbers=(form.step_tokens, config.rank),
-        num_programs=_num_programs(kernels, form.step_tokens, -(-config.hidden_dim // block), REDUCE_WARPS),
+        numbers=(form.bounds.step_tokens, config.rank),
+        num_programs=_num_programs(kernels, form.bounds.num_rows, -(-config.hidden_dim // block), REDUCE_WARPS),
     )
 
 
-def _num_programs(kernels: OpKernels, step_tokens: int, num_blocks: int, num_warps: int) -> int:
+def _num_programs(kernels: OpKernels, num_rows: int, num_blocks: int, num_warps: int) -> int:
     """A program for each possible block of rows, but no more than keep the multiprocessors busy."""
     most = kernels.num_sms * max(1, THREADS_PER_SM // (32 * num_warps)) or INTERPRETED_PROGRAMS
     if 0 < kernels.max_sms < kernels.num_sms:
         most = kernels.max_sms  # the GPU spreads programs over all it has
-    return min(kernels.config.world_size * step_tokens * num_blocks, most)
+    return max(1, min(num_rows * num_blocks, most))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from ep_a2a.errors import (
 )
 from ep_a2a.kernels.layout import WORD_BYTES
 from ep_a2a.kernels.ring_shape import BY_PUTS
+from ep_a2a.ops.bounds import by_rank
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import CombineArguments, Step
+    from ep_a2a.ops.bounds import StepTokens
 
 INT32 = torch.iinfo(torch.int32)
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}
@@ -218,22 +221,17 @@ def in_int32(ids: Any) -> Any:
 
 def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: Step) -> None:
     """Check the arguments of a dispatch, as far as the host can."""
-    tokens, weights, scales, indices, step_tokens = step.tokens, step.weights, step.scales, step.ids, step.step_tokens
+    tokens, weights, scales, indices = step.tokens, step.weights, step.scales, step.ids
     dtypes = (config.data_type, FP8_DTYPE) if config.casts_in_dispatch else (config.data_type,)
     check_tensor("input", tokens, dtypes, device)
     check_rows("input", tokens, config.hidden_dim)
     num_tokens = tokens.shape[0]
-    check_integer("step_tokens", step_tokens)
+    step_tokens = checked_bounds(config, step.step_tokens)
     check_integer("pad_id", step.pad_id)
     check_tag(step.tag)
-    if step_tokens < 1:
-        raise InputError("step_tokens of at least 1", str(step_tokens))
-    if step_tokens > config.max_num_inp_token_per_rank:
-        raise TooManyTokensError(
-            f"step_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}", str(step_tokens)
-        )
-    if num_tokens > step_tokens:
-        raise TooManyTokensError(f"at most {step_tokens} tokens (step_tokens)", str(num_tokens))
+    own = by_rank(config, step_tokens)[config.rank]
+    if num_tokens > own:
+        raise TooManyTokensError(f"at most {own} tokens (step_tokens)", str(num_tokens))
     check_tensor("indices", indices, (torch.int32,), device)
     _check_topk("indices", indices, num_tokens, config.topk)
     if weights is not None:
@@ -242,6 +240,34 @@ def check_dispatch(config: EpDispatchCombineConfig, device: torch.device, step: 
     elif config.layout == Layout.EXPERT_MAJOR:
         raise InputError("weights with layout expert_major, where combine multiplies by them", "none")
     _check_scales(config, device, tokens, scales)
+
+
+def checked_bounds(config: EpDispatchCombineConfig, step_tokens: StepTokens) -> StepTokens:
+    """Returns step_tokens, a sequence as a tuple.
+
+    Raises:
+        InputError: it is neither an integer above 0 nor one integer from 0 on for each rank.
+        TooManyTokensError: a bound is above M.
+    """
+    bounds: tuple[int, ...]
+    if isinstance(step_tokens, Sequence) and not isinstance(step_tokens, str):
+        bounds = tuple(step_tokens)
+        if len(bounds) != config.world_size:
+            raise InputError(
+                f"step_tokens as one integer, or {config.world_size}, one for each rank", f"{len(bounds)} of them"
+            )
+        least = 0
+    else:
+        bounds, least = (step_tokens,), 1
+    for bound in bounds:
+        check_integer("step_tokens", bound)
+        if bound < least:
+            raise InputError(f"step_tokens of at least {least}", str(step_tokens))
+        if bound > config.max_num_inp_token_per_rank:
+            raise TooManyTokensError(
+                f"step_tokens <= max_num_inp_token_per_rank = {config.max_num_inp_token_per_rank}", str(step_tokens)
+            )
+    return bounds if least == 0 else step_tokens
 
 
 def travelling_scales(

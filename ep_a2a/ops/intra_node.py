@@ -18,11 +18,13 @@ from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDis
 from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.target import REGISTERS_PER_SM
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, num_rows
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.launches import DispatchForm, combine_operands, dispatch_operands, receiving_operands
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
+from ep_a2a.ops.wire_word import bound_mask
 from ep_a2a.policy import (
     DISPATCH_WARPS,
     FLAG_PROGRAMS,
@@ -101,15 +103,15 @@ class IntraNodeEngine(Engine):
 
     def _dispatch_launches(self, form: DispatchForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
         kernels = self.kernels
-        phase = dispatch_phase(kernels.config, form.step_tokens)
-        launch = self._launch_of(phase, form.num_tokens, form.step_tokens, wish)
+        phase = dispatch_phase(kernels.config, form.bounds.most)
+        launch = self._launch_of(phase, form.num_tokens, form.bounds.most, wish)
         describe = low_latency_launch if phase is Phase.LOW_LATENCY_DISPATCH else bulk_launch
         for part in _parts(phase, stages, is_interpreted=kernels.num_sms == 0):
             yield describe(kernels, form, part, launch)
 
     def _combine_launches(self, form: CombineForm, stages: Stages, wish: LaunchWish) -> Iterator[KernelLaunch]:
         kernels = self.kernels
-        launch = self._launch_of(Phase.COMBINE, form.num_tokens, form.step_tokens, wish)
+        launch = self._launch_of(Phase.COMBINE, form.num_tokens, form.bounds.most, wish)
         for part in _parts(Phase.COMBINE, stages, is_interpreted=kernels.num_sms == 0):
             yield combine_launch(kernels, form, part, launch, in_place=stages == WHOLE)
 
@@ -177,7 +179,7 @@ def receiving_launch(kernels: OpKernels, form: DispatchForm) -> KernelLaunch:
 
     It reads no row, so one kernel serves calls of every form.
     """
-    plain = DispatchForm(torch.int32, has_scales=False, has_weights=False, num_tokens=0, step_tokens=1)
+    plain = DispatchForm(torch.int32, has_scales=False, has_weights=False, num_tokens=0, bounds=Bounds())
     row = _bulk_row(kernels, plain, RECEIVE, RECEIVING, receiving_operands)
     return row._replace(numbers=_bounds_of_rows(kernels.config, form))
 
@@ -191,7 +193,7 @@ def _bulk_row(
     bulk = BulkDispatch(
         BLOCK_TOKENS=BLOCK_TOKENS,
         MANY_TOKENS=max(MANY_TOKENS, threads),
-        COUNTS_ALONE=form.step_tokens <= MAX_COUNTED_ALONE,
+        COUNTS_ALONE=form.bounds.most <= MAX_COUNTED_ALONE,
         FORWARDED=config.uses_rings,
         COUNT_BITS=count_bits(config.max_num_inp_token_per_rank),
         COUNT_LANES=kernels.count_lanes(threads),
@@ -220,9 +222,10 @@ def _bulk_row(
 
 
 def _bounds_of_rows(config: EpDispatchCombineConfig, form: DispatchForm) -> tuple[int, ...]:
-    """Of a dispatch kernel: R, R for M tokens, the first source position of this rank, and the rank."""
-    first_position = config.rank * config.world_size * config.max_num_inp_token_per_rank
-    return num_rows(config, form.step_tokens), config.max_num_recv_tokens, first_position, config.rank
+    """Of a dispatch kernel: from row_limit to rank, as DispatchStep has them."""
+    max_tokens, bounds = config.max_num_inp_token_per_rank, form.bounds
+    rows = bounds.num_rows, bounds.first_row, bound_mask(max_tokens), config.max_num_recv_tokens
+    return *rows, config.rank * config.world_size * max_tokens, config.rank
 
 
 def combine_launch(
@@ -249,7 +252,7 @@ def combine_launch(
         shares_sm=launch.shares_sm,
     )
     fitted = fitted_launch(kernels, launch, Phase.COMBINE, row.kernel)
-    sizes = form.num_tokens, form.step_tokens, config.max_num_inp_token_per_rank, config.rank
+    sizes = form.num_tokens, form.bounds.step_tokens, config.max_num_inp_token_per_rank, config.rank
     numbers = *sizes, fitted.num_receivers, fitted.shared_from, NO_PAUSE_NS
     return row._replace(numbers=numbers, num_programs=_num_programs(fitted, Phase.COMBINE, stages))
 

@@ -10,6 +10,7 @@ import torch
 from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
 from ep_a2a.kernels.layout import WORD_BYTES
 from ep_a2a.ops.arguments import CombineArguments, Step
+from ep_a2a.ops.bounds import Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,20 +47,20 @@ class DispatchForm(NamedTuple):
         dtype: of the tokens.
         has_scales, has_weights: whether the call brings them.
         num_tokens: T.
-        step_tokens: the step's bound.
+        bounds: the step's.
     """
 
     dtype: torch.dtype
     has_scales: bool
     has_weights: bool
     num_tokens: int
-    step_tokens: int
+    bounds: Bounds
 
     @classmethod
     def of(cls, args: Step) -> DispatchForm:
         """The form of a call."""
         has_scales, has_weights = args.scales is not None, args.weights is not None
-        return cls(args.tokens.dtype, has_scales, has_weights, args.num_tokens, args.step_tokens)
+        return cls(args.tokens.dtype, has_scales, has_weights, args.num_tokens, args.bounds)
 
     def casts(self, config: EpDispatchCombineConfig) -> bool:
         """Whether the dispatch casts the tokens."""
@@ -88,21 +89,21 @@ class CombineForm(NamedTuple):
         has_weights, has_ids: whether the call brings them.
         has_biases: the same of bias_0 and bias_1.
         num_tokens: T.
-        step_tokens: the step's bound.
+        bounds: the step's.
     """
 
     has_weights: bool
     has_ids: bool
     has_biases: tuple[bool, bool]
     num_tokens: int
-    step_tokens: int
+    bounds: Bounds
 
     @classmethod
     def of(cls, args: CombineArguments) -> CombineForm:
         """The form of a call."""
         bias_0, bias_1 = args.biases
         has_biases = bias_0 is not None, bias_1 is not None
-        return cls(args.weights is not None, args.ids is not None, has_biases, args.num_tokens, args.step_tokens)
+        return cls(args.weights is not None, args.ids is not None, has_biases, args.num_tokens, args.bounds)
 
     def read_as(self, config: EpDispatchCombineConfig) -> CombineArguments:
         """The dtypes in which kernels read the arguments: in words, but rows that they cast, results and biases."""
@@ -115,6 +116,7 @@ class CombineForm(NamedTuple):
 
 def dispatch_forms(config: EpDispatchCombineConfig, step_tokens: int) -> Iterator[DispatchForm]:
     """The forms of dispatches for which an op compiles kernels."""
+    bounds = Bounds.of(config, step_tokens)
     only_serving = config.compiled_calls == CompiledCalls.SERVING
     dtypes = [config.data_type]
     if config.casts_in_dispatch and not only_serving:
@@ -125,28 +127,29 @@ def dispatch_forms(config: EpDispatchCombineConfig, step_tokens: int) -> Iterato
         for has_scales in (config.takes_scale,) if casts else given_scales[-1:] if only_serving else given_scales:
             # in layout expert_major weights always travel
             for has_weights in (True,) if only_serving or config.layout == Layout.EXPERT_MAJOR else (False, True):
-                yield DispatchForm(dtype, has_scales, has_weights, step_tokens, step_tokens)
+                yield DispatchForm(dtype, has_scales, has_weights, step_tokens, bounds)
 
 
 def combine_forms(config: EpDispatchCombineConfig, step_tokens: int) -> Iterator[CombineForm]:
     """The forms of combines for which an op compiles kernels."""
+    bounds = Bounds.of(config, step_tokens)
     only_serving = config.compiled_calls == CompiledCalls.SERVING
     # in layout expert_major weights never come back
     for has_weights in (False,) if only_serving or config.layout == Layout.EXPERT_MAJOR else (False, True):
         for has_ids in (False,) if only_serving else (False, True):
-            yield CombineForm(has_weights, has_ids, (False, False), step_tokens, step_tokens)
+            yield CombineForm(has_weights, has_ids, (False, False), step_tokens, bounds)
 
 
 def dispatch_operands(args: Step, table: torch.Tensor) -> tuple[Any, ...]:
     """Of a kernel that does a whole dispatch."""
     rows = args.tokens, args.scales, args.weights, args.ids
-    return *rows, table, args.num_tokens, args.step_tokens, args.wire_word, args.pad_id
+    return *rows, table, args.num_tokens, args.bounds.step_tokens, args.wire_word, args.pad_id
 
 
 def receiving_operands(args: Step, table: torch.Tensor) -> tuple[Any, ...]:
     """Of the receiving stage alone, which reads no row."""
     rows = args.ids, args.ids, args.ids, args.ids
-    return *rows, table, args.num_tokens, args.step_tokens, args.wire_word, args.pad_id
+    return *rows, table, args.num_tokens, args.bounds.step_tokens, args.wire_word, args.pad_id
 
 
 def row_operands(args: Step, table: torch.Tensor) -> tuple[Any, ...]:

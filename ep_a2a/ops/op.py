@@ -131,7 +131,7 @@ class EpDispatchCombineOp(BaseOp):
             inputs.check_tag(tag)
         # 4.0 equals 4, so that a checked call would be found for it
         if type(step.step_tokens) is not int or type(step.pad_id) is not int:
-            inputs.check_integer("step_tokens", step.step_tokens)
+            step.step_tokens = inputs.checked_bounds(self.config, step.step_tokens)
             inputs.check_integer("pad_id", step.pad_id)
         key = (step.step_tokens, step.pad_id, inputs.signature(tokens, weights, scales, ids))
         checked = self._checked_calls.get(key)
@@ -143,7 +143,7 @@ class EpDispatchCombineOp(BaseOp):
         self.memory.acquired.shared_blocks.enter(self)
         if not checked.scales_travel:
             step.scales = checked.stand_in
-        step.num_tokens, step.row_limit = checked.num_tokens, checked.row_limit
+        step.num_tokens, step.bounds = checked.num_tokens, checked.bounds
         step.wire_word = checked.wire_word | (tag & self._tag_mask) << self._tag_shift
         step.dispatched, step.combines = checked.received, checked.combines
 
@@ -155,7 +155,7 @@ class EpDispatchCombineOp(BaseOp):
             self.memory.acquired.shared_blocks.leave(self)
             raise
         if step.counts_experts:
-            self.engine.count_local_experts(self.local_expert_count, step.step_tokens)
+            self.engine.count_local_experts(self.local_expert_count)
         if stages.receive:
             step.forget_inputs()
         elif self.engine.recv_reads_inputs:
@@ -190,7 +190,7 @@ class EpDispatchCombineOp(BaseOp):
                 inputs.check_apart("out", out, weights, "the weights to be summed")
         args.out = result = self._result if out is None else out
         inputs.check_apart("out", result, rows, "the rows to be combined")
-        args.num_tokens, args.step_tokens = step.num_tokens, step.step_tokens
+        args.num_tokens, args.bounds = step.num_tokens, step.bounds
         args.rows = self._beyond_peers(args, rows, "combine_rows", self._most_rows)
         if weights is not None:
             inputs.check_apart("weights", weights, self._result_weights, "the weight sums that combine returns")
@@ -224,7 +224,7 @@ class EpDispatchCombineOp(BaseOp):
     @functools.cached_property
     def recv_counts(self) -> torch.Tensor:
         """[W] int32, the rows received from each source in the last dispatch."""
-        return self.memory.view(Region.RECV_COUNTS)
+        return self.memory.view(Region.RECV_COUNTS, (self.config.world_size,))
 
     @functools.cached_property
     def local_expert_count(self) -> torch.Tensor:

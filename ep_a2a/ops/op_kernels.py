@@ -77,7 +77,7 @@ class OpKernels:
         self.spans = False
         self.compiled_stages: tuple[Stages, ...] = (WHOLE,)
         counting = {"S": self.shape, "BLOCK_ROWS": BLOCK_ROWS}
-        self.count = CompiledKernel(count_local_experts_kernel, (TABLE, 0, 0, 0, torch.int32), counting, COUNT_WARPS)
+        self.count = CompiledKernel(count_local_experts_kernel, (TABLE, 0, 0, torch.int32), counting, COUNT_WARPS)
 
     def launch(
         self,

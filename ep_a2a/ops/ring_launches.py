@@ -125,8 +125,8 @@ class NodesEngine(Engine):
                 "POISON_LANES": THREADS,
             },
             RING_WARPS,
-            numbers=(form.num_tokens, form.step_tokens, config.rank),
-            num_programs=self.offering_programs(form.step_tokens, block_num),
+            numbers=(form.num_tokens, form.bounds.step_tokens, config.rank),
+            num_programs=self.offering_programs(form.bounds.most, block_num),
         )
 
     def line_constants(self, form: DispatchForm) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ep_a2a.kernels.put_kernels import quiet_kernel
 from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel
-from ep_a2a.ops.arguments import SEND, num_rows
+from ep_a2a.ops.arguments import SEND
 from ep_a2a.ops.intra_node import receiving_launch
 from ep_a2a.ops.launches import TABLE, no_operands, row_operands, sum_operands
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, NodesEngine
@@ -131,7 +131,7 @@ class RingEngine(NodesEngine):
             FINISHES=stages.send,
             **self.wait_lanes,
         )
-        sizes = form.num_tokens, form.step_tokens, num_rows(config, form.step_tokens)
+        sizes = form.num_tokens, form.bounds.first_row, form.bounds.num_rows
         return self.kernels.launch(
             exchange_kernel,
             row_operands,

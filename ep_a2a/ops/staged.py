@@ -20,7 +20,7 @@ from ep_a2a.kernels.staged_kernels import (
 )
 from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.memory.verdict import GivenUp
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, num_rows
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure
 from ep_a2a.ops.intra_node import receiving_launch
 from ep_a2a.ops.launches import TABLE, CombineForm, no_operands, row_operands, sum_operands
@@ -47,7 +47,7 @@ class StagedEngine(NodesEngine):
 
     A dispatch packs lines for all nodes, the host exchanges them, and the received lines are copied to the ranks of
     this node. A combine offers results to the node, packs the node's sums, the host exchanges them, and the token's own
-    rank adds the nodes. Every exchange has the lines of step_tokens tokens for each node, whatever the routing:
+    rank adds the nodes. Every exchange has the lines of the step's largest bound for each node, whatever the routing:
     sizes are known on the host, and a graph can hold it.
 
     A split dispatch begins its exchange in dispatch_send and ends it in dispatch_recv, so the exchange overlaps what is
@@ -77,7 +77,7 @@ class StagedEngine(NodesEngine):
             if stages.send:
                 self._between.require_open()
                 super().dispatch(args, SEND, wish)
-                self._running = self._begin(args.step_tokens, back=False)
+                self._running = self._begin(args.bounds.most, back=False)
             if stages.receive:
                 self._end()
                 super().dispatch(args, RECEIVE, wish)
@@ -91,7 +91,7 @@ class StagedEngine(NodesEngine):
                 self._between.require_open()
                 form = CombineForm.of(args)
                 self._run(self._packing_sums, args, form, wish)
-                self._running = self._begin(args.step_tokens, back=True)
+                self._running = self._begin(args.bounds.most, back=True)
                 self._end(back=True)
                 self._run(self._adding, args, form, wish)
 
@@ -100,7 +100,7 @@ class StagedEngine(NodesEngine):
             yield self.numbering(form, wish.block_num, finishes=False)
             yield self._packing(form, wish)
         if stages.receive:
-            yield from self._passing_on(form.step_tokens, back=False, has_weights=False)
+            yield from self._passing_on(form.bounds.most, back=False, has_weights=False)
             yield self._forwarding(form, wish)
             yield receiving_launch(self.kernels, form)
 
@@ -191,19 +191,20 @@ class StagedEngine(NodesEngine):
             )
 
     def _packing(self, form: DispatchForm, wish: LaunchWish) -> KernelLaunch:
+        num_chunks = self.rings.chunks_of_step(form.bounds.most)
         return self.kernels.launch(
             pack_kernel,
             row_operands,
             form.read_as(self.config),
             self.line_constants(form) | {"POISON_LANES": THREADS},
             RING_WARPS,
-            numbers=(form.num_tokens, self.rings.chunks_of_step(form.step_tokens), self.config.rank),
-            num_programs=self._programs(form.step_tokens, wish.block_num),
+            numbers=(form.num_tokens, form.bounds.first_row, num_chunks, self.config.rank),
+            num_programs=self._programs(form.bounds.most, wish.block_num),
         )
 
     def _forwarding(self, form: DispatchForm, wish: LaunchWish) -> KernelLaunch:
-        config, step_tokens = self.config, form.step_tokens
-        sizes = self.rings.chunks_of_step(step_tokens), step_tokens, num_rows(config, step_tokens)
+        config, most = self.config, form.bounds.most
+        sizes = self.rings.chunks_of_step(most), form.bounds.num_rows
         return self.kernels.launch(
             forward_kernel,
             no_operands,
@@ -211,7 +212,7 @@ class StagedEngine(NodesEngine):
             self.line_constants(form) | self.wait_lanes,
             RING_WARPS,
             numbers=(*sizes, config.world_size * config.max_num_inp_token_per_rank, config.rank),
-            num_programs=self._programs(step_tokens, wish.block_num),
+            num_programs=self._programs(most, wish.block_num),
             # left alone, ptxas aims at fewer registers and puts words on the stack
             max_registers=CHANNEL_REGISTERS,
         )
@@ -224,20 +225,20 @@ class StagedEngine(NodesEngine):
             # ids are compared where nodes are added
             self.sum_constants(form._replace(has_ids=False)),
             RING_WARPS,
-            numbers=(self.rings.chunks_of_step(form.step_tokens), self.config.rank),
-            num_programs=self._programs(form.step_tokens, wish.block_num),
+            numbers=(self.rings.chunks_of_step(form.bounds.most), self.config.rank),
+            num_programs=self._programs(form.bounds.most, wish.block_num),
         )
 
     def _adding(self, form: CombineForm, wish: LaunchWish) -> Iterator[KernelLaunch]:
-        yield from self._passing_on(form.step_tokens, back=True, has_weights=form.has_weights)
+        yield from self._passing_on(form.bounds.most, back=True, has_weights=form.has_weights)
         yield self.kernels.launch(
             sum_nodes_kernel,
             sum_operands,
             form.read_as(self.config),
             self.sum_constants(form),
             RING_WARPS,
-            numbers=(form.num_tokens, self.rings.chunks_of_step(form.step_tokens), self.config.rank),
-            num_programs=self._programs(form.step_tokens, wish.block_num, num_nodes=1),
+            numbers=(form.num_tokens, self.rings.chunks_of_step(form.bounds.most), self.config.rank),
+            num_programs=self._programs(form.bounds.most, wish.block_num, num_nodes=1),
         )
 
     def _passing_on(self, step_tokens: int, *, back: bool, has_weights: bool) -> Iterator[KernelLaunch]:

@@ -1,23 +1,31 @@
 """The wire word: the choices of a step that all ranks must share, in one word that travels with the counts.
 
-From its lowest bit: whether the step has weights, scales and a cast inside dispatch; step_tokens, in as many bits as
-the op's max_num_inp_token_per_rank (M) has; the tag of the call. The highest of 32 bits is 0.
+From its lowest bit: whether the step has weights, scales and a cast inside dispatch; the sender's bound of the step
+(step_tokens), in as many bits as the op's max_num_inp_token_per_rank (M) has; the tag of the call. The highest of 32
+bits is 0.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_a2a.kernels.layout import BOUND_SHIFT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WEIGHTS_BIT, SCALES_BIT, CAST_BIT = 1, 2, 4
-NUM_FLAGS, WORD_BITS = 3, 31
+WORD_BITS = 31
+
+
+def bound_mask(max_tokens: int) -> int:
+    """The bits of a wire word that hold its sender's bound; max_tokens: M."""
+    return (1 << tag_shift(max_tokens)) - (1 << BOUND_SHIFT)
 
 
 def tag_shift(max_tokens: int) -> int:
     """The bit at which the tag begins; max_tokens: M."""
-    return NUM_FLAGS + max_tokens.bit_length()
+    return BOUND_SHIFT + max_tokens.bit_length()
 
 
 def tag_mask(max_tokens: int) -> int:
@@ -30,10 +38,10 @@ def tag_of(word: int, max_tokens: int) -> int:
     return word >> tag_shift(max_tokens)
 
 
-def wire_word(step_tokens: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
-    """The wire word of a step with tag 0."""
+def wire_word(bound: int, has_weights: bool, has_scales: bool, cast_inside: bool = False) -> int:
+    """The wire word of a rank that brings at most `bound` tokens to the step, with tag 0."""
     bits = (WEIGHTS_BIT if has_weights else 0) | (SCALES_BIT if has_scales else 0) | (CAST_BIT if cast_inside else 0)
-    return bits | step_tokens << NUM_FLAGS
+    return bits | bound << BOUND_SHIFT
 
 
 def tagged(word: int, tag: int, max_tokens: int) -> int:
@@ -43,11 +51,11 @@ def tagged(word: int, tag: int, max_tokens: int) -> int:
 
 def describe_wire_word(word: int, max_tokens: int) -> str:
     """The choices in a wire word, without the tag, in words."""
-    step_tokens = (word & ((1 << tag_shift(max_tokens)) - 1)) >> NUM_FLAGS
+    bound = (word & bound_mask(max_tokens)) >> BOUND_SHIFT
     weights = "weights" if word & WEIGHTS_BIT else "no weights"
     scales = "scales" if word & SCALES_BIT else "no scales"
     cast = "cast inside dispatch" if word & CAST_BIT else "not cast inside dispatch"
-    return f"step_tokens {step_tokens} with {weights}, {scales}, {cast}"
+    return f"step_tokens {bound} with {weights}, {scales}, {cast}"
 
 
 def disagreement(words: Sequence[int], max_tokens: int) -> tuple[str, str, str]:
@@ -63,7 +71,7 @@ def disagreement(words: Sequence[int], max_tokens: int) -> tuple[str, str, str]:
             "A rank has left out or repeated a call, such as a layer. A rank without tokens takes part with none.",
         )
     return (
-        "the same step_tokens, and weights, scales and casts alike, on all ranks",
+        "the same step_tokens (of a list: for each rank what it has itself), weights, scales and casts on all ranks",
         ", ".join(f"rank {rank}: {describe_wire_word(word, max_tokens)}" for rank, word in enumerate(words)),
         "Pass the same step_tokens everywhere. Where others pass weights or scales, a rank without tokens passes "
         "empty ones, [0, K] and [0, S].",

@@ -114,7 +114,10 @@ def covering_params(**fewer: tuple[Any, ...]) -> list[Any]:
 
 
 def case_of(choice: Choice, number: int) -> Case:
-    """Two steps of the smallest shape that takes the same path; what is not paired changes with the number."""
+    """Two steps of the smallest shape that takes the same path, one of them with a bound for each rank.
+
+    What is not paired changes with the number.
+    """
     case = Case(
         world_size=choice.world_size,
         hidden_dim=HIDDEN_DIMS.get(choice.cast, 48),
@@ -128,6 +131,7 @@ def case_of(choice: Choice, number: int) -> Case:
         quant_type=BY_GROUPS[number % 3] if choice.cast == BY_GROUPS[0] else choice.cast,
         seed=number,
         split="mixed" if number % 3 == 0 else "",
+        step_tokens=("own", None) if number % 2 else (None, "own"),
     )
     if choice.dtype == "fp8":
         case = replace(case, scale_dim=3, scale_dtype=(torch.float32, torch.uint8)[number % 2])

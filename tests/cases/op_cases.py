@@ -56,6 +56,7 @@ class Case:
         an epoch, NaN, infinities.
     num_nodes, kernel: virtual nodes that the ranks make up, and the name of the kernel type when there are several.
     split: which calls are made in halves: "" none, "all", or "mixed", which differs between ranks and steps.
+    step_tokens: by step, the argument of dispatch; "own" for a list of bounds, some with room.
     num_biases: how many of combine's biases are given; ranks with an odd number give the second one first.
     """
 
@@ -77,7 +78,7 @@ class Case:
     zero_copy: bool = False
     combine_weights: bool = True
     pad_id: int = -1
-    step_tokens: tuple[int | None, ...] = (None,)
+    step_tokens: tuple[int | Sequence[int] | str | None, ...] = (None,)
     first_epoch: int = 0
     seed: int = 0
     unusual: bool = False
@@ -131,8 +132,14 @@ class Case:
         counts = self.tokens[step % len(self.tokens)]
         return counts[rank % len(counts)]
 
-    def stride(self, step: int) -> int | None:
-        return self.step_tokens[step % len(self.step_tokens)]
+    def stride(self, step: int) -> int | Sequence[int] | None:
+        """The step_tokens of a dispatch."""
+        given = self.step_tokens[step % len(self.step_tokens)]
+        if not isinstance(given, str):
+            return given
+        counts = [self.num_tokens(step, rank) for rank in range(self.world_size)]
+        room = [count + (rank + step) % 3 // 2 * (1 + rank) for rank, count in enumerate(counts)]
+        return [min(each, self.max_tokens) for each in room]
 
 
 @dataclass(frozen=True)

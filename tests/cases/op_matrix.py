@@ -99,7 +99,8 @@ def _direct(cases: dict[str, Case]) -> dict[str, Case]:
 
 SHAPES, DTYPES, CASTS, CONTRACTS = map(listed, ("shapes", "dtypes", "casts", "contracts"))
 UNUSUAL, HALVES = map(listed, ("unusual", "halves"))
-DIRECT = _direct(CONTRACTS | DTYPES | CASTS | _worlds() | HALVES | UNUSUAL)
+PACKED = listed("packed")
+DIRECT = _direct(CONTRACTS | DTYPES | CASTS | _worlds() | HALVES | UNUSUAL | PACKED)
 # What differs from the flagged way in payload only, which both ways share: enough on GPUs, where it takes no time.
 DIRECT_PAYLOADS = _direct(DTYPES | CASTS | _worlds() | UNUSUAL).keys()
 
@@ -114,6 +115,7 @@ CASES: dict[str, Case] = (
     | UNUSUAL
     | HALVES
     | listed("both_dispatches")
+    | PACKED
     | _look_back()
     | _three_dispatches()
     | _counted_alone()

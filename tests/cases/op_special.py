@@ -413,10 +413,12 @@ def host_checks(context: RankContext, case: Case) -> None:
         is_refused(errors.TooManyTokensError, dispatch(step_tokens=most + 1))
         is_refused(errors.InputError, dispatch(step_tokens=0), "at least 1")
         is_refused(errors.TooManyTokensError, dispatch(step_tokens=len(x) - 1))
+        is_refused(errors.TooManyTokensError, dispatch(step_tokens=[len(x) - 1] * case.world_size))
+        is_refused(errors.TooManyTokensError, dispatch(step_tokens=[len(x)] * (case.world_size - 1) + [most + 1]))
         for name, values in {
             "pad_id": (1 << 40, 1.5, None),
             "tag": (-1, 1.5, True, None),
-            "step_tokens": (7.0, True),
+            "step_tokens": (7.0, True, "7", [most], [most, 1.0], [most, -1], torch.tensor([most, most])),
             "block_num": (2.5, 1 << 40),
         }.items():
             for value in values:

@@ -50,9 +50,11 @@ chunk numbers of a step:
 source_node * R.NUM_CHUNKS + chunk
 channel + count * R.CHANNELS
 row numbers, of which a rank has fewer than 2**31:
-source * step.step_tokens + index
+source * step.step_tokens
+(lanes - S.WORLD_SIZE) * step.step_tokens
 slot = expert * block_rows + index
-rank * (own_slots
+rank * LL.SLOTS
+rank * SLOTS
 tl.cast(source * step_tokens + index, tl.int64)
 places in a token's line of ranks:
 is_sent - num_below + is_below * num_sent

@@ -80,7 +80,6 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "primitives.wait_all barrier 0": ("bulk", "steps", "late"),
     "routing_kernels.rows_of_programs_before volatile 0": ("bulk_look_back", "steps", "random"),
     "ll_receive_kernels.take_row_block volatile 2": ("low_latency_sparse", "steps", "late"),
-    "receive_kernels.pad_block_rows volatile 0": ("low_latency_strides", "steps", "late"),
     "primitives.load_poison volatile 0": ("small_room", "without_room", "late"),
     "primitives.fail scope 0": ("small_room", "without_room", "late"),
     "primitives.overdue scope 0": ("low_latency", "until_late", "stopping"),

@@ -43,6 +43,7 @@ def ask_first(
     values_out,
     rank,
     num_senders,
+    step_tokens,
     SHAPE: tl.constexpr,
     B: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr,
@@ -52,7 +53,7 @@ def ask_first(
     lanes = tl.arange(0, SHAPE.WORLD_LANES)
     received = tl.load(counts + lanes, mask=lanes < SHAPE.WORLD_SIZE, other=0)
     is_sender = (sender >= 0) & (sender < num_senders)
-    step = CombineStep(table, rank, 1, 0, STRIDE, STRIDE, received, False, is_sender, 0)
+    step = CombineStep(table, rank, 1, 0, step_tokens, STRIDE, counts, received, False, is_sender, 0)
     aim, _, values = first_unit(rows_in, step, Share(sender, num_senders), SHAPE, B, OWN_IN_PLACE)
     tl.store(out + at * 3, aim.row)
     tl.store(out + at * 3 + 1, tl.load(counts + aim.destination) - aim.index)
@@ -66,24 +67,28 @@ def ask_first(
 )
 @pytest.mark.parametrize("in_place", [True, False], ids=["own in place", "own sent"])
 @pytest.mark.parametrize(
-    ("compact", "cap"), [(True, False), (True, True), (False, False)], ids=["compact", "compact-cap", "rank_major"]
+    ("compact", "packed", "cap"),
+    [(True, False, False), (True, False, True), (False, False, False), (False, True, True)],
+    ids=["compact", "compact-cap", "rank_major", "packed"],
 )
 @pytest.mark.parametrize("num_rows_at_once", [1, 4])
-def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, in_place, cap, num_rows_at_once):
+def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, packed, in_place, cap, num_rows_at_once):
     """It is asked for before the counts are known to hold; programs that send nothing ask for nothing.
 
     Args:
-        cap: rows_in has as many rows as were received (max_total_recv_tokens).
+        cap: rows_in has as many rows as were received (max_total_recv_tokens, or bounds of each rank).
     """
     num_rows = max(1, sum(counts)) if cap else world_size * STRIDE
     memory = torch.full((num_rows + world_size * STRIDE, HIDDEN), OUTSIDE, dtype=torch.int32)
     memory[:num_rows] = torch.arange(1, num_rows * HIDDEN + 1).view(num_rows, HIDDEN)
     num_senders = max(1, max(counts) * world_size * NUM_BLOCKS)
     block = Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False, num_rows_at_once)
-    given, form = torch.tensor(counts, dtype=torch.int32), shape_of(world_size, compact=compact)
+    form, starts = shape_of(world_size, compact=compact), [sum(counts[:source]) for source in range(world_size)]
+    step_tokens, unread = -1 if packed else STRIDE, [1 << 20] * world_size
+    given = torch.tensor([counts, starts if compact or packed else unread], dtype=torch.int32)
     for rank in {0, world_size - 1}:
         out, values = untouched(num_senders + 2, 3), untouched(num_senders + 2, num_rows_at_once, GROUP)
-        arguments = (memory, table_of(world_size, {}), given, out, values, rank, num_senders)
+        arguments = (memory, table_of(world_size, {}), given, out, values, rank, num_senders, step_tokens)
         ask_first.interpret((num_senders + 2,), *arguments, SHAPE=form, B=block, OWN_IN_PLACE=in_place)
         assert not (values == OUTSIDE).any(), "reads behind the rows"
         assert (values[[0, -1]] == 0).all()
@@ -121,7 +126,7 @@ def test_each_unit_is_added_once(num_programs, num_units):
 
 @portable
 def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
-    step = CombineStep(routes, rank, 1, 1, M, M, routes, False, False, 0)
+    step = CombineStep(routes, rank, 1, 1, M, M, routes, routes, False, False, 0)
     found = slots_of(routes_of(routes, 0, step, SHAPE), step, SHAPE)
     at = 0
     for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):

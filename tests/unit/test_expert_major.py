@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import InputError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.expert_major import expanding, reducing
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.launches import CombineForm, DispatchForm
@@ -91,9 +92,10 @@ def test_a_bound_on_multiprocessors_is_one_on_programs() -> None:
     for max_sms, most in ((24, (24, 24)), (0, (528, 1056))):
         kernels = engine_of(config).kernels
         kernels.max_sms = max_sms
-        form = DispatchForm(config.data_type, has_scales=False, has_weights=True, num_tokens=4096, step_tokens=4096)
+        bounds = Bounds.of(config, 4096)
+        form = DispatchForm(config.data_type, has_scales=False, has_weights=True, num_tokens=4096, bounds=bounds)
         numbering, copying = expanding(kernels, form)
-        adding = reducing(kernels, CombineForm(False, False, (False, False), 4096, 4096))
+        adding = reducing(kernels, CombineForm(False, False, (False, False), 4096, bounds))
         assert numbering.num_programs == config.num_local_experts == 32
         assert (copying.num_programs, adding.num_programs) == most
 

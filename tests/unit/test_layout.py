@@ -97,7 +97,7 @@ def test_sizes_by_an_independent_formula(config):
             tokens * world * int32,
             tokens * topk * int32,
             tokens * min(world, topk) * int64,
-            world * int32,
+            2 * world * int32,
             int32,
             3 * int32,
             3 * int32,

@@ -140,7 +140,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
             num_tokens_per_expert=per_expert,
             topk_idx=ids,
             topk_weights=self._some_weights(step),  # DeepEP sends ids only together with weights
-            num_worst_tokens=0 if self._internode else self.num_rows(step.step_tokens),
+            num_worst_tokens=0 if self._internode else step.bounds.num_rows,
         )
         recv_ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
         counts = conversions.counts_from_prefix(self._prefix())
@@ -293,13 +293,13 @@ class DeepEPV2Op(DeepEPOp):
 
     def _exchange_rows(self, step: Step) -> ReceivedRows:
         config = self.config
-        self._step_tokens = step.step_tokens
+        self._step_tokens = step.bounds.most
         received, local_ids, weights, self._handle, _ = self._native.dispatch(
             x=step.tokens if step.scales is None else (step.tokens, step.scales),
             topk_idx=self._ids_for_native(step.ids),
             topk_weights=step.weights,
             num_experts=config.total_experts,
-            num_max_tokens_per_rank=step.step_tokens,
+            num_max_tokens_per_rank=step.bounds.most,
             num_sms=config.max_sms,
             do_cpu_sync=False,
         )
@@ -307,7 +307,7 @@ class DeepEPV2Op(DeepEPOp):
         # DeepEP's ids and sources past the received rows hold anything
         row = torch.arange(tokens.shape[0], device=self.device)
         total = self._handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
-        sources = torch.where(row < total, self._global_tokens() // step.step_tokens, -1)
+        sources = torch.where(row < total, self._global_tokens() // step.bounds.most, -1)
         ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
         ids = conversions.padded_ids(ids, total, step.pad_id)
         return ReceivedRows(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))

@@ -238,9 +238,9 @@ class FlashInferOneSidedOp(FlashInferOp):
         sent = torch.cat([step.ids, weights.view(torch.int32), self._own_positions[:num_tokens]], 1)
         scales = None if step.scales is None else wire_view(step.scales)
         got = self._exchange.dispatch(
-            wire_view(step.tokens), routed, sent.view(torch.float32), scales, step.step_tokens
+            wire_view(step.tokens), routed, sent.view(torch.float32), scales, step.bounds.most
         )
-        by_source = (config.world_size, step.step_tokens, -1)
+        by_source = (config.world_size, step.bounds.most, -1)
         came = got.topk_ids.view(by_source)[..., :1] >= 0
         routing = got.topk_weights.view(torch.int32).view(by_source)
         ids, received_weights, positions = routing.split([config.topk, config.topk, 1], dim=-1)
@@ -347,7 +347,7 @@ class FlashInferTwoSidedOp(FlashInferOp):
             ids,
             self._some_weights(step),
             hidden_states_scale=beside.view(torch.bfloat16),
-            **{self._step_bound: step.step_tokens},
+            **{self._step_bound: step.bounds.most},
         )
         came = (got.topk_ids >= 0).any(1)
         received = got.hidden_states_scale.view(torch.int32)

@@ -69,7 +69,7 @@ class MoriOp(LibraryDispatchCombineOp):
             input=step.tokens, weights=weights, scales=step.scales, indices=self._sent_ids
         )
         # MORI sizes its outputs for M tokens of each rank; at most this many rows have come
-        rows = self.num_rows(step.step_tokens)
+        rows = step.bounds.num_rows
         ids, weights = ids[:rows], weights[:rows]
         if self._fills_slots:
             ids, weights = conversions.unmarked(ids, weights)
