@@ -115,6 +115,7 @@ class DispatchCombineOp(Protocol):
         call_local_expert_count: bool = False,
         *,
         step_tokens: int | Sequence[int] | None = None,
+        max_num_tokens: int | Sequence[int] | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -135,6 +136,7 @@ class DispatchCombineOp(Protocol):
             step_tokens: the most tokens that any rank brings to this step, from 1 to M; None is M. Or a list of W
                 integers from 0 to M, the most tokens that each rank brings: two ranks with [40, 1] get 41 rows, where
                 they get 80 with 40. Equal on all ranks; a list of W equal numbers is the same step as the number.
+            max_num_tokens: the older name of step_tokens, which it replaces.
             pad_id: the id in the returned indices of rows without a token.
             tag: a number of this call, at least 0, equal on all ranks, such as its layer's. Ranks whose tags differ get
                 ConfigMismatchError instead of rows of another layer. It travels modulo 2**(28 - n), where M has n bits
@@ -155,6 +157,7 @@ class DispatchCombineOp(Protocol):
         indices: Tensor,
         *,
         step_tokens: int | Sequence[int] | None = None,
+        max_num_tokens: int | Sequence[int] | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:

@@ -11,7 +11,7 @@ import abc
 import threading
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, StateError, max_tokens_name
+from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, InputError, StateError, max_tokens_name
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.memory.guards import OwnProcess, become_closed
 from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Step
@@ -83,6 +83,14 @@ class BaseOp(abc.ABC):
     def _run_dispatch(self, step: Step, stages: Stages, wish: LaunchWish) -> None:
         """Launch a dispatch, or its first half."""
 
+    def _bound_given(self, step_tokens: StepTokens | None, max_num_tokens: StepTokens | None) -> StepTokens:
+        """The bound of a step: by its name, by its older name, or M."""
+        if max_num_tokens is not None:
+            if step_tokens is not None:
+                raise InputError("step_tokens, or its older name max_num_tokens", "both", "Pass step_tokens.")
+            return max_num_tokens
+        return self.config.max_num_inp_token_per_rank if step_tokens is None else step_tokens
+
     def _finish_dispatch(self, step: Step) -> None:
         """Launch the second half of a dispatch, where the first has not done all of it."""
 
@@ -110,6 +118,7 @@ class BaseOp(abc.ABC):
         call_local_expert_count: bool = False,
         *,
         step_tokens: StepTokens | None = None,
+        max_num_tokens: StepTokens | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -121,8 +130,7 @@ class BaseOp(abc.ABC):
         if (block_num, rdma_block_num, warp_per_block) != OWN_LAUNCH:
             # before the step begins: a call that is refused must not hold the memory against other ops
             wish = self._checked_wish(block_num, warp_per_block)
-        if step_tokens is None:
-            step_tokens = self.config.max_num_inp_token_per_rank
+        step_tokens = self._bound_given(step_tokens, max_num_tokens)
         step = Step(input, weights, scales, indices, step_tokens, pad_id, call_local_expert_count, tag)
         return self._dispatch("dispatch", step, WHOLE, wish)
 
@@ -135,6 +143,7 @@ class BaseOp(abc.ABC):
         indices: torch.Tensor,
         *,
         step_tokens: StepTokens | None = None,
+        max_num_tokens: StepTokens | None = None,
         pad_id: int = -1,
         tag: int = 0,
     ) -> DispatchResult:
@@ -144,8 +153,7 @@ class BaseOp(abc.ABC):
         whole and split calls. Make a split call once, or call `warmup_split`, before a graph captures one.
         `DispatchCombineOp.dispatch` in ep_a2a/interface.py has the arguments and errors.
         """
-        if step_tokens is None:
-            step_tokens = self.config.max_num_inp_token_per_rank
+        step_tokens = self._bound_given(step_tokens, max_num_tokens)
         step = Step(input, weights, scales, indices, step_tokens, pad_id, False, tag)
         return self._dispatch("dispatch_send", step, SEND)
 

@@ -305,3 +305,12 @@ def test_rows_behind_an_experts_rows_are_zeros_up_to_its_alignment(manager, alig
         end = min(-(-count // alignment) * alignment, rows.shape[1])
         assert (rows[expert, :count] == 1).all()
         assert (rows[expert, count:end] == 0).all()
+
+
+def test_the_bound_of_a_step_has_an_older_name(manager):
+    op = manager.get_handle({**KWARGS, "layout": "rank_major"})
+    with pytest.raises(InputError, match="both"):
+        op.dispatch(TOKENS, WEIGHTS, None, IDS, step_tokens=3, max_num_tokens=3)
+    assert op.dispatch(TOKENS, WEIGHTS, None, IDS, max_num_tokens=3).tokens.shape == (1, 3, HIDDEN)
+    op.combine(TOKENS, None, None)
+    assert op.dispatch_send(TOKENS, WEIGHTS, None, IDS, max_num_tokens=[4]).tokens.shape == (4, HIDDEN)
