@@ -54,8 +54,6 @@ def shape(context: RankContext, backend: str = "") -> Iterator[Any]:
         device_group = group if context.device.type == "cuda" else None
         communicator = communicators.CudaCommunicator(group, context.device, device_group, "ep:0")
         state.groups["ep"] = SimpleNamespace(device_communicator=communicator)
-        state.groups["dp"] = SimpleNamespace(rank_in_group=context.rank, world_size=context.world_size)
-        state.groups["tp"] = SimpleNamespace(rank_in_group=0, world_size=1)
         yield communicator
         communicator.destroy()
     finally:
@@ -133,8 +131,7 @@ def aiters_manager_on_our_mori(context: RankContext) -> None:
 def make_moe(context: RankContext, **changes: Any) -> Any:
     """ATOM's FusedMoEConfig of a layer in a deployment with one data-parallel rank per process."""
     moe, config = importlib.import_module("atom.model_ops.moe"), importlib.import_module("atom.config")
-    config.current = config.Config(enable_expert_parallel=True, **changes)
-    config.current.parallel_config.data_parallel_size = context.world_size
+    config.current = config.Config(**changes)
     parallel = moe.FusedMoEParallelConfig(dp_size=context.world_size, use_ep=True, local_ep_size=1)
     return importlib.import_module("atom.model_ops.fused_moe.config").FusedMoEConfig(
         num_experts=EXPERTS_PER_RANK * context.world_size,

@@ -13,10 +13,12 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch.nn.functional import silu
@@ -57,11 +59,13 @@ def apply_hooks() -> None:
     assert not missing, missing
 
 
-def arguments(**options: Any) -> Any:
+def settled(**options: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     given = {"model_path": "dummy", "device": "cpu", "tp_size": WORLD, "chunked_prefill_size": CHUNK} | options
-    return ServerArgs(**given)
+    args = ServerArgs(**given)
+    args.resolve_once()
+    return args
 
 
 class Group:
@@ -81,8 +85,7 @@ def configure(backend: str, **options: Any) -> None:
     from sglang.srt.layers.moe import initialize_moe_config
 
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
-    args = arguments(moe_a2a_backend=backend, ep_size=WORLD, attn_dp_size=WORLD, **options)
-    args.resolve_once()
+    args = settled(moe_a2a_backend=backend, ep_size=WORLD, attn_dp_size=WORLD, **options)
     runtime_context.publish(args, role="scheduler")
     initialize_moe_config()
     parallel_state._TP = Group(group)
@@ -144,6 +147,15 @@ def dense(tokens: torch.Tensor, topk_output: Any) -> torch.Tensor:
     return weighted_experts(tokens, topk_output, weights_of_all())
 
 
+def a_step(counts: Sequence[int], seed: int) -> tuple[torch.Tensor, Any]:
+    """Begins a step with so many tokens on each rank; returns those of this rank, as `routed`."""
+    from sglang.srt.layers.dp_attention import set_dp_buffer_len
+
+    num_tokens = counts[torch.distributed.get_rank()]
+    set_dp_buffer_len(sum(counts), num_tokens, False, list(counts))
+    return routed(num_tokens, seed)
+
+
 def rounded_to_fp8(tokens: torch.Tensor) -> torch.Tensor:
     """Tokens [T, 128] as they are after a cast with a scale for 128 elements."""
     scales = tokens.float().abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
@@ -165,7 +177,6 @@ def batched_experts_of_this_rank(sent: Any) -> torch.Tensor:
 def check_layers_against_the_dense_layer() -> None:
     """Two layers share an op; steps differ in tokens; a rank brings none; the factor is in the router's weights."""
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
-    from sglang.srt.layers.dp_attention import set_dp_buffer_len
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
@@ -187,18 +198,16 @@ def check_layers_against_the_dense_layer() -> None:
     streamer = SimpleNamespace(is_generation=True, _stream_output_generation=lambda *each: sent.append(each))
     with replaced(fused_moe, "fused_experts", experts_in_torch):
         for seed, counts in enumerate(COUNTS):
-            set_dp_buffer_len(sum(counts), counts[rank], False, list(counts))
+            tokens, topk_output = a_step(counts, seed)
             for layer in layers:
-                tokens, topk_output = routed(counts[rank], seed)
                 result = layer(tokens.clone(), topk_output)
                 torch.testing.assert_close(result, dense(tokens, topk_output), rtol=1e-4, atol=1e-4)
             SchedulerOutputStreamer.stream_output(streamer, [], False)
             sys.modules[SCHEDULER].Scheduler().process_batch_result(None, None)  # type: ignore[attr-defined]
             mapped = topk_output._replace(topk_ids=copies[rank][topk_output.topk_ids])
             torch.testing.assert_close(placed(tokens, mapped), result, rtol=1e-4, atol=1e-4)
-        set_dp_buffer_len(9000, 4500, False, [4500, 4500])
         with refused(ValueError, "at most 4096 tokens", "--chunked-prefill-size"):
-            layers[0](*routed(1, 0))
+            layers[0](*a_step((4500, 4500), 0))
     assert len(sent) == len(COUNTS)
     # no kernel of this rank sees the failure: ranks of one attention group must ask
     first.memory.poison.word.fill_(FailureCode.CAPACITY << RANK_BITS | 1 - rank)
@@ -212,7 +221,6 @@ def check_layers_against_the_dense_layer() -> None:
 def check_two_batch_overlap() -> None:
     """SGLang's stages of Qwen3-MoE run two halves of a step in turn; ranks split their tokens at different places."""
     from sglang.srt.batch_overlap import operations
-    from sglang.srt.layers.dp_attention import set_dp_buffer_len
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock as Block
@@ -220,49 +228,30 @@ def check_two_batch_overlap() -> None:
     apply_hooks()
     configure("ep_a2a", enable_two_batch_overlap=True)
     block = SimpleNamespace(experts=a_layer(), ep_size=WORLD, layer_id=0)
-    rank = torch.distributed.get_rank()
-    counts = [9, 4]
+    tokens, choice = a_step((9, 4), 0)
+    sizes = [(7, 2), (2, 2)][torch.distributed.get_rank()]
 
-    def begin(state: Any, tokens: torch.Tensor, topk_output: Any, half: int, forward_batch: Any) -> dict[str, Any]:
-        state.hidden_states_mlp_input, state.topk_output, state.tbo_subbatch_index = tokens, topk_output, half
+    def begin(state: Any, half: int, forward_batch: Any) -> dict[str, Any]:
+        of_half = [each.split(sizes)[half].clone() for each in (tokens, choice.topk_weights, choice.topk_ids)]
+        state.hidden_states_mlp_input, state.topk_output = of_half[0], choice._make([*of_half[1:], None])
+        state.tbo_subbatch_index = half
         return {}
 
-    def end(state: Any) -> torch.Tensor:
-        Block.op_output(block, state)
-        return state.hidden_states_mlp_output
-
     names = ("op_dispatch_a", "", "op_dispatch_b", "op_experts", "op_combine_a", "", "op_combine_b")
-    steps = [functools.partial(getattr(Block, name), block) if name else operations.YieldOperation() for name in names]
-    batch = SimpleNamespace(
-        global_dp_buffer_len=None,
-        tbo_padded_len=0,
-        global_num_tokens_cpu=None,
-        dp_padding_mode=SimpleNamespace(is_max_len=lambda: False),
-        moe_num_token_non_padded=None,
-    )
-    tokens, topk_output = routed(counts[rank], 0)
-    halves = [slice(0, 7 - 5 * rank), slice(7 - 5 * rank, None)]
-    inputs = [
-        {
-            "tokens": tokens[half].clone(),
-            "topk_output": topk_output._replace(
-                topk_ids=topk_output.topk_ids[half], topk_weights=topk_output.topk_weights[half]
-            ),
-            "half": index,
-            "forward_batch": batch,
-        }
-        for index, half in enumerate(halves)
+    stages: list[Any] = [begin]
+    stages += [
+        functools.partial(getattr(Block, name), block) if name else operations.YieldOperation() for name in names
     ]
+    stages.append(lambda state: state.hidden_states_after_combine)
+    inputs = [{"half": half, "forward_batch": MagicMock(global_num_tokens_cpu=None)} for half in range(2)]
     with replaced(fused_moe, "fused_experts", experts_in_torch), forward_context(ForwardContext(attn_backend=None)):
-        set_dp_buffer_len(sum(counts), counts[rank], False, counts)
-        results = operations.execute_overlapped_operations(inputs, [[begin, *steps, end]] * 2, [0, 0])
-        torch.testing.assert_close(torch.cat(results), dense(tokens, topk_output), rtol=1e-4, atol=1e-4)
+        results = operations.execute_overlapped_operations(inputs, [stages] * 2, [0, 0])
+    torch.testing.assert_close(torch.cat(results), dense(tokens, choice), rtol=1e-4, atol=1e-4)
 
 
 def check_small_steps_by_expert() -> None:
     """SGLang's masked products get each expert's rows, with and without a cast; large steps its standard format."""
     from sglang.srt.environ import envs
-    from sglang.srt.layers.dp_attention import set_dp_buffer_len
     from sglang.srt.layers.moe.moe_runner import deep_gemm
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
@@ -274,13 +263,11 @@ def check_small_steps_by_expert() -> None:
 
     apply_hooks()
     configure("ep_a2a_low_latency")
-    rank = torch.distributed.get_rank()
     with envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.override(8):
         raw, cast = (a_layer(params_dtype=torch.bfloat16) for _ in range(2))
         cast.dispatcher.batch_small_steps(casts=True)
     for seed, counts in enumerate([*COUNTS, (9, 2), (5, 3)]):
-        set_dp_buffer_len(sum(counts), counts[rank], False, list(counts))
-        tokens, topk_output = routed(counts[rank], seed)
+        tokens, topk_output = a_step(counts, seed)
         tokens = tokens.bfloat16()
         for layer in (raw, cast):
             is_cast = layer is cast and max(counts) <= 8
@@ -306,15 +293,10 @@ def check_runners() -> None:
     apply_hooks()
     configure("ep_a2a")
     for backend, named in ((MoeRunnerBackend.FLASHINFER_CUTLASS, "flashinfer_cutlass"), (None, "another one")):
-        runner = backend and SimpleNamespace(runner_backend=backend)
-
-        def make(method: Any, *_: Any, runner: Any = runner) -> None:
-            method.runner, method._aiter_runner = runner, None
-
-        with (
-            replaced(UnquantizedFusedMoEMethod, "create_moe_runner", make),
-            refused(UnsupportedError, named, "--moe-runner-backend triton"),
-        ):
+        made = {"runner": backend and SimpleNamespace(runner_backend=backend), "_aiter_runner": None}
+        make: Any = lambda method, *_, made=made: vars(method).update(made)  # noqa: E731
+        remedy = "--moe-runner-backend triton"
+        with replaced(UnquantizedFusedMoEMethod, "create_moe_runner", make), refused(UnsupportedError, named, remedy):
             a_layer()
 
 
@@ -323,7 +305,6 @@ def check_deepep_where_it_is_absent() -> None:
     apply_hooks()
     configure("deepep")
     from sglang.srt.layers.moe.token_dispatcher import deepep
-    from sglang.srt.layers.moe.utils import DeepEPMode
     from sglang.srt.utils import dispose_tensor
 
     assert not deepep.use_deepep
@@ -337,37 +318,26 @@ def check_deepep_where_it_is_absent() -> None:
             (torch.cuda, "get_device_properties", lambda device: properties),
         ):
             stack.enter_context(replaced(owner, name, value))
-        dispatcher = deepep.DeepEPDispatcher(
-            group=torch.distributed.group.WORLD,
-            router_topk=TOPK,
-            num_experts=EXPERTS,
-            num_local_experts=EXPERTS // WORLD,
-            hidden_size=HIDDEN,
-            params_dtype=torch.bfloat16,
-            deepep_mode=DeepEPMode.AUTO,
-            return_recv_hook=True,
-        )
+        dispatcher = a_layer(params_dtype=torch.bfloat16).dispatcher
         assert deepep.Buffer.__module__.startswith("ep_a2a.")
-        normal, low_latency = dispatcher._normal_dispatcher, dispatcher._low_latency_dispatcher
-        normal.use_fp8 = False
+        (inner,) = dispatcher._inners
+        inner._normal_dispatcher.use_fp8 = False
         for seed, (is_prefill, is_fp8) in enumerate(((1, 0), (0, 1), (0, 0), (1, 0))):
-            low_latency.use_fp8 = is_fp8
+            inner._low_latency_dispatcher.use_fp8 = is_fp8
             stack.enter_context(replaced(deepep, "get_is_extend_in_batch", lambda now=is_prefill: now))
             tokens, topk_output = routed(5 - torch.distributed.get_rank(), seed)
             tokens = tokens.bfloat16()
-            sent = dispatcher.dispatch(tokens, topk_output)
+            sent = dispatcher.dispatch(hidden_states=tokens, topk_output=topk_output)
             assert sent.format.is_deepep_ll() == (not is_prefill)
-            answer: Any
             if is_prefill:
                 choice = sent.topk_weights, sent.topk_ids, None
                 rows = weighted_experts(sent.hidden_states, choice, weights_of_this_rank())
-                answer = deepep.DeepEPNormalCombineInput(rows, sent.topk_ids, sent.topk_weights)
             else:
                 rows = batched_experts_of_this_rank(sent)
-                answer = deepep.DeepEPLLCombineInput(rows, sent.topk_ids, sent.topk_weights)
             # as SGLang's DeepGEMM runner does
             dispose_tensor(sent.hidden_states)
-            result = dispatcher.combine(answer)
+            answer = deepep.DeepEPNormalCombineInput if is_prefill else deepep.DeepEPLLCombineInput
+            result = dispatcher.combine(combine_input=answer(rows, sent.topk_ids, sent.topk_weights))
             expected = dense(rounded_to_fp8(tokens) if is_fp8 else tokens.float(), topk_output).bfloat16()
             torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
@@ -395,11 +365,8 @@ def check_options() -> None:
     args = ServerArgs.from_cli_args(given)
     args.resolve_once()
     assert (args.ep_size, args.disable_shared_experts_fusion) == (4, True)
-    batched = arguments(moe_a2a_backend="ep_a2a_low_latency")
-    batched.resolve_once()
-    assert batched.moe_runner_backend == "deep_gemm"
-    other = arguments(moe_a2a_backend="none")
-    other.resolve_once()
+    assert settled(moe_a2a_backend="ep_a2a_low_latency").moe_runner_backend == "deep_gemm"
+    other = settled(moe_a2a_backend="none")
     assert (other.ep_size, other.disable_shared_experts_fusion) == (1, False)
     fields = {"moe_a2a_backend": "ep_a2a", "moe_runner_backend": "auto", "chunked_prefill_size": None, "pp_size": 1}
     for field in plugin.UNSUPPORTED:
@@ -415,49 +382,40 @@ def check_options() -> None:
         ({"enable_prefill_cp": True}, "--enable-prefill-cp"),
     ):
         with refused(UnsupportedError, part):
-            arguments(moe_a2a_backend="ep_a2a", **options).resolve_once()
-    arguments(moe_a2a_backend="ep_a2a").resolve_once()
-    for name, is_known in (("Qwen3MoeForCausalLM", True), ("SarvamMoEForCausalLM", False)):
-        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[name]))
-        if is_known:
-            plugin._check_family(None, config)
-        else:
-            with refused(UnsupportedError, name):
-                plugin._check_family(None, config)
+            settled(moe_a2a_backend="ep_a2a", **options)
+    settled(moe_a2a_backend="ep_a2a")
+    known, unknown = (
+        SimpleNamespace(hf_config=SimpleNamespace(architectures=[f"{name}ForCausalLM"]))
+        for name in ("Qwen3Moe", "SarvamMoE")
+    )
+    plugin._check_family(None, known)
+    with refused(UnsupportedError, "SarvamMoEForCausalLM"):
+        plugin._check_family(None, unknown)
     assert ModelConfig.__init__.__wrapped__ is not None
 
 
 CHECKS = {name.removeprefix("check_"): each for name, each in dict(globals()).items() if name.startswith("check_")}
 
 
-def on_two_ranks(check: Callable[[], None]) -> None:
+def on_two_ranks(name: str) -> None:
     """Forks the ranks: SGLang's imports take half a minute."""
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        replies: Any = context.SimpleQueue()
-        ranks = [context.Process(target=_rank, args=(check, rank, folder, replies)) for rank in range(WORLD)]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join(POOL_TIMEOUT_SECS)
-            each.kill()
-    texts = [replies.get() for _ in ranks if not replies.empty()]
-    assert [each.exitcode for each in ranks] == [0] * WORLD, "\n".join(texts)
+    with tempfile.TemporaryDirectory() as folder, context.Pool(WORLD) as pool:
+        ended = pool.imap_unordered(functools.partial(_run, name, folder), range(WORLD))
+        # the first error is raised; the other rank may wait for this one, and is killed
+        for _ in range(WORLD):
+            ended.next(POOL_TIMEOUT_SECS)
 
 
-def _rank(check: Callable[[], None], rank: int, folder: str, replies: Any) -> None:
-    import traceback
-
+def _run(name: str, folder: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     try:
-        check()
-    except BaseException:  # noqa: BLE001 - whatever it is, it is the check's outcome
-        replies.put(f"rank {rank}: {traceback.format_exc()}")
-        # the others may wait for this rank
-        os._exit(1)
+        CHECKS[name]()
+    except BaseException:  # noqa: BLE001 - whatever it is, it is the check's outcome, as text that can be pickled
+        raise AssertionError(f"rank {rank}: {traceback.format_exc()}") from None
 
 
 if __name__ == "__main__":
     load()
-    run(lambda name: on_two_ranks(CHECKS[name]), sys.argv[1:])
+    run(on_two_ranks, sys.argv[1:])

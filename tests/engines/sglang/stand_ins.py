@@ -8,18 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import MagicMock
 
-ABSENT = (
-    "IPython",
-    "dill",
-    "gguf",
-    "orjson",
-    "pybase64",
-    "sentencepiece",
-    "sgl_kernel",
-    "torchvision",
-    "partial_json_parser",
-)
-"""sgl_kernel is compiled; the others are for tokenizers, images and files."""
+KERNELS = "sgl_kernel"
+UNUSED = ("IPython", "dill", "gguf", "orjson", "partial_json_parser", "pybase64", "sentencepiece", "torchvision")
+"""Packages for tokenizers, images and files."""
 
 
 class _Names(type):
@@ -44,7 +35,7 @@ class _StandIn(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        is_absent = name.partition(".")[0] in ABSENT
+        is_absent = name.partition(".")[0] in (KERNELS, *UNUSED)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
 
     def create_module(self, spec: Any) -> types.ModuleType:

@@ -24,29 +24,9 @@ class All2AllManagerBase:
     world_size: int
 
     def __init__(self, cpu_group):
-        from aiter.dist.parallel_state import get_dp_group, get_tp_group
-
         self.cpu_group = cpu_group
         self.rank = dist.get_rank(cpu_group)
         self.world_size = dist.get_world_size(cpu_group)
-        self.dp_group, self.tp_group = get_dp_group(), get_tp_group()
-        self.dp_rank, self.dp_world_size = self.dp_group.rank_in_group, self.dp_group.world_size
-        self.internode = False
-
-    def get_handle(self, kwargs, index=0):
-        raise NotImplementedError
-
-    def dispatch(self, hidden_states, router_logits, is_sequence_parallel=False):
-        raise NotImplementedError
-
-    def combine(self, hidden_states, is_sequence_parallel=False):
-        raise NotImplementedError
-
-    def set_num_sms(self, num_sms):
-        pass
-
-    def max_sms_used(self):
-        return None
 
     def destroy(self):
         pass
