@@ -26,7 +26,6 @@ PEERS = "--contenders reference_push,ep_a2a,nccl_agrs,flashinfer,deepep"
 OURS = "--contenders reference_push,ep_a2a"
 MULTIGPU = "-m pytest -q -n 0 -m multigpu --timeout 150 tests/multigpu"
 CLEAN_UP_SECS = 30
-VLLM = "-m bench.vllm.throughput --shape deepseek_v2_lite --layers 10 --rounds 4"
 
 
 class Command(NamedTuple):
@@ -66,18 +65,7 @@ PARTS: dict[str, tuple[Command, ...]] = {
             "-m pytest -q -n 0 -m multigpu tests/integration/test_vllm_gpu.py",
             (("EP_A2A_TEST_VLLM_RANKS", "{ranks}"),),
         ),
-        Command(
-            "vllm_bench",
-            1800,
-            f"{VLLM} --ranks {{ranks}} --workloads 64x4x64,256x1x64,8x2048x4 --folder {{folder}}/vllm"
-            " --backends ep_a2a,allgather_reducescatter,deepep_high_throughput",
-        ),
-        Command(
-            "vllm_serving",
-            900,
-            "-m bench.vllm.serving --ranks {ranks} --layers 20 --folder {folder}/serving"
-            " --backends ep_a2a,allgather_reducescatter,deepep_high_throughput",
-        ),
+        Command("vllm_bench", 3600, "-m bench.vllm --ranks {ranks} --folder {folder}/vllm"),
     ),
 }
 

@@ -19,7 +19,7 @@ def help_of(words: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["peers", "layer"])
+@pytest.mark.parametrize("name", ["peers", "layer", "vllm_bench"])
 def test_its_options_exist(name: str) -> None:
     words = many_gpus.words_of(COMMANDS[name], NAMES)
     said = help_of(words)

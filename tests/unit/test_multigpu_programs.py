@@ -10,7 +10,7 @@ import pytest
     [
         "tests.multigpu.precompile",
         "tests.programs.soak",
-        "bench.vllm.throughput",
+        "bench.vllm.rank",
         "tests.engines.vllm.gpu.rank",
     ],
 )

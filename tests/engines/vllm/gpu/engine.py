@@ -94,9 +94,10 @@ def run_engine(
     limit_secs: float,
     place: int = 0,
     num_engines: int = 1,
+    program: str = "tests.engines.vllm.gpu.rank",
     **variables: str,
 ) -> Run:
-    """Runs one process per rank that does the actions, until all end, one fails, or the time is over.
+    """Runs one process of `program` per rank that does the actions, until all end, one fails, or the time is over.
 
     `engine` are arguments of vllm.LLM, `variables` are added to the environment. Engines whose folders lie in one
     folder may take turns: `num_engines` with as many actions each, every one with a `place` of its own.
@@ -106,7 +107,7 @@ def run_engine(
     job = {"engine": engine, "actions": actions, "num_ranks": num_ranks, "turns": turns}
     (folder / "job.json").write_text(json.dumps(job))
     port = free_port(NUM_PORTS)
-    processes = [_start(folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
+    processes = [_start(program, folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
     try:
         error = _wait(processes, limit_secs)
     finally:
@@ -119,11 +120,13 @@ def run_engine(
     return Run(reports, logs, error)
 
 
-def _start(folder: Path, rank: int, num_ranks: int, port: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    program: str, folder: Path, rank: int, num_ranks: int, port: int, variables: dict[str, str]
+) -> subprocess.Popen[bytes]:
     # vLLM puts the local rank on the GPU of that number: all on the only one, where there is one
     local_rank = rank % torch.cuda.device_count()
     ranks = rank_variables(rank, num_ranks, port) | {"VLLM_DP_RANK_LOCAL": str(local_rank)}
-    command = [sys.executable, "-m", "tests.engines.vllm.gpu.rank", str(folder), str(rank)]
+    command = [sys.executable, "-m", program, str(folder), str(rank)]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
             command,

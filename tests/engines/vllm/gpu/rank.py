@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.models import fill_dummy_weights
 from tests.engines.vllm.trained import known_prompts
 from tests.waiting import await_file, await_until
 
@@ -191,21 +190,6 @@ class Rank:
         self._settle()
         return {"workers": self.llm.collective_rpc("num_split_steps")}
 
-    def throughput(self, batch: int, prompt: int, output: int, repeats: int = 2) -> dict[str, Any]:
-        """Seconds for `batch` prompts per rank that start all at once, best of some: to `few` tokens, and to the end.
-
-        What lies between is decode of the full batch.
-        """
-        self.llm.apply_model(fill_dummy_weights)
-        chosen = random.Random(self.rank)
-
-        def best(num_tokens: int) -> float:
-            prompts = [[self._prompt(chosen, prompt) for _ in range(batch)] for _ in range(repeats + 1)]
-            return min([self._generate(each, num_tokens)[1] for each in prompts][1:])
-
-        few = max(1, output // 8)
-        return {"few": few, "few_secs": best(few), "secs": best(output)}
-
     # how they do it
 
     def _share(self, num_prompts: int, longest: int = 100) -> dict[int, list[int]]:
@@ -267,7 +251,12 @@ class Rank:
         await_until(lambda: all(name.exists() for name in names), "a barrier of the ranks", math.inf)
 
 
-if __name__ == "__main__":
+def main(rank: type[Rank] = Rank) -> None:
+    """Runs the rank that the command line names."""
     # whoever started this asks for the stacks when it does not end, also for those of processes forked from here
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    Rank(Path(sys.argv[1]), int(sys.argv[2])).run()
+    rank(Path(sys.argv[1]), int(sys.argv[2])).run()
+
+
+if __name__ == "__main__":
+    main()
