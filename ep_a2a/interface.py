@@ -59,6 +59,7 @@ class DispatchResult(NamedTuple):
         weights: [..., K] float32, in expert_major [E, R]. None if dispatch was given none. With the config's local_ids
             0 in slots of other ranks' experts.
         scales: [..., S], float32, uint8 (ue8m0) or the dtype that was given. None without scales and with fp8_static.
+            With the config's column_major_scales by columns, those of a byte as int32 [E, R, S / 4].
         indices: [..., K] int32: all K global expert ids of the row's token. With the config's local_ids those of this
             rank's experts, which count from 0, and -1 in the other slots. pad_id in rows without a token.
         total_recv: [1] int32: the rows received from all sources.

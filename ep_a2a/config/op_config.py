@@ -48,6 +48,8 @@ SCALE_FORMATS = {QuantType.MXFP8: (ScaleFormat.UE8M0,), QuantType.FP8_STATIC: (S
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE)
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT_BYTES = 16
+COLUMN_WORD_BYTES = 4
+"""Bytes of an element of column_major_scales: a float32, or four exponents."""
 MAX_TOPK = 32
 MAX_TOKENS_PER_RANK = 1 << 24
 LOW_LATENCY_MAX_TOKENS = 128
@@ -110,6 +112,9 @@ class EpDispatchCombineConfig:
             flags: one hop less, one local copy more. 0 to LOW_LATENCY_MAX_TOKENS, and LOW_LATENCY_MAX_ROWS / W at most.
         expert_alignment: in layout expert_major, rows of zeros follow an expert's rows up to a multiple of this, or to
             the end of its block, so that grouped products can read whole tiles. 1 in other layouts.
+        column_major_scales: in layout expert_major, scales as DeepGEMM's masked products read them: [E, R, S], whose
+            last two strides are 1 and R, rounded up to 16 bytes. Scales of a byte come four to an int32. False in other
+            layouts and without scales.
         local_ids: received ids count this rank's experts from 0. Slots of other ranks' experts, and dropped slots, hold
             -1 and weight 0.
         compiled_calls: one of CompiledCalls' values; fewer forms of calls make an op's construction shorter.
@@ -151,6 +156,7 @@ class EpDispatchCombineConfig:
     combine_dtype: torch.dtype | None = None
     flagged_max_tokens: int = field(default=LOW_LATENCY_MAX_TOKENS, metadata={"minimum": 0})
     expert_alignment: int = field(default=1, metadata={"minimum": 1})
+    column_major_scales: bool = False
     local_ids: bool = False
     compiled_calls: str = "all"
     chunk_tokens: int = field(default=8, metadata={"minimum": 1})
@@ -162,7 +168,7 @@ class EpDispatchCombineConfig:
             if "minimum" in each.metadata:
                 number = checked_integer(each.name, getattr(self, each.name), each.metadata["minimum"])
                 object.__setattr__(self, each.name, number)
-        for name in ("use_external_inp_buf", "local_ids"):
+        for name in ("use_external_inp_buf", "column_major_scales", "local_ids"):
             value = getattr(self, name)
             require(isinstance(value, int) and value in (0, 1), name, "to be True or False", shown(value))
         require(self.rank < self.world_size, "rank", f"< world_size {self.world_size}", str(self.rank))
@@ -247,6 +253,13 @@ class EpDispatchCombineConfig:
         has_effect = self.layout == Layout.EXPERT_MAJOR or self.expert_alignment == 1
         expected = f"'expert_major' with expert_alignment {self.expert_alignment}"
         require(has_effect, "layout", expected, repr(self.layout))
+        if self.column_major_scales:
+            expected = "'expert_major' with column_major_scales"
+            require(self.layout == Layout.EXPERT_MAJOR, "layout", expected, repr(self.layout))
+            num_bytes = self.num_scales * self.scale_bytes
+            is_whole = num_bytes > 0 and num_bytes % COLUMN_WORD_BYTES == 0
+            expected = f"scales that fill words of {COLUMN_WORD_BYTES} bytes with column_major_scales"
+            require(is_whole, None, expected, f"{num_bytes} bytes")
         if self.layout == Layout.EXPERT_MAJOR:
             num_rows = most * self.world_size * self.max_num_inp_token_per_rank
             require(num_rows <= 1 << 31, None, "at most 2**31 rows E * W * M in layout expert_major", str(num_rows))
@@ -376,6 +389,11 @@ class EpDispatchCombineConfig:
     def max_num_expert_rows(self) -> int:
         """The most rows that the experts work on: R, or in layout expert_major E * W * M."""
         return self.max_num_recv_tokens * (self.num_local_experts if self.layout == Layout.EXPERT_MAJOR else 1)
+
+    def column_rows(self, num_rows: int) -> int:
+        """Rows that a column of column_major_scales has room for: num_rows, rounded up to ALIGNMENT_BYTES."""
+        multiple = ALIGNMENT_BYTES // COLUMN_WORD_BYTES
+        return -(-num_rows // multiple) * multiple
 
     @property
     def timeout(self) -> float:

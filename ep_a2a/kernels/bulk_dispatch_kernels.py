@@ -48,16 +48,17 @@ from ep_a2a.kernels.receive_kernels import (
     wait_all_counts,
 )
 from ep_a2a.kernels.routing_kernels import (
-    choices_at,
     count_by_rank,
     count_rows,
     field_of,
     fields_of_token,
+    ids_at,
     packed,
     plus,
     record_route,
     record_routes,
     rows_of_programs_before,
+    weights_at,
 )
 from ep_a2a.kernels.send_kernels import (
     first_rows_of,
@@ -159,12 +160,17 @@ def send_token(
         inside = scale_lanes < LINE.SCALE_WIDTH
         store_at_all(scale_targets, rows, scale_lanes, token_scales, inside, S.WORLD_SIZE)
         token_scales = load_line(given.scales, token + 1, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    if FORM.HAS_WEIGHTS:
+        for place in tl.static_range(S.WORLD_SIZE):
+            if rows[place] >= 0:
+                weights = weights_at(loaded.weights, loaded.ids, (rank + place) % S.WORLD_SIZE, S)
+                tl.store(weight_targets[place] + choices, weights, mask=choices < S.TOPK)
     for place in tl.static_range(S.WORLD_SIZE):
         if rows[place] >= 0:
-            ids, weights = choices_at(loaded.ids, loaded.weights, (rank + place) % S.WORLD_SIZE, S)
-            if FORM.HAS_WEIGHTS:
-                tl.store(weight_targets[place] + choices, weights, mask=choices < S.TOPK)
+            ids = ids_at(loaded.ids, (rank + place) % S.WORLD_SIZE, S)
             tl.store(id_targets[place] + choices, ids, mask=choices < S.TOPK)
+    for place in tl.static_range(S.WORLD_SIZE):
+        if rows[place] >= 0:
             tl.store(positions[place], step.first_position + token)
     return Loaded(tile, token_scales, following_ids, following_weights)
 

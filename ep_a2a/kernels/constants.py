@@ -168,7 +168,7 @@ class Expand(NamedTuple):
 
     ROW_WORDS: words of a row, of which a program copies BLOCK_WORDS at once. SCALE_WIDTH: elements of SCALE_DTYPE in a
     row's scales, 0 for none. ALIGNMENT: rows of zeros follow an expert's rows up to a multiple of this, or to the end
-    of its block.
+    of its block. COLUMN_MULTIPLE: scales lie by columns, whose stride is a multiple of so many rows; 0: by rows.
     """
 
     ROW_WORDS: int
@@ -177,6 +177,7 @@ class Expand(NamedTuple):
     SCALE_LANES: int
     SCALE_DTYPE: tl.dtype
     ALIGNMENT: int
+    COLUMN_MULTIPLE: int
 
 
 class Ring(NamedTuple):

@@ -125,20 +125,41 @@ def number_expert_rows_kernel(
 
 
 @portable
-def copy_words(
-    table, source_region: tl.constexpr, target_region: tl.constexpr, row, slots, first, rank,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Copies elements first ... first + LANES - 1 of a received line of WIDTH elements to all its experts' rows."""
-    aligned: tl.constexpr = 16 if WIDTH * DTYPE.primitive_bitwidth % 128 == 0 else 1
-    offsets = first + tl.arange(0, LANES)
-    source = address(table, source_region, rank, S.WORLD_SIZE, DTYPE) + tl.cast(row, tl.int64) * WIDTH
-    words = tl.load(tl.multiple_of(source, aligned) + offsets, mask=offsets < WIDTH, other=0)
-    targets = address(table, target_region, rank, S.WORLD_SIZE, DTYPE)
+def copy_words(table, row, slots, first, rank, S: tl.constexpr, E: tl.constexpr):
+    """Copies the words of a received row from `first` on, a block of them, to all its experts' rows."""
+    offsets = first + tl.arange(0, E.BLOCK_WORDS)
+    source = address(table, TOKENS, rank, S.WORLD_SIZE, tl.int32) + tl.cast(row, tl.int64) * E.ROW_WORDS
+    words = tl.load(tl.multiple_of(source, 16) + offsets, mask=offsets < E.ROW_WORDS, other=0)
+    targets = address(table, EXPERT_ROWS, rank, S.WORLD_SIZE, tl.int32)
     for k in tl.static_range(S.TOPK):
         if slots[k] >= 0:
-            target = targets + tl.cast(slots[k], tl.int64) * WIDTH
-            tl.store(tl.multiple_of(target, aligned) + offsets, words, mask=offsets < WIDTH)
+            target = targets + tl.cast(slots[k], tl.int64) * E.ROW_WORDS
+            tl.store(tl.multiple_of(target, 16) + offsets, words, mask=offsets < E.ROW_WORDS)
+
+
+@portable
+def scales_at(table, slot, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
+    """Where an expert's row has its scales: pointers [SCALE_LANES]."""
+    lanes = tl.arange(0, E.SCALE_LANES)
+    base = address(table, EXPERT_SCALES, rank, S.WORLD_SIZE, E.SCALE_DTYPE)
+    if E.COLUMN_MULTIPLE > 0:
+        stride = (block_rows + (E.COLUMN_MULTIPLE - 1)) // E.COLUMN_MULTIPLE * E.COLUMN_MULTIPLE
+        columns = tl.cast(slot // block_rows, tl.int64) * E.SCALE_WIDTH + lanes
+        places = base + columns * stride + slot % block_rows
+    else:
+        places = base + tl.cast(slot, tl.int64) * E.SCALE_WIDTH + lanes
+    return places
+
+
+@portable
+def copy_scales(table, row, slots, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
+    """Copies the scales of a received row to all its experts' rows."""
+    lanes = tl.arange(0, E.SCALE_LANES)
+    source = address(table, SCALES, rank, S.WORLD_SIZE, E.SCALE_DTYPE) + tl.cast(row, tl.int64) * E.SCALE_WIDTH
+    scales = tl.load(source + lanes, mask=lanes < E.SCALE_WIDTH, other=0)
+    for k in tl.static_range(S.TOPK):
+        if slots[k] >= 0:
+            tl.store(scales_at(table, slots[k], block_rows, rank, S, E), scales, mask=lanes < E.SCALE_WIDTH)
 
 
 @portable
@@ -156,29 +177,27 @@ def place_weights(table, row, slots, rank, S: tl.constexpr):
 
 
 @portable
-def clear_row(
-    table, region: tl.constexpr, slot, rank, WIDTH: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Zeros in a line of WIDTH elements."""
-    aligned: tl.constexpr = 16 if WIDTH * DTYPE.primitive_bitwidth % 128 == 0 else 1
-    target = address(table, region, rank, S.WORLD_SIZE, DTYPE) + tl.cast(slot, tl.int64) * WIDTH
-    for first in tl.static_range(0, WIDTH, LANES):
-        offsets = first + tl.arange(0, LANES)
-        tl.store(tl.multiple_of(target, aligned) + offsets, tl.full((LANES,), 0, DTYPE), mask=offsets < WIDTH)
+def clear_row(table, slot, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
+    """Writes zeros to an expert's row, its scales and its weight."""
+    target = address(table, EXPERT_ROWS, rank, S.WORLD_SIZE, tl.int32) + tl.cast(slot, tl.int64) * E.ROW_WORDS
+    for first in tl.static_range(0, E.ROW_WORDS, E.BLOCK_WORDS):
+        offsets = first + tl.arange(0, E.BLOCK_WORDS)
+        zeros = tl.full((E.BLOCK_WORDS,), 0, tl.int32)
+        tl.store(tl.multiple_of(target, 16) + offsets, zeros, mask=offsets < E.ROW_WORDS)
+    if E.SCALE_WIDTH > 0:
+        zeros = tl.full((E.SCALE_LANES,), 0, E.SCALE_DTYPE)
+        inside = tl.arange(0, E.SCALE_LANES) < E.SCALE_WIDTH
+        tl.store(scales_at(table, slot, block_rows, rank, S, E), zeros, mask=inside)
+    tl.store(address(table, EXPERT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32) + slot, 0.0)
 
 
 @portable
-def copy_block(table, row, slots, block, rank, S: tl.constexpr, E: tl.constexpr):
+def copy_block(table, row, slots, block, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
     """Copies a block of a received row to its experts' rows; with the first one, its scales and weights, too."""
-    copy_words(
-        table, TOKENS, EXPERT_ROWS, row, slots, block * E.BLOCK_WORDS, rank, E.ROW_WORDS, E.BLOCK_WORDS, S, tl.int32
-    )
+    copy_words(table, row, slots, block * E.BLOCK_WORDS, rank, S, E)
     if block == 0:
         if E.SCALE_WIDTH > 0:
-            copy_words(
-                table, SCALES, EXPERT_SCALES, row, slots, 0, rank, E.SCALE_WIDTH, E.SCALE_LANES, S, E.SCALE_DTYPE
-            )
+            copy_scales(table, row, slots, block_rows, rank, S, E)
         place_weights(table, row, slots, rank, S)
 
 
@@ -193,11 +212,7 @@ def clear_padding(table, block_rows, rank, num_local_experts, program, num_progr
         index = count + unit // num_local_experts
         end = tl.minimum((count + (E.ALIGNMENT - 1)) // E.ALIGNMENT * E.ALIGNMENT, block_rows)
         if index < end:
-            slot = expert * block_rows + index
-            clear_row(table, EXPERT_ROWS, slot, rank, E.ROW_WORDS, E.BLOCK_WORDS, S, tl.int32)
-            if E.SCALE_WIDTH > 0:
-                clear_row(table, EXPERT_SCALES, slot, rank, E.SCALE_WIDTH, E.SCALE_LANES, S, E.SCALE_DTYPE)
-            tl.store(address(table, EXPERT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32) + slot, 0.0)
+            clear_row(table, expert * block_rows + index, block_rows, rank, S, E)
 
 
 @portable(do_not_specialize=["block_rows", "rank", "num_local_experts"])
@@ -221,7 +236,7 @@ def expand_kernel(
     for unit in range(program, total * num_blocks, num_programs):
         row = row_of(unit // num_blocks, counts, starts, S)
         slots = topk_of(slots_at, row, S.TOPK)
-        copy_block(table, row, slots, unit % num_blocks, rank, S, E)
+        copy_block(table, row, slots, unit % num_blocks, block_rows, rank, S, E)
     # E3
     if E.ALIGNMENT > 1:
         clear_padding(table, block_rows, rank, num_local_experts, program, num_programs, S, E)

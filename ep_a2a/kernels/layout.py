@@ -365,9 +365,12 @@ def _expert_block(config: EpDispatchCombineConfig) -> Block:
     by_expert = config.layout == Layout.EXPERT_MAJOR
     received_rows = config.world_size * config.max_num_inp_token_per_rank if by_expert else 0
     rows = config.num_local_experts * received_rows
+    scale_rows = rows
+    if config.column_major_scales:
+        scale_rows = config.num_local_experts * config.column_rows(received_rows)
     return _block(
         (Region.EXPERT_ROWS, config.wire_dtype, (rows, config.hidden_dim)),
-        (Region.EXPERT_SCALES, U8, (rows, config.num_scales * config.scale_bytes)),
+        (Region.EXPERT_SCALES, U8, (scale_rows, config.num_scales * config.scale_bytes)),
         (Region.EXPERT_WEIGHTS, F32, (rows,)),
         (Region.EXPERT_SLOTS, I32, (received_rows, config.topk)),
         (Region.REDUCED_ROWS, config.combined_dtype, (received_rows, config.hidden_dim)),

@@ -9,7 +9,7 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.ll_receive_kernels import received_places
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, address, flagged, full_like, reduce_min, reduce_sum
-from ep_a2a.kernels.routing_kernels import choices_at_each, field_of, fields_of_token, owner_of
+from ep_a2a.kernels.routing_kernels import field_of, fields_of_token, ids_at, owner_of, weights_at
 from ep_a2a.kernels.target import barrier
 
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -290,7 +290,10 @@ def send_token(
     if LL.HAS_SCALES:
         push_beside(own.scales, same_for_all(scales, to), scale_lanes, to, epoch, 0, LL.SCALE_WORDS, S)
     choices = tl.arange(0, S.TOPK_LANES)
-    ids, weights = choices_at_each(token.ids, token.weights, peers, S)
+    ids, weights = (), ()
+    for place in tl.static_range(len(peers)):
+        ids = ids + (ids_at(token.ids, peers[place], S),)
+        weights = weights + (weights_at(token.weights, token.ids, peers[place], S),)
     push_beside(own.ids, ids, choices, to, epoch, LL.SCALE_WORDS, S.TOPK, S)
     if FORM.HAS_WEIGHTS:
         push_beside(own.weights, weights, choices, to, epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK, S)

@@ -23,7 +23,7 @@ from ep_a2a.kernels.ring_kernels import (
     slot_of,
     words_at,
 )
-from ep_a2a.kernels.routing_kernels import choices_at
+from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
@@ -115,13 +115,13 @@ def copy_line(
         )
     for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
-            own_ids, own_weights = choices_at(ids, weights, first_rank + local, S)
-            target = address(table, INDICES, first_rank + local, S.WORLD_SIZE, tl.int32)
-            tl.store(row_at(target, rows[local], S.TOPK, tl.int32) + slots, own_ids, mask=slots < S.TOPK)
+            peer = first_rank + local
+            target = row_at(address(table, INDICES, peer, S.WORLD_SIZE, tl.int32), rows[local], S.TOPK, tl.int32)
+            tl.store(target + slots, ids_at(ids, peer, S), mask=slots < S.TOPK)
             if LINE.HAS_WEIGHTS:
-                target = address(table, WEIGHTS, first_rank + local, S.WORLD_SIZE, tl.int32)
-                tl.store(row_at(target, rows[local], S.TOPK, tl.int32) + slots, own_weights, mask=slots < S.TOPK)
-            positions = address(table, SOURCE_POSITIONS, first_rank + local, S.WORLD_SIZE, tl.int32)
+                target = row_at(address(table, WEIGHTS, peer, S.WORLD_SIZE, tl.int32), rows[local], S.TOPK, tl.int32)
+                tl.store(target + slots, weights_at(weights, ids, peer, S), mask=slots < S.TOPK)
+            positions = address(table, SOURCE_POSITIONS, peer, S.WORLD_SIZE, tl.int32)
             tl.store(positions + rows[local], position)
 
 

@@ -44,24 +44,25 @@ def first_expert_of(rank, S: tl.constexpr):
 
 
 @portable
-def choices_at(ids, weights, rank, S: tl.constexpr):
-    """(ids, weights) as that rank receives them: where ids are local, -1 and 0 in slots of other ranks' experts."""
-    if S.LOCAL_IDS_OF > 0:
-        first = first_expert_of(rank, S)
-        is_own = (ids >= first) & (ids < first_expert_of(rank + 1, S))
-        ids = tl.where(is_own, ids - first, -1)
-        weights = tl.where(is_own, weights, 0)
-    return ids, weights
+def is_local(ids, rank, S: tl.constexpr):
+    """Which ids are those of a rank's experts."""
+    return (ids >= first_expert_of(rank, S)) & (ids < first_expert_of(rank + 1, S))
 
 
 @portable
-def choices_at_each(ids, weights, ranks, S: tl.constexpr):
-    """choices_at for a tuple of ranks: a tuple of ids, and one of weights."""
-    all_ids, all_weights = (), ()
-    for place in tl.static_range(len(ranks)):
-        own_ids, own_weights = choices_at(ids, weights, ranks[place], S)
-        all_ids, all_weights = all_ids + (own_ids,), all_weights + (own_weights,)
-    return all_ids, all_weights
+def ids_at(ids, rank, S: tl.constexpr):
+    """A token's ids as that rank receives them: where they are local, -1 for other ranks' experts."""
+    if S.LOCAL_IDS_OF > 0:
+        ids = tl.where(is_local(ids, rank, S), ids - first_expert_of(rank, S), -1)
+    return ids
+
+
+@portable
+def weights_at(weights, ids, rank, S: tl.constexpr):
+    """A token's weights as that rank receives them: where ids are local, 0 for other ranks' experts."""
+    if S.LOCAL_IDS_OF > 0:
+        weights = tl.where(is_local(ids, rank, S), weights, 0)
+    return weights
 
 
 @portable

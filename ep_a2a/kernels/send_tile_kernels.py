@@ -12,7 +12,7 @@ from ep_a2a.kernels.constants import GIVEN_SCALE
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, epoch_of, payload_of, reduce_max
-from ep_a2a.kernels.routing_kernels import choices_at
+from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -43,15 +43,13 @@ def send_beside_rows(given, step, start, last, S: tl.constexpr, LISTED: tl.const
     inside = (tokens < last)[:, None] & (slots < S.TOPK)[None, :]
     cells = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
     reached = goes[:, :, None] & (slots < S.TOPK)[None, None, :]
+    targets = address(step.table, INDICES, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
     ids = tl.load(given.ids + offsets, mask=inside, other=-1)[:, None, :]
-    weights = ids
-    if HAS_WEIGHTS:
-        weights = tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :]
-    ids, weights = choices_at(ids, weights, peers[:, :, None], S)
-    tl.store(address(step.table, INDICES, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells, ids, mask=reached)
+    tl.store(targets, ids_at(ids, peers[:, :, None], S), mask=reached)
     if HAS_WEIGHTS:
         targets = address(step.table, WEIGHTS, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
-        tl.store(targets, weights, mask=reached)
+        weights = tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :]
+        tl.store(targets, weights_at(weights, ids, peers[:, :, None], S), mask=reached)
 
 
 @portable

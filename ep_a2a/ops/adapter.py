@@ -34,6 +34,7 @@ KERNEL_FIELDS = (
     "first_timeout_secs",
     "flagged_max_tokens",
     "expert_alignment",
+    "column_major_scales",
     "compiled_calls",
     "chunk_tokens",
     "ring_chunks",

@@ -8,7 +8,7 @@ import torch
 
 from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.interface import DispatchResult
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.layout import WORD_BYTES, Region
 from ep_a2a.ops import inputs
 from ep_a2a.ops.arguments import leading_dims
 from ep_a2a.ops.bounds import Bounds
@@ -75,18 +75,29 @@ def _result_views(
 ) -> DispatchResult:
     config, view = memory.config, memory.view
     lead, expert_lead = leading_dims(config, step_tokens)
-    tokens, scales = Region.TOKENS, Region.SCALES
+    tokens = Region.TOKENS
     weights, weights_shape = Region.WEIGHTS, (*lead, config.topk)
     if config.layout == Layout.EXPERT_MAJOR:
-        tokens, scales = Region.EXPERT_ROWS, Region.EXPERT_SCALES
+        tokens = Region.EXPERT_ROWS
         weights, weights_shape = Region.EXPERT_WEIGHTS, expert_lead
     return DispatchResult(
         view(tokens, (*expert_lead, config.hidden_dim)),
         view(weights, weights_shape) if has_weights else None,
-        None if scale_dtype is None else view(scales, (*expert_lead, config.num_scales), scale_dtype),
+        None if scale_dtype is None else _scales_view(memory, expert_lead, scale_dtype),
         view(Region.INDICES, (*lead, config.topk)),
         view(Region.TOTAL_RECV),
     )
+
+
+def _scales_view(memory: BoundMemory, lead: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    config = memory.config
+    if not config.column_major_scales:
+        region = Region.EXPERT_SCALES if config.layout == Layout.EXPERT_MAJOR else Region.SCALES
+        return memory.view(region, (*lead, config.num_scales), dtype)
+    num_experts, num_rows = lead
+    shape = num_experts, config.num_scales * config.scale_bytes // WORD_BYTES, config.column_rows(num_rows)
+    columns = memory.view(Region.EXPERT_SCALES, shape, dtype if dtype.itemsize == WORD_BYTES else torch.int32)
+    return columns.transpose(1, 2)[:, :num_rows]
 
 
 def source_positions(memory: BoundMemory, counts: list[int]) -> torch.Tensor:

@@ -64,6 +64,7 @@ def expanding(kernels: OpKernels, form: DispatchForm) -> Iterator[KernelLaunch]:
         *scale_constants(config.num_scales * config.scale_bytes if has_scales else 0),
         # no block has more rows, and a larger number would overflow the kernel's
         ALIGNMENT=min(config.expert_alignment, most_rows),
+        COLUMN_MULTIPLE=config.column_rows(1) if config.column_major_scales else 0,
     )
     yield kernels.launch(
         expand_kernel,

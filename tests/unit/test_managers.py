@@ -228,18 +228,19 @@ def test_a_cast_inside_dispatch_takes_tokens_of_the_input_dtype(field):
 
 def test_our_own_kwargs_are_passed_through():
     extra = {
-        "layout": "rank_major",
+        "layout": "expert_major",
         "timeout_secs": 2.5,
         "first_timeout_secs": 25.0,
         "num_experts": 256,
         "launch": "manual",
         "max_sms": 20,
         "scale_format": "ue8m0",
-        "dispatch_quant_type": "fp8_per_token",
+        "dispatch_quant_type": "fp8_per_1x128",
         "combine_dtype": torch.float16,
         "use_external_inp_buf": False,
         "max_total_recv_tokens": 0,
         "expert_alignment": 1,
+        "column_major_scales": True,
         "local_ids": True,
         "flagged_max_tokens": 16,
         "compiled_calls": "serving",

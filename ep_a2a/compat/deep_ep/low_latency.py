@@ -222,15 +222,12 @@ class LowLatencyMode(BufferBase):
         Returns:
             The rows, with their scales if they have any; counts by expert.
         """
-        rows, _, row_scales, _, _ = self._launch(handle, tokens, weights, in_halves=in_halves)
+        rows, _, scales, _, _ = self._launch(handle, tokens, weights, in_halves=in_halves)
         step, op = handle.step, handle.step.op
         # the op hands out one object for many steps, and SGLang empties what its experts have read (`Tensor.set_`)
         rows, counts = rows.view_as(rows), op.expert_recv_count
-        scales = None if row_scales is None else _column_major_like(row_scales)
 
         def finish() -> None:
-            if scales is not None and row_scales is not None:
-                scales.copy_(row_scales.view(scales.dtype))
             if recv_stats is not None:
                 recv_stats.add_(counts)
 
@@ -242,7 +239,7 @@ class LowLatencyMode(BufferBase):
             step.dispatch_hook = Hook(receive, op.device)
         else:
             finish()
-        return rows if scales is None else (rows, scales), counts
+        return rows if scales is None else (rows, scales.view_as(scales)), counts
 
     def _late_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> torch.Tensor | None:
         """Makes the handle's dispatch the open step of its op. Returns the weights that combine must bring there."""
@@ -289,15 +286,6 @@ def _combine_buffer(handle: LowLatencyHandle) -> torch.Tensor:
     """Returns memory [E, W * M, H] of the op that holds, or last held, the handle's dispatch."""
     op = handle.step.op
     return op.get_registered_combine_input_buffer(op.config.combined_dtype).view(*handle.step.rows_shape)
-
-
-def _column_major_like(scales: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor for an op's scales [E, R, S], with DeepEP's strides; UE8M0 bytes are four to an int32."""
-    num_experts, num_rows, num_scales = scales.shape
-    dtype = scales.dtype
-    if dtype == torch.uint8:
-        num_scales, dtype = num_scales // PACKED_SCALES, torch.int32
-    return torch.empty(num_experts, num_scales, num_rows, dtype=dtype, device=scales.device).transpose(1, 2)
 
 
 def _scale_format(round_scale: bool, use_ue8m0: bool) -> ScaleFormat:

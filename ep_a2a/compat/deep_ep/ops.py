@@ -163,6 +163,7 @@ class Ops(NativeAll2AllManager):
             "num_experts_per_token": shape.topk,
             "layout": shape.layout.value,
             "local_ids": True,
+            "column_major_scales": casts and shape.layout is Layout.EXPERT_MAJOR,
             "quant_type": QuantType.FP8_PER_1X128.value if casts else QuantType.NONE.value,
             "scale_format": (shape.scale_format or ScaleFormat.FLOAT32).value,
             # low-latency calls need few of the compiled kernels
