@@ -135,8 +135,10 @@ class Case:
     def stride(self, step: int) -> int | Sequence[int] | None:
         """The step_tokens of a dispatch."""
         given = self.step_tokens[step % len(self.step_tokens)]
-        if not isinstance(given, str):
+        if given is None or isinstance(given, int):
             return given
+        if given != "own":
+            return [int(given[rank % len(given)]) for rank in range(self.world_size)]
         counts = [self.num_tokens(step, rank) for rank in range(self.world_size)]
         room = [count + (rank + step) % 3 // 2 * (1 + rank) for rank, count in enumerate(counts)]
         return [min(each, self.max_tokens) for each in room]

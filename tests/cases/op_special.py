@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -297,16 +297,41 @@ def device_failures(context: RankContext, case: Case) -> None:
         expect(errors.AlternationError, "graph")
 
 
+def bounds_that_differ(context: RankContext, case: Case) -> None:
+    """One rank was given another list than the others: it finds out, and tells the others by their next kernel."""
+    with arena_of(context, case) as arena:
+        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        tokens, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+        rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
+        bounds = [case.max_tokens - rank for rank in range(case.world_size)]
+        # the first row of rank 0 and the sum are those of the others' list
+        swapped = bounds[:1] + bounds[:0:-1]
+        other = [*bounds[:-1], case.max_tokens]
+        for ours, theirs in ((swapped, bounds), (other, bounds), (bounds, other), (bounds, case.max_tokens)):
+            op.dispatch(tokens, None, None, ids, step_tokens=theirs if context.rank else ours)
+            synchronize(context)
+            arena.rendezvous.barrier("failure told")
+
+            def go_on() -> None:
+                op.combine(rows, None, ids)
+                synchronize(context)
+                op.check()
+
+            raised(errors.ConfigMismatchError, go_on)
+            op.reset()
+            run_step(case, op, 1, context.device)
+
+
 def graphs_of_other_steps(context: RankContext, case: Case) -> None:
-    """A combine graph of another step_tokens than the dispatch graph before it: rows lie elsewhere."""
+    """A combine graph of another step_tokens than the dispatch graph before it: other rows, which lie elsewhere."""
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         tokens, weights, _, ids = make_inputs(case, 0, context.rank).on(context.device)
         most_rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         dispatches, combines = [], []
-        for most in (max(case.tokens[0]), case.max_tokens):
+        for most in (case.stride(0) or max(case.tokens[0]), case.max_tokens):
 
-            def dispatch(_: Any, most: int = most) -> None:
+            def dispatch(_: Any, most: int | Sequence[int] = most) -> None:
                 op.dispatch(tokens, weights, None, ids, step_tokens=most)
 
             run_step(case, op, 0, context.device)

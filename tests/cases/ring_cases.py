@@ -40,6 +40,7 @@ GRIDS = {
         topk=3,
         hidden_dim=40,
         tokens=UNEVEN,
+        step_tokens=("own", None),
         num_steps=2,
         layout=layout,
         routing="out_of_range",

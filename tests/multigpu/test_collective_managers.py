@@ -21,6 +21,7 @@ WORLD_SIZE = fitted(Case()).world_size
 OP_CASES = (
     "zero-copy-compact",
     "step-tokens-rank-major",
+    "packed-given-scales",
     "pad-id",
     "cap",
     "fp8-byte-scales",

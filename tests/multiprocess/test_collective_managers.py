@@ -22,7 +22,6 @@ KERNELS_ONLY = (
     "K",
     "H",
     "long",
-    "expert_major",
     "unusual",
     "both",
     "look_back",
@@ -33,6 +32,7 @@ OP_CASES = {
     name: case
     for name, case in CASES.items()
     if case.world_size in WORLD_SIZES
+    and case.layout != "expert_major"
     and not name.startswith(KERNELS_ONLY)
     and not name.endswith("-direct")
     and case.config(0).combine_quant is QuantType.NONE

@@ -86,7 +86,9 @@ CASES = {
         THREE_RANKS, hidden_dim=8192 + 24, max_tokens=12, tokens=((12, 2, 0),), num_steps=1, options={"max_sms": 3}
     ),
     "low_latency_strides": replace(SMALL, step_tokens=(4, 3), tokens=((3, 2), (1, 3)), num_steps=4),
+    "low_latency_packed": replace(THREE_RANKS, step_tokens=("own",)),
     "bulk": replace(SMALL, options=BULK),
+    "bulk_packed": replace(SMALL, step_tokens=("own", 4), options=BULK),
     "bulk_compact": replace(SMALL, layout="compact", options=BULK, split="mixed"),
     "bulk_look_back": replace(
         SMALL, max_tokens=1100, tokens=((9, 6),), num_steps=2, scale_dim=3, num_biases=2, options=BULK
