@@ -141,9 +141,9 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
         moe = self._moe
-        # experts that choose between two kinds in each step hold both
-        kinds = (fused_experts, *(getattr(fused_experts, name, None) for name in EXPERTS_OF_TWO_KINDS))
-        self._takes_counts = any(isinstance(each, DeepGemmExperts) for each in kinds)
+        # vLLM's choice between these and Triton's is certain with such scales alone; Triton's need more scratch memory
+        kinds = [getattr(fused_experts, name, None) for name in EXPERTS_OF_TWO_KINDS if is_deep_gemm_e8m0_used()]
+        self._takes_counts = any(isinstance(each, DeepGemmExperts) for each in (fused_experts, *kinds))
         self._format = token_format_of(
             fused_experts.quant_config,
             moe.hidden_dim,

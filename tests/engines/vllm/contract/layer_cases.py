@@ -142,6 +142,7 @@ def experts_class() -> type:
             self.seen.append(SimpleNamespace(rows=hidden_states.clone(), output=output, **given))
             if self.error is not None:
                 raise self.error
+            assert given["expert_tokens_meta"] is None or hasattr(self, "experts")
             rows = self.dequantized(hidden_states, given["a1q_scale"])
             slots, is_local = self.computed(rows, given["topk_ids"])
             slots = slots[:, :, : output.shape[-1]]
