@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import functional
 
 from ep_a2a.errors import UnsupportedError
@@ -13,23 +14,23 @@ from ep_a2a.ops.inputs import in_int32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
 
 class Dispatcher:
     """The exchange of one layer, or of one micro-batch of it, on an op that layers may share. Calls alternate.
 
     Args:
-        op: of layout rank_major or compact, with our interface or MORI's; H is its hidden size.
+        op: with our interface or MORI's; H is its hidden size.
         options: further arguments of each of the op's dispatches.
 
     Attributes:
         op: as given.
+        pad_id: the id in rows without a token.
         num_tokens: T of the latest dispatch.
     """
 
     def __init__(self, op: Any, **options: Any) -> None:
         self.op, self._options = op, options
+        self.pad_id: int = options.get("pad_id", -1)
         self.num_tokens = 0
 
     def fitted(
@@ -40,12 +41,12 @@ class Dispatcher:
         Args:
             tokens: [T, H] of the op's data_type, or [T, less than H]: zeros travel in the columns that are missing.
             weights, ids: [T, K], any floating and any integer dtype; ids are global, those out of range dropped slots.
-            weights_on_input: multiply tokens by their weight first; K must be 1.
+            weights_on_input: multiply tokens by their weight first, and send 1 in its place; K must be 1.
         """
         if weights_on_input:
             if ids.shape[1] != 1:
                 raise UnsupportedError("one expert per token where its weight applies to the input", str(ids.shape[1]))
-            tokens = tokens * weights.to(tokens.dtype)
+            tokens, weights = tokens * weights.to(tokens.dtype), torch.ones_like(weights)
         return self.padded(tokens).contiguous(), weights.float().contiguous(), in_int32(ids).int().contiguous()
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
@@ -60,11 +61,12 @@ class Dispatcher:
 
         Args:
             tokens, weights, ids: of `fitted`.
-            options: further ones of the op's dispatch; step_tokens, the step's bound, is equal on all ranks.
+            options: further ones of the op's dispatch; step_tokens, the step's bound or bounds, is equal on all ranks.
 
         Returns:
             R rows in all, whatever the layout: tokens [R, H] of the op's data_type, or fp8 after a cast, scales [R, S],
-            indices and weights [R, K]. Views of the op's memory, valid until combine.
+            indices and weights [R, K], in layout expert_major of fewer rows: see DispatchResult. Views of the op's
+            memory, valid until combine.
         """
         return self._dispatched(self.op.dispatch, tokens, weights, ids, options)
 

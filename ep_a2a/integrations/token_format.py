@@ -9,6 +9,8 @@ from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import TooManyTokensError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -50,6 +52,7 @@ class LayerShape:
         num_experts: over all ranks, redundant ones included. num_local_experts: this rank's.
         max_tokens: the most tokens that a rank brings to a step.
         layout: of the op.
+        multiple: max_tokens is one of this, and every bound of a step.
         local_ids: received ids count this rank's experts, and are -1 in other slots and in rows without a token.
     """
 
@@ -61,11 +64,12 @@ class LayerShape:
     max_tokens: int
     layout: str = "rank_major"
     local_ids: bool = False
+    multiple: int = 1
 
     def of_micro_batch(self, num_micro_batches: int) -> LayerShape:
         """Returns the shape for the last of so many micro-batches of a step, which takes what the others leave."""
         most = self.max_tokens // num_micro_batches + num_micro_batches - 1
-        return replace(self, max_tokens=most)
+        return replace(self, max_tokens=rounded_up(most, self.multiple))
 
 
 def handle_kwargs(token_format: TokenFormat, shape: LayerShape, *, rank: int, world_size: int) -> dict[str, Any]:
@@ -98,6 +102,11 @@ def tokens_per_rank(num_tokens: int, sharing: int) -> int:
     return -(-num_tokens // sharing)
 
 
+def rounded_up(number: int, multiple: int) -> int:
+    """Returns the smallest multiple that is not less."""
+    return -(-number // multiple) * multiple
+
+
 def agreed_bound(num_tokens: int | None, sharing: int, max_tokens: int, option: str) -> int:
     """Returns the most tokens that any rank brings to this step, at least 1.
 
@@ -117,3 +126,13 @@ def agreed_bound(num_tokens: int | None, sharing: int, max_tokens: int, option: 
     if tokens > max_tokens:
         raise TooManyTokensError(f"at most {max_tokens} tokens of each rank", str(tokens), f"Raise {option}.")
     return max(1, tokens)
+
+
+def agreed_bounds(counts: Sequence[int] | None, sharing: int, max_tokens: int, option: str) -> int | tuple[int, ...]:
+    """Returns `agreed_bound` of the replicas' `counts` where it is that of every rank, else the bound of each rank.
+
+    Ranks that share a replica's tokens are neighbours in the group. Other arguments and errors: see `agreed_bound`.
+    """
+    bound = agreed_bound(max(counts) if counts else None, sharing, max_tokens, option)
+    shares = tuple(tokens_per_rank(count, sharing) for count in counts or () for _ in range(sharing))
+    return shares if shares and min(shares) < max(shares) else bound

@@ -56,6 +56,7 @@ ENGINES = {
     # two stages of one layer, each with an expert-parallel group of two ranks; in the process of a caller vLLM's ranks
     # would not agree on the number of steps
     "pipeline-parallel": Engine("qwen3_moe", 2, ("--pipeline-parallel", "2"), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+    "batched": Engine("qwen3_moe", 2, ("--batched",), num_tokens=4),
     # chunked prefill; everything is generated twice, the second time behind cached prefixes
     "prompts in parts": Engine("qwen3_moe", 2, ("--chunk", "16")),
     # MLA, shared experts, experts chosen by groups
@@ -142,6 +143,15 @@ def test_tensor_parallel_ranks_bring_their_share_of_the_tokens(run_of):
     for rank in range(4):
         most = sum(len(prompt) for prompt in PROMPTS[rank // 2 :: 2])
         assert max(len(dispatch["ids"]) for dispatch in dispatches_of(run, rank)[1]) == -(-most // 2)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("compiled", 2), ("tensor-parallel", 4)])
+def test_experts_get_a_row_for_each_token_of_the_step(run_of, name, num_ranks):
+    """As from allgather_reducescatter, however unlike the ranks' prompts are."""
+    steps = list(zip(*(dispatches_of(run_of(name), rank)[1] for rank in range(num_ranks))))
+    brought = [[len(dispatch["ids"]) for dispatch in step] for step in steps]
+    assert any(max(each) > 2 * min(each) for each in brought)
+    assert [{dispatch["rows"] for dispatch in step} for step in steps] == [{sum(each)} for each in brought]
 
 
 def test_waits_are_bounded_by_our_variable_after_the_warm_up_only(run_of):

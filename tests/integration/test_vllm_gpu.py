@@ -26,7 +26,7 @@ from tests.markers import needs_gpus, needs_own_gpus
 NUM_RANKS = int(os.environ.get("EP_A2A_TEST_VLLM_RANKS", "2"))
 """Data-parallel ranks, a GPU each."""
 RUN_TIMEOUT_SECS = 400
-OURS, THEIRS = "ep_a2a", "allgather_reducescatter"
+OURS, BATCHED, THEIRS = "ep_a2a", "ep_a2a_low_latency", "allgather_reducescatter"
 LOGPROB_TOLERANCES = {"bfloat16": 0.5, "float32": 1e-3}
 """In nats. A bfloat16 has 8 bits, and by rounding another expert may come last: 0.32 was seen. float32 is strict."""
 FLOAT32 = {"dtype": "float32", "attention_backend": "TRITON_ATTN"}
@@ -98,7 +98,7 @@ def run(
     """Runs one engine, and checks whose kernels it used. `num_ranks` are data-parallel."""
     engine = arguments(model, backend, **SMALL | engine)
     done = run_engine(folder, engine, actions, num_ranks, RUN_TIMEOUT_SECS, place, num_engines, **variables)
-    assert done.logs[0].count("ep_a2a: IntraNode kernels") == (backend == OURS), done.logs[0][-3000:]
+    assert done.logs[0].count("ep_a2a: IntraNode kernels") == (backend != THEIRS), done.logs[0][-3000:]
     return done
 
 
@@ -129,10 +129,11 @@ def check_against_theirs(
     engine: dict[str, Any],
     num_ties: int = 0,
     num_ranks: int = NUM_RANKS,
+    backend: str = OURS,
     **variables: str,
 ) -> Run:
     """Runs an engine of each backend and compares their completions. Returns ours."""
-    ours, theirs = run_at_once(folder, model, action, [(OURS, engine), (THEIRS, engine)], num_ranks, **variables)
+    ours, theirs = run_at_once(folder, model, action, [(backend, engine), (THEIRS, engine)], num_ranks, **variables)
     difference = compare(*(each.completions(action["label"]) for each in (ours, theirs)))
     assert difference.is_rounding(LOGPROB_TOLERANCES[engine.get("dtype", "bfloat16")], num_ties), difference
     assert ours.error == ""
@@ -151,9 +152,10 @@ def test_tokens_are_those_of_allgather_reducescatter(model, tmp_path, family, en
     check_against_theirs(tmp_path, model(family), tokens("first"), engine)
 
 
+@pytest.mark.parametrize("backend", [OURS, BATCHED])
 @pytest.mark.parametrize("engine", [pytest.param(CAPTURED, id="graphs"), pytest.param(EAGER, id="eager")])
-def test_tokens_are_those_of_allgather_reducescatter_in_float32(model, tmp_path, engine):
-    check_against_theirs(tmp_path, model("qwen3_moe"), tokens("first"), engine | FLOAT32, **IEEE)
+def test_tokens_are_those_of_allgather_reducescatter_in_float32(model, tmp_path, engine, backend):
+    check_against_theirs(tmp_path, model("qwen3_moe"), tokens("first"), engine | FLOAT32, backend=backend, **IEEE)
 
 
 def test_tokens_are_those_of_one_rank_in_float32(model, tmp_path):
@@ -235,16 +237,19 @@ def test_tokens_of_replicas_of_two_tensor_parallel_workers(model, tmp_path, dtyp
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "other_mode"),
+    ("backend", "family", "mode", "other_mode"),
     [
         # where a sum is rounded otherwise, the next layer's fp8 is another
-        pytest.param("qwen3_moe-fp8", CAPTURED, EAGER, id="fp8-graphs"),
+        pytest.param(OURS, "qwen3_moe-fp8", CAPTURED, EAGER, id="fp8-graphs"),
+        pytest.param(BATCHED, "qwen3_moe-fp8", CAPTURED, EAGER, id="fp8-batched-graphs"),
         # with more ranks sums are of another order for more experts, and few bfloat16 tokens stay the same
-        pytest.param("qwen3_moe", EAGER, CAPTURED, id="bfloat16-eager"),
+        pytest.param(OURS, "qwen3_moe", EAGER, CAPTURED, id="bfloat16-eager"),
     ],
 )
-def test_tokens_are_no_further_off_than_those_of_vllms_own_two_modes(model, tmp_path, family, mode, other_mode):
-    engines = [(OURS, mode), (THEIRS, mode), (THEIRS, other_mode)]
+def test_tokens_are_no_further_off_than_those_of_vllms_own_two_modes(
+    model, tmp_path, backend, family, mode, other_mode
+):
+    engines = [(backend, mode), (THEIRS, mode), (THEIRS, other_mode)]
     runs = run_at_once(tmp_path, model(family), tokens("first"), engines)
     ours, theirs, others = (each.completions("first") for each in runs)
     difference, own = compare(ours, theirs), compare(others, theirs)

@@ -8,7 +8,7 @@ import torch
 from ep_a2a.errors import TooManyTokensError, UnsupportedError
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.manager import EngineManager
-from ep_a2a.integrations.token_format import agreed_bound
+from ep_a2a.integrations.token_format import agreed_bounds
 
 HIDDEN = 8
 
@@ -62,9 +62,11 @@ def test_a_layer_keeps_its_number():
     assert [manager.layer_number(layer) for layer in (*layers, layers[0])] == [1, 2, 3, 1]
 
 
-def test_the_bound_of_a_step():
-    found = [agreed_bound(num, sharing, 16, "--o") for num, sharing in ((None, 1), (0, 1), (7, 1), (7, 2), (32, 2))]
-    assert found == [16, 1, 7, 4, 16]
+def test_the_bounds_of_a_step():
+    """One for all ranks where it serves all, else one per rank, each replica's share for each rank that shares it."""
+    told = {(None, 1): 16, ((0, 0), 1): 1, ((7,), 1): 7, ((7, 7), 2): 4, ((32, 31), 2): 16}
+    told |= {((7, 0), 1): (7, 0), ((40, 1), 4): (10, 10, 10, 10, 1, 1, 1, 1)}
+    assert {given: agreed_bounds(*given, 16, "--o") for given in told} == told
     with pytest.raises(TooManyTokensError, match="17") as caught:
-        agreed_bound(33, 2, 16, "--max-tokens")
+        agreed_bounds((1, 33), 2, 16, "--max-tokens")
     assert "--max-tokens" in str(caught.value)

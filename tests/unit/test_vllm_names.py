@@ -181,12 +181,15 @@ OVERRIDING = {
     "EpA2APrepareAndFinalize": [
         f"{FUSED_MOE}/modular_kernel.py:FusedMoEPrepareAndFinalize{kind}." for kind in ("", "Modular")
     ],
+    "BatchedPrepareAndFinalize": [
+        f"{FUSED_MOE}/modular_kernel.py:FusedMoEPrepareAndFinalize{kind}." for kind in ("", "Modular")
+    ],
     "EpA2AParallelConfig": ["config/parallel.py:ParallelConfig."],
 }
 """Classes of ours, and the classes of vLLM whose methods their public ones override."""
 
 OF_OTHERS = {"_get_backend", "annotation", "args", "bind", "cache_clear", "co_names", "pad", "setter", "total_seconds"}
-OF_OTHERS |= {"msg", "search"}
+OF_OTHERS |= {"_replace", "fget", "msg", "search"}
 OF_OTHERS |= {"__annotations__", "__class__", "__code__", "__dict__", "__name__", "__subclasses__"}
 OF_OTHERS |= {"__dataclass_fields__", "__init__", "__pydantic_fields__"}
 """Attributes of torch's, pydantic's and Python's objects."""

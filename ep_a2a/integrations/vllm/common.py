@@ -1,4 +1,4 @@
-"""The backend's name in vLLM, its logger, and the mark of replaced functions."""
+"""The backend's names in vLLM, its logger, and the mark of replaced functions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     F = TypeVar("F", bound=Callable[..., Any])
 
 BACKEND_NAME = "ep_a2a"
+BATCHED_NAME = "ep_a2a_low_latency"
+"""The same backend with rows in vLLM's batched format."""
+NAMES = (BACKEND_NAME, BATCHED_NAME)
 VLLM_BACKEND = "allgather_reducescatter"
 """vLLM's default, whose manager every platform can make."""
 

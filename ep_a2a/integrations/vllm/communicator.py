@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.integrations.manager import live_managers
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, VLLM_BACKEND, is_replacement, logger, replacement
+from ep_a2a.integrations.vllm.common import BATCHED_NAME, NAMES, VLLM_BACKEND, is_replacement, logger, replacement
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.micro_batches import patch_micro_batches
 from ep_a2a.integrations.vllm.stages import link_stages
@@ -33,9 +33,10 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     original = original_communicator_class()
     config = get_current_vllm_config_or_none()
     is_ep = str(kwargs.get("unique_name", "")).split(":")[0] == "ep"
-    if config is None or not is_ep or config.parallel_config.all2all_backend != BACKEND_NAME:
+    if config is None or not is_ep or config.parallel_config.all2all_backend not in NAMES:
         return original(*args, **kwargs)
     parallel = config.parallel_config
+    name = parallel.all2all_backend
     # the platform's class knows only vLLM's names, and logs the one that it is given
     parallel.all2all_backend = VLLM_BACKEND
     vllm_logger = logging.getLogger(original.__module__)
@@ -43,12 +44,13 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
     try:
         communicator = original(*args, **kwargs)
     finally:
-        parallel.all2all_backend = BACKEND_NAME
+        parallel.all2all_backend = name
         vllm_logger.removeFilter(_says_nothing_of_managers)
-    communicator.all2all_backend = BACKEND_NAME
+    communicator.all2all_backend = name
     if not (communicator.use_all2all and parallel.enable_expert_parallel):
         return communicator
     patch_prepare_finalize()
+    patch_activation_format()
     patch_worker()
     if parallel.pipeline_parallel_size > 1:
         link_stages(get_pp_group(), lambda: [word for manager in live_managers for word in manager.poison_words()])
@@ -95,7 +97,7 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def maybe_make_prepare_finalize(moe: Any, quant_config: Any, *args: Any, **kwargs: Any) -> Any:
         moe_parallel = moe.moe_parallel_config
-        if moe_parallel.all2all_backend != BACKEND_NAME or not moe_parallel.use_all2all_kernels:
+        if moe_parallel.all2all_backend not in NAMES or not moe_parallel.use_all2all_kernels:
             return original(moe, quant_config, *args, **kwargs)
         from ep_a2a.integrations.vllm.prepare_finalize import make_prepare_finalize
 
@@ -106,6 +108,24 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return maybe_make_prepare_finalize
+
+
+def patch_activation_format() -> None:
+    """Patch `activation-format`: experts of the batched format are chosen for the name that gives it. Idempotent."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.platforms import current_platform
+
+    original = FusedMoEParallelConfig.use_batched_activation_format.fget
+    if is_replacement(original):
+        return
+
+    @replacement
+    def use_batched_activation_format(self: Any) -> bool:
+        is_chosen = self.use_all2all_kernels and self.all2all_backend == BATCHED_NAME
+        # vLLM has no such experts for CPUs
+        return bool(original(self)) or (is_chosen and not current_platform.is_cpu())
+
+    FusedMoEParallelConfig.use_batched_activation_format = property(use_batched_activation_format)
 
 
 def patch_runner() -> None:
@@ -123,7 +143,7 @@ def patch_runner() -> None:
     @functools.wraps(original)
     def _select_forward(self: Any) -> Any:
         moe_parallel = self.moe_config.moe_parallel_config
-        if moe_parallel.all2all_backend != BACKEND_NAME or not moe_parallel.use_all2all_kernels:
+        if moe_parallel.all2all_backend not in NAMES or not moe_parallel.use_all2all_kernels:
             return original(self)
         return torch.ops.vllm.moe_forward if self._shared_experts is None else torch.ops.vllm.moe_forward_shared
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 from ep_a2a.errors import UnsupportedError
@@ -42,25 +43,15 @@ class VllmAll2AllManager(EngineManager):
 
     checkpoint_restore = checkpoint_prepare
 
-    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Dispatches hidden states by vLLM's own manager, for layers without a modular kernel."""
-        return self._by_vllm("dispatch", *args, **kwargs)
-
-    def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
-        """Dispatches router logits by vLLM's own manager, for layers without a modular kernel."""
-        return self._by_vllm("dispatch_router_logits", *args, **kwargs)
-
-    def combine(self, *args: Any, **kwargs: Any) -> Any:
-        """Combines hidden states by vLLM's own manager, for layers without a modular kernel."""
-        return self._by_vllm("combine", *args, **kwargs)
-
-    def combine_into_output(self, *args: Any, **kwargs: Any) -> Any:
-        """Combines hidden states into a tensor by vLLM's own manager, for layers without a modular kernel."""
-        return self._by_vllm("combine_into_output", *args, **kwargs)
-
     def _by_vllm(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Moves hidden states of a layer without a modular kernel by vLLM's own manager."""
         warn_once(
             "a MoE layer does not run as a modular kernel of ep_a2a (its quantisation method has none, or it belongs "
             "to a draft model with a configuration of its own): its tokens travel by vLLM's allgather_reducescatter"
         )
         return getattr(self._vllm_manager, method)(*args, **kwargs)
+
+    dispatch = functools.partialmethod(_by_vllm, "dispatch")
+    dispatch_router_logits = functools.partialmethod(_by_vllm, "dispatch_router_logits")
+    combine = functools.partialmethod(_by_vllm, "combine")
+    combine_into_output = functools.partialmethod(_by_vllm, "combine_into_output")

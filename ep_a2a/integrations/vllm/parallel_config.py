@@ -10,11 +10,12 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.parallel import ParallelConfig
+from vllm.platforms import current_platform
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, VLLM_BACKEND, replacement, warn_once
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, BATCHED_NAME, NAMES, VLLM_BACKEND, replacement, warn_once
 from ep_a2a.memory.transport_choice import name_network_devices
 
 if TYPE_CHECKING:
@@ -35,16 +36,28 @@ WITHOUT_EP = (
     "experts, and tokens travel by vLLM's allgather_reducescatter."
 )
 
+ON_CPU = (
+    f"--all2all-backend {BATCHED_NAME} is {BACKEND_NAME} on CPU: vLLM has no experts there that take rows by expert."
+)
+
 
 class EpA2AParallelConfig(ParallelConfig):  # type: ignore[misc]
-    """vLLM's ParallelConfig with all2all_backend "ep_a2a". Unpickling it in a worker applies the patches."""
+    """vLLM's ParallelConfig with a name of this backend. Unpickling it in a worker applies the patches."""
 
     @property
     def use_sequence_parallel_moe(self) -> bool:
         """Whether tensor-parallel ranks bring distinct tokens; as for the backends on vLLM's own list."""
-        if self.all2all_backend != BACKEND_NAME:
+        if self.all2all_backend not in NAMES:
             return bool(super().use_sequence_parallel_moe)
         return bool(self.enable_expert_parallel and self.tensor_parallel_size > 1 and self.data_parallel_size > 1)
+
+    @property
+    def use_batched_dp_moe(self) -> bool:
+        """Whether a step's default number of tokens is small; as for the backends on vLLM's own list."""
+        if self.all2all_backend not in NAMES:
+            return bool(super().use_batched_dp_moe)
+        is_batched = self.all2all_backend == BATCHED_NAME
+        return bool(is_batched and self.enable_expert_parallel and self.data_parallel_size > 1)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -70,7 +83,6 @@ def activate() -> None:
     Idempotent; imports no layers.
     """
     from vllm.config.vllm import VllmConfig
-    from vllm.platforms import current_platform
 
     if "get_device_communicator_cls" in vars(current_platform):
         return
@@ -82,7 +94,7 @@ def activate() -> None:
         check_options(vllm_config)
         result = check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
-        if parallel.all2all_backend == BACKEND_NAME and parallel.use_ubatching:
+        if parallel.all2all_backend in NAMES and parallel.use_ubatching:
             # what follows is vLLM's check of the name
             parallel.all2all_backend = ACCEPTED_BACKEND
         return result
@@ -99,12 +111,13 @@ def _giving_the_name_back(post_init: Callable[..., None]) -> Callable[..., None]
     @replacement
     @functools.wraps(post_init)
     def __post_init__(self: Any, *args: Any) -> None:
+        parallel = self.parallel_config
+        name = parallel.all2all_backend
         try:
             post_init(self, *args)
         finally:
-            parallel = self.parallel_config
-            if isinstance(parallel, EpA2AParallelConfig) and parallel.all2all_backend == ACCEPTED_BACKEND:
-                parallel.all2all_backend = BACKEND_NAME
+            if name in NAMES and parallel.all2all_backend == ACCEPTED_BACKEND:
+                parallel.all2all_backend = name
 
     return __post_init__
 
@@ -119,15 +132,17 @@ def check_options(vllm_config: Any) -> None:
         EnvironmentVariableError: a variable that workers will inherit cannot be parsed here.
     """
     parallel = vllm_config.parallel_config
-    if parallel.all2all_backend != BACKEND_NAME:
+    if parallel.all2all_backend not in NAMES:
         return
     env.check_values()
     if why := _why_inactive(parallel):
         if parallel.data_parallel_rank == 0:
             warn_once(why)
         parallel.all2all_backend = VLLM_BACKEND
-    else:
-        _check_parallel(vllm_config)
+        return
+    _check_parallel(vllm_config)
+    if parallel.all2all_backend == BATCHED_NAME and current_platform.is_cpu() and parallel.data_parallel_rank == 0:
+        warn_once(ON_CPU)
 
 
 def _why_inactive(parallel: Any) -> str:

@@ -1,4 +1,4 @@
-"""The entry point: adds the name `ep_a2a` to vLLM's backends. Every vLLM process of the environment imports this."""
+"""The entry point: adds this backend's names to vLLM's. Every vLLM process of the environment imports this."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, is_replacement, logger, replacement, warn_once
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, NAMES, is_replacement, logger, replacement, warn_once
 
 OLD_VARIABLE = "VLLM_ALL2ALL_BACKEND"
-CHOICE = re.compile(rf"--all2all[-_]backend[= ]{BACKEND_NAME}\b")
+CHOICE = re.compile(rf"--all2all[-_]backend[= ]({'|'.join(NAMES)})\b")
 
 
 def register() -> None:
-    """Adds the backend's name. Idempotent; raises only if the command line names this backend.
+    """Adds the backend's names. Idempotent; raises only if the command line has one of them.
 
     A command that names it is refused here, before vLLM loads a model's configuration or starts a process.
 
@@ -30,7 +30,7 @@ def register() -> None:
         from ep_a2a.integrations.vllm.support import check
 
         check()
-    if is_first and env.other_variable(OLD_VARIABLE) == BACKEND_NAME:
+    if is_first and env.other_variable(OLD_VARIABLE) in NAMES:
         warn_once(f"{OLD_VARIABLE} has no effect: choose the backend by --all2all-backend {BACKEND_NAME}")
     try:
         _add_name()
@@ -54,7 +54,7 @@ def _add_name() -> None:
     @replacement
     def post_init(self: Any, *args: Any) -> None:
         original_post_init(self, *args)
-        if self.all2all_backend == BACKEND_NAME:
+        if self.all2all_backend in NAMES:
             from ep_a2a.integrations.vllm.parallel_config import choose
 
             choose(self)
@@ -69,7 +69,7 @@ def _extend_literal(parallel: Any) -> None:
     from pydantic.dataclasses import rebuild_dataclass
 
     config_class = parallel.ParallelConfig
-    names = Literal[(*get_args(parallel.All2AllBackend), BACKEND_NAME)]  # type: ignore[valid-type]
+    names = Literal[(*get_args(parallel.All2AllBackend), *NAMES)]  # type: ignore[valid-type]
     parallel.All2AllBackend = names
     config_class.__annotations__["all2all_backend"] = names
     config_class.__dataclass_fields__["all2all_backend"].type = names

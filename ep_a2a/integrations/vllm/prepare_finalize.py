@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input, normalize_batched_scales_shape
 from vllm.v1.worker.ubatching import (
     dbo_current_ubatch_id,
     dbo_enabled,
@@ -27,7 +28,7 @@ from vllm.v1.worker.ubatching import (
 )
 
 from ep_a2a.errors import StateError, UnsupportedError
-from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bound, tokens_per_rank
+from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bounds, rounded_up, tokens_per_rank
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.token_format import token_format_of
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from ep_a2a.integrations.dispatcher import Dispatcher
     from ep_a2a.interface import DispatchResult
 
+ROWS_MULTIPLE = 128
+"""DeepGEMM's masked products write tiles of so many rows, which must not reach into the next expert's."""
 QUANTIZE_OPTIONS = frozenset(inspect.signature(moe_kernel_quantize_input).parameters)
 EXPERTS_OF_TWO_KINDS = ("experts", "fallback_experts")
 """Attributes of experts that choose between two kinds."""
@@ -74,14 +77,16 @@ def make_prepare_finalize(moe: Any, *, use_monolithic: bool) -> EpA2APrepareAndF
             "Choose other experts, for example --moe-backend triton, or --all2all-backend allgather_reducescatter.",
         )
     max_tokens = tokens_per_rank(moe.max_num_tokens, moe.moe_parallel_config.sp_size)
-    return EpA2APrepareAndFinalize(manager, moe, max_tokens)
+    is_batched = moe.moe_parallel_config.use_batched_activation_format
+    kind = BatchedPrepareAndFinalize if is_batched else EpA2APrepareAndFinalize
+    return kind(manager, moe, max_tokens)
 
 
 class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """vLLM's prepare/finalize in its standard activation format, on an op that all layers of one shape share.
 
-    Experts see W * t rows, t being the most tokens that any rank brings to the step. Rows without a token carry the id
-    of another rank's expert, which expert_map filters out.
+    Experts see as many rows as the ranks bring tokens, or where CUDA graphs pad all ranks to t tokens, W * t. Rows
+    without a token carry the id of another rank's expert, which expert_map filters out.
 
     The op is built when vLLM pairs this object with its experts: after the weights are loaded, before memory is
     profiled. Combine sends the experts' rows from where they lie. So vLLM's allocate_fused_expert_output (from 0.32)
@@ -97,11 +102,14 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         max_tokens: the most tokens of this rank in any step.
     """
 
+    layout = "rank_major"
+
     def __init__(self, manager: VllmAll2AllManager, moe: Any, max_tokens: int) -> None:
         super().__init__()
         self._manager = manager
         self._moe = moe
         self._max_tokens = max_tokens
+        self._multiple = 1
         self._format: TokenFormat = RAW
         self._dispatchers: list[Dispatcher] = []
         self._takes_counts, self._most_rows = False, 0
@@ -157,6 +165,8 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             num_experts=moe.num_experts,
             num_local_experts=moe.num_local_experts,
             max_tokens=self._max_tokens,
+            layout=self.layout,
+            multiple=self._multiple,
         )
         # vLLM makes one configuration per layer
         self._dispatchers = self._manager.dispatchers(moe, self._format, shape)
@@ -216,15 +226,15 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
         Returns:
             A function that returns
-            (rows [W * t, H], their scales or None, ExpertTokensMetadata or None, ids [W * t, K] int32 global, weights
-            [W * t, K]).
+            (rows [R, H], their scales or None, ExpertTokensMetadata or None, ids [R, K] int32 global, weights [R, K]),
+            where R is the sum of `_bounds`.
         """
         dispatcher = self._dispatcher
         fitted = dispatcher.fitted(a1, topk_weights, topk_ids, weights_on_input=apply_router_weight_on_input)
         dbo_yield_and_switch_from_compute_to_comm()
-        bound = self._bound()
-        counts = self._has_counts(bound * self._manager.world_size)
-        received = dispatcher.dispatch(*fitted, step_tokens=bound, call_local_expert_count=counts)
+        bounds = self._bounds()
+        counts = self._has_counts(bounds * self._manager.world_size if isinstance(bounds, int) else sum(bounds))
+        received = dispatcher.dispatch(*fitted, step_tokens=bounds, call_local_expert_count=counts)
         dbo_switch_to_compute_sync()
         metadata = self._counts_of_experts() if counts else None
         quant_config = None if defer_input_quant else quant_config
@@ -247,35 +257,43 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         counts = self._dispatcher.op.local_expert_count
         return mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=counts.cpu())
 
-    def _bound(self) -> int:
-        """The most tokens that any rank brings to this step: equal on all ranks, constant inside a CUDA graph.
+    def _bounds(self) -> int | tuple[int, ...]:
+        """The most tokens of every rank in this step, or those of each: equal on all ranks, one inside a CUDA graph.
 
-        vLLM exchanges the token counts of data-parallel ranks on the host before a forward pass. With sequence
-        parallelism each rank of a replica takes an equal share.
+        vLLM exchanges the token counts of data-parallel ranks on the host before a forward pass, and pads them to be
+        equal where it replays a graph or splits the step. With sequence parallelism each rank of a replica takes an
+        equal share.
         """
         metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
-        num_tokens = None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
+        counts = None if metadata is None else metadata.num_tokens_across_dp_cpu.tolist()
         max_tokens = self._dispatcher.op.config.max_num_inp_token_per_rank
-        return agreed_bound(num_tokens, self._moe.moe_parallel_config.sp_size, max_tokens, self._manager.tokens_option)
+        return agreed_bounds(counts, self._moe.moe_parallel_config.sp_size, max_tokens, self._manager.tokens_option)
 
     def _rows_for_experts(
         self, received: DispatchResult, expert_map: torch.Tensor | None, quant_config: Any, counts: Any
     ) -> Any:
         """Returns what `prepare` does; quant_config: None where the experts quantise. counts: of the experts' rows."""
-        rows, weights, scales, ids, _ = received
         if self._format.quantize_after and quant_config is not None:
-            rows, scales = self._quantized(rows, quant_config)
+            received = self._quantized(received, quant_config)
+        return self._in_format(received, expert_map, counts)
+
+    def _in_format(self, received: DispatchResult, expert_map: torch.Tensor | None, counts: Any) -> Any:
+        """Returns what `prepare` does, of rows that are quantised as the experts want them."""
+        rows, weights, scales, ids, _ = received
         assert weights is not None  # dispatch was given them
         if rows.device.type == "cpu":
             ids, weights = local_ids(ids, weights, expert_map)
         return rows, scales, counts, ids, weights
 
-    def _quantized(self, rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Quantises received rows [W * t, H] by vLLM's helper; returns rows and their scales."""
+    def _has_token(self, received: DispatchResult) -> torch.Tensor:
+        """Returns which of the received rows hold a token: bool [R]."""
+        return received.indices.ne(self._dispatcher.pad_id).any(1)
+
+    def _quantized(self, received: DispatchResult, quant_config: Any) -> DispatchResult:
+        """Returns the received rows as vLLM's helper quantises them, with their scales."""
+        rows = received.tokens
         if self._format.by_whole_tensor:
-            counts = self._dispatcher.op.recv_counts
-            place = torch.arange(len(rows) // len(counts), device=rows.device)
-            rows = torch.where((place < counts[:, None]).view(-1, 1), rows, 0)
+            rows = torch.where(self._has_token(received)[:, None], rows, 0)
         options = {
             name: getattr(quant_config, name)
             for name in ("is_scale_swizzled", "is_scale_transposed", "mx_alignment")
@@ -289,7 +307,7 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             block_shape=quant_config.block_shape,
             **options,
         )
-        return rows, scales
+        return received._replace(tokens=rows, scales=scales)
 
     def finalize(self, *args: Any, **kwargs: Any) -> None:
         """Runs `finalize_async` to its end."""
@@ -313,15 +331,13 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             output: overwritten with the sums for the tokens that this rank dispatched; [T, less than H] where the
                 experts drop the columns that pad H (vLLM's output_hidden_dim, from 0.33).
             fused_expert_output: the experts' rows, one per received row or one per slot.
-            topk_weights, topk_ids: [W * t, K], of the received rows.
+            topk_weights, topk_ids: [R, K], of the received rows.
             apply_router_weight_on_input: the weights have been applied already.
             weight_and_reduce_impl: vLLM's; how slots are weighed and added to one row per received row.
         """
         dispatcher = self._dispatcher
-        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-        rows = weight_and_reduce_impl.apply(
-            output=None,
+        rows = self._row_sums(
+            weight_and_reduce_impl,
             fused_expert_output=fused_expert_output,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
@@ -329,6 +345,9 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         )
         # experts may leave out the last columns, which only pad H; what combine reads is held until it has ended
         rows = dispatcher.padded(rows)
+        if rows.data_ptr() == output.data_ptr():
+            # vLLM gives experts output's memory where the shapes are equal: if no other rank has tokens
+            rows = rows.clone()
         if dbo_enabled():
             dbo_yield_and_switch_from_compute_to_comm()
             dispatcher.combine(rows, output)
@@ -336,6 +355,63 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
             return functools.partial(_wait_for_combine, rows)
         dispatcher.combine(rows, output)
         return lambda: None
+
+    def _row_sums(self, weight_and_reduce_impl: Any, **given: Any) -> torch.Tensor:
+        """Returns what combine takes of the experts' output: a weighted sum for each received row."""
+        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+        sums: torch.Tensor = weight_and_reduce_impl.apply(output=None, **given)
+        return sums
+
+
+class BatchedPrepareAndFinalize(EpA2APrepareAndFinalize):
+    """The same in vLLM's batched format: rows [E, R, H] by local expert, and their number per expert on the device.
+
+    R is W * t, t being the most tokens that any rank brings to the step, rounded up so that ROWS_MULTIPLE divides R.
+    Combine weighs and adds the experts' rows.
+    """
+
+    layout = "expert_major"
+
+    def __init__(self, manager: VllmAll2AllManager, moe: Any, max_tokens: int) -> None:
+        multiple = ROWS_MULTIPLE // math.gcd(ROWS_MULTIPLE, manager.world_size)
+        super().__init__(manager, moe, rounded_up(max_tokens, multiple))
+        self._multiple = multiple
+
+    @property
+    def activation_format(self) -> Any:
+        """vLLM's batched format: the rows of each expert."""
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Builds the op of each micro-batch for these experts. Collective."""
+        super().post_init_setup(fused_experts)
+        self._experts = fused_experts
+        if fused_experts.quant_config.quant_dtype == "nvfp4":
+            # whose only batched experts quantise rows themselves, and do not say so
+            self._format = RAW
+
+    def _bounds(self) -> int:
+        bounds = super()._bounds()
+        return rounded_up(bounds if isinstance(bounds, int) else max(bounds), self._multiple)
+
+    def _in_format(self, received: DispatchResult, *_: Any) -> Any:
+        counts = self._dispatcher.op.expert_recv_count
+        rows = received.tokens.view(len(counts), -1, received.tokens.shape[-1])
+        # by whose product experts size their memory in each step
+        self._experts.max_num_tokens, self._experts.num_dispatchers = rows.shape[1], 1
+        metadata = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
+        return rows, normalize_batched_scales_shape(received.scales, len(counts)), metadata, None, None
+
+    def _has_token(self, received: DispatchResult) -> torch.Tensor:
+        counts = self._dispatcher.op.expert_recv_count
+        place = torch.arange(len(received.tokens) // len(counts), device=counts.device)
+        is_used: torch.Tensor = place < counts[:, None]
+        return is_used.flatten()
+
+    def _row_sums(self, weight_and_reduce_impl: Any, **given: Any) -> torch.Tensor:
+        rows: torch.Tensor = given["fused_expert_output"]
+        return rows
 
 
 def _wait_for_combine(_rows: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-NAME = "ep_a2a"
+NAME, BATCHED = NAMES = "ep_a2a", "ep_a2a_low_latency"
 OURS = "/integrations/vllm/"
 
 

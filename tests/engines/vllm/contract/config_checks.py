@@ -14,7 +14,17 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
 
-from tests.engines.vllm.contract.checks import NAME, Messages, is_patched, our_modules, refused, replaced, use_cpu
+from tests.engines.vllm.contract.checks import (
+    BATCHED,
+    NAME,
+    NAMES,
+    Messages,
+    is_patched,
+    our_modules,
+    refused,
+    replaced,
+    use_cpu,
+)
 from tests.engines.vllm.contract.wheels import ROOT
 
 UNPICKLE = "unpickle"
@@ -29,7 +39,7 @@ def chosen(**options: Any) -> Any:
     return ParallelConfig(**{"all2all_backend": NAME, "enable_expert_parallel": True} | options)
 
 
-def check_the_name_is_added_once() -> None:
+def check_the_names_are_added_once() -> None:
     from vllm.config import ParallelConfig, parallel
     from vllm.engine import arg_utils
 
@@ -40,7 +50,7 @@ def check_the_name_is_added_once() -> None:
     register()
     post_init = ParallelConfig.__post_init__
     register()
-    assert get_args(parallel.All2AllBackend) == (*before, NAME)
+    assert get_args(parallel.All2AllBackend) == (*before, *NAMES)
     assert ParallelConfig.__post_init__ is post_init
     with refused(ValueError, "Input should be", "'allgather_reducescatter'", f"'{NAME}'"):
         ParallelConfig(all2all_backend="bogus")
@@ -63,15 +73,16 @@ def check_nothing_else_changes_for_a_user_who_does_not_choose() -> None:
     assert messages.texts == []
 
 
-def check_the_command_line_takes_the_name() -> None:
+def check_the_command_line_takes_the_names() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
 
     from ep_a2a.integrations.vllm import register
 
     register()
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    given = parser.parse_args(["--all2all-backend", NAME, "--enable-expert-parallel"])
-    assert given.all2all_backend == NAME
+    for name in NAMES:
+        given = parser.parse_args(["--all2all-backend", name, "--enable-expert-parallel"])
+        assert given.all2all_backend == name
     assert parser.parse_args([]).all2all_backend == "allgather_reducescatter"
     with refused(SystemExit, "2"):
         parser.parse_args(["--all2all-backend", "bogus"])
@@ -123,12 +134,14 @@ def check_the_configuration_answers_as_for_backends_of_vllm() -> None:
     """Whether tensor-parallel ranks bring distinct tokens is a list of names in vLLM."""
     from vllm.config import ParallelConfig
 
-    ours, theirs = chosen(), ParallelConfig(all2all_backend="allgather_reducescatter")
-    assert isinstance(ours, ParallelConfig)
-    for ep, tp, dp in itertools.product((False, True), (1, 2), (1, 2)):
+    likes = {NAME: "allgather_reducescatter", BATCHED: "deepep_low_latency"}
+    for (name, like), ep, tp, dp in itertools.product(likes.items(), (False, True), (1, 2), (1, 2)):
+        ours, theirs = chosen(all2all_backend=name), ParallelConfig(all2all_backend=like)
+        assert isinstance(ours, ParallelConfig)
         for config in (ours, theirs):
             config.enable_expert_parallel, config.tensor_parallel_size, config.data_parallel_size = ep, tp, dp
         assert ours.use_sequence_parallel_moe == theirs.use_sequence_parallel_moe == (ep and tp == dp == 2)
+        assert ours.use_batched_dp_moe == theirs.use_batched_dp_moe == (name == BATCHED and ep and dp == 2)
         if hasattr(theirs, "use_all2all"):
             assert ours.use_all2all == theirs.use_all2all == (dp == 2)
 
@@ -258,17 +271,20 @@ def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
     from vllm.config import VllmConfig
 
     from ep_a2a.integrations.vllm import common
-    from ep_a2a.integrations.vllm.parallel_config import ONE_REPLICA, WITHOUT_EP
+    from ep_a2a.integrations.vllm.parallel_config import ON_CPU, ONE_REPLICA, WITHOUT_EP
 
-    said: dict[tuple[bool, int], list[str]] = {}
-    for ep, size in itertools.product((False, True), (1, 2)):
+    said: dict[tuple[str, bool, int], list[str]] = {}
+    for name, ep, size in itertools.product(NAMES, (False, True), (1, 2)):
         common.log_once.cache_clear()
         messages = Messages("vllm.ep_a2a")
         for _ in range(2):
-            VllmConfig(parallel_config=chosen(enable_expert_parallel=ep, data_parallel_size=size))
-        said[ep, size] = list(messages.texts)
+            config = chosen(all2all_backend=name, enable_expert_parallel=ep, data_parallel_size=size)
+            VllmConfig(parallel_config=config)
+        said[name, ep, size] = list(messages.texts)
         assert messages.files <= {"parallel_config.py"}
-    assert said == {(False, 1): [ONE_REPLICA], (False, 2): [WITHOUT_EP], (True, 1): [ONE_REPLICA], (True, 2): []}
+    for name, where_it_travels in ((NAME, []), (BATCHED, [ON_CPU])):
+        assert [said[name, ep, 1] for ep in (False, True)] == [[ONE_REPLICA]] * 2
+        assert [said[name, ep, 2] for ep in (False, True)] == [[WITHOUT_EP], where_it_travels]
     for flag in ("--data-parallel-size", "--enable-expert-parallel", "--all2all-backend ep_a2a"):
         assert flag in ONE_REPLICA
     assert "--enable-expert-parallel" in WITHOUT_EP
@@ -285,7 +301,7 @@ def check_a_variable_that_cannot_be_read_is_refused() -> None:
             VllmConfig()
 
 
-def check_vllm_splits_steps_with_our_name() -> None:
+def check_vllm_splits_steps_with_our_names() -> None:
     """By ubatch_size, since --enable-dbo is switched off on CPU. Otherwise vLLM asserts that it knows the name."""
     from vllm.config import VllmConfig
 
@@ -299,8 +315,9 @@ def check_vllm_splits_steps_with_our_name() -> None:
                 raise
         return given
 
-    parallel = config_of_two()
-    assert parallel.all2all_backend == NAME
-    assert (parallel.use_ubatching, parallel.num_ubatches) == (True, 2)
+    for name in NAMES:
+        parallel = config_of_two(all2all_backend=name)
+        assert parallel.all2all_backend == name
+        assert (parallel.use_ubatching, parallel.num_ubatches) == (True, 2)
     with refused(ValueError, "allgather_reducescatter is not supported"):
         config_of_two(enable_expert_parallel=False)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from tests.engines.vllm.contract.checks import NAME, Messages, refused, replaced
+from tests.engines.vllm.contract.checks import BATCHED, NAME, NAMES, Messages, refused, replaced
 from tests.engines.vllm.contract.config_checks import chosen
 
 VLLM_BACKEND = "allgather_reducescatter"
@@ -74,14 +74,14 @@ def class_name(communicator: Any) -> str:
 def check_the_communicator_of_experts_carries_our_manager() -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
-    for kind in (CPU, CUDA):
+    for kind, name in itertools.product((CPU, CUDA), NAMES):
         vllm_says = Messages(f"{COMMUNICATORS}.{kind.partition('.')[0]}", logging.INFO)
-        with communicator_of(kind=kind) as communicator:
+        with communicator_of(kind=kind, backend=name) as communicator:
             assert not [text for text in vllm_says.texts if "manager" in text], "the log names one backend"
             assert not logging.getLogger(f"{COMMUNICATORS}.{kind.partition('.')[0]}").filters
             assert class_name(communicator) == kind.partition(".")[2]
             assert communicator.use_all2all
-            assert communicator.all2all_backend == NAME
+            assert communicator.all2all_backend == name
             manager = communicator.all2all_manager
             assert type(manager) is VllmAll2AllManager
             assert manager._arena is None, "memory before the first op"
@@ -192,7 +192,8 @@ def check_checkpoints_are_refused() -> None:
 
 
 def moe_of(**changes: Any) -> SimpleNamespace:
-    parallel = {"all2all_backend": NAME, "use_all2all_kernels": True, "sp_size": 2} | changes
+    parallel = {"all2all_backend": NAME, "use_all2all_kernels": True, "sp_size": 2}
+    parallel |= {"use_batched_activation_format": False} | changes
     return SimpleNamespace(moe_parallel_config=SimpleNamespace(**parallel), max_num_tokens=7)
 
 
@@ -217,6 +218,28 @@ def check_layers_get_our_prepare_and_finalize() -> None:
             assert not made.supports_async()
             assert made.supports_dbo()
             refusals_when_made(all2all_utils.maybe_make_prepare_finalize)
+            batched = moe_of(all2all_backend=BATCHED, use_batched_activation_format=True)
+            made = all2all_utils.maybe_make_prepare_finalize(batched, None, allow_new_interface=True)
+            assert made.activation_format is mk.FusedMoEActivationFormat.BatchedExperts
+
+
+def check_experts_are_chosen_by_the_format_of_the_name() -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.platforms import current_platform
+
+    names = (NAME, BATCHED, VLLM_BACKEND, "deepep_low_latency")
+
+    def batched_names(**changes: bool) -> set[str]:
+        values = {"use_all2all_kernels": True, "use_deepep_ll_kernels": False, "use_nixl_ep_kernels": False} | changes
+        return {name for name in names if format_of(SimpleNamespace(all2all_backend=name, **values))}
+
+    with communicator_of():
+        format_of = FusedMoEParallelConfig.use_batched_activation_format.fget
+        assert batched_names() == set(), "vLLM has no such experts for CPUs"
+        with replaced(current_platform, "is_cpu", lambda: False):
+            assert batched_names() == {BATCHED}
+            assert batched_names(use_all2all_kernels=False) == set()
+            assert batched_names(use_deepep_ll_kernels=True) == set(names), "vLLM's own answer stands"
 
 
 def refusals_when_made(make: Any) -> None:

@@ -38,6 +38,7 @@ class Layer:
         per_tensor (one scale of all rows, by vLLM's helper).
     reduce: who adds a row's experts: the experts ("NoOP"), or finalize ("Contiguous", "Delegate").
     ids: "random", "padding" (rows of -1), "holes" (a -1 beside valid ids), or "first rank" (the last gets no token).
+    batched: experts take rows by expert, and combine weighs and adds.
     with_map: expert_map is passed; on CPU rows then carry local ids. Without, they carry global ones, as on GPUs.
     scale: of the tokens' elements.
     padding: last columns with which vLLM pads the tokens' hidden size.
@@ -51,6 +52,7 @@ class Layer:
     max_tokens: int = 16
     quant: str = "none"
     reduce: str = "NoOP"
+    batched: bool = False
     weight_on_input: bool = False
     ids: str = "random"
     with_map: bool = False
@@ -124,26 +126,36 @@ def experts_class() -> type:
             self.seen: list[SimpleNamespace] = []
             self.error: Exception | None = None
 
-        @staticmethod
-        def activation_format() -> Any:
-            return mk.FusedMoEActivationFormat.Standard
+        def activation_format(self) -> Any:
+            formats = mk.FusedMoEActivationFormat
+            return formats.BatchedExperts if self.case.batched else formats.Standard
 
         def output_hidden_dim(self, hidden: int) -> int:
             return self.case.hidden - self.case.padding if self.case.has_unpadded_output else hidden
 
         def workspace_shapes(self, rows: int, *shape: Any) -> Any:
             hidden, topk = self.output_hidden_dim(shape[1]), shape[2]
+            if self.case.batched:
+                # as of all batched experts of vLLM
+                return (0,), (0,), (shape[4], self.max_num_tokens * self.num_dispatchers, hidden)
             return (0,), (0,), (rows, hidden) if self.case.reduce == "NoOP" else (rows, topk, hidden)
 
         def finalize_weight_and_reduce_impl(self) -> Any:
-            return getattr(topk_weight_and_reduce, f"TopKWeightAndReduce{self.case.reduce}")()
+            kind = "Delegate" if self.case.batched else self.case.reduce
+            return getattr(topk_weight_and_reduce, f"TopKWeightAndReduce{kind}")()
 
         def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
             self.seen.append(SimpleNamespace(rows=hidden_states.clone(), output=output, **given))
             if self.error is not None:
                 raise self.error
-            assert given["expert_tokens_meta"] is None or hasattr(self, "experts")
+            assert given["expert_tokens_meta"] is None or self.case.batched or hasattr(self, "experts")
             rows = self.dequantized(hidden_states, given["a1q_scale"])
+            if self.case.batched:
+                counts = given["expert_tokens_meta"].expert_num_tokens.tolist()
+                for expert, (count, *weights) in enumerate(zip(counts, given["w1"], given["w2"], strict=True)):
+                    each = mlp(rows[expert, :count], *(matrix.expand(count, -1, -1) for matrix in weights))
+                    output[expert, :count] = each[:, : output.shape[-1]]
+                return
             slots, is_local = self.computed(rows, given["topk_ids"])
             slots = slots[:, :, : output.shape[-1]]
             if self.case.reduce != "NoOP":
@@ -169,7 +181,9 @@ def experts_class() -> type:
             assert rows.dtype == FP8_DTYPE
             if self.case.quant == "per_tensor":
                 return rows.float() * scales
-            return dequantize(rows, scales, CASTS[self.case.quant])
+            assert scales is not None
+            assert rows.shape[:-1] == scales.shape[:-1]
+            return dequantize(rows.flatten(0, -2), scales.flatten(0, -2), CASTS[self.case.quant]).view(rows.shape)
 
     # how vLLM would choose among experts
     unused = dict.fromkeys(Experts.__abstractmethods__, staticmethod(lambda *_: True))
@@ -238,7 +252,7 @@ def kernel_of(case: Layer, manager: Any, sp_size: int = 1, moe: Any = None) -> A
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.utils import deep_gemm
 
-    from ep_a2a.integrations.vllm.prepare_finalize import EpA2APrepareAndFinalize
+    from ep_a2a.integrations.vllm.prepare_finalize import BatchedPrepareAndFinalize, EpA2APrepareAndFinalize
 
     deep_gemm.is_deep_gemm_e8m0_used = lambda: case.quant == "per_block_rounded"
     moe = moe or SimpleNamespace(
@@ -250,7 +264,8 @@ def kernel_of(case: Layer, manager: Any, sp_size: int = 1, moe: Any = None) -> A
         moe_parallel_config=SimpleNamespace(sp_size=sp_size, dp_size=2, use_ep=True),
     )
     experts = experts_class()(case, moe, quant_config_of(case), manager.rank)
-    return mk.FusedMoEKernel(EpA2APrepareAndFinalize(manager, moe, case.max_tokens), experts)
+    kind = BatchedPrepareAndFinalize if case.batched else EpA2APrepareAndFinalize
+    return mk.FusedMoEKernel(kind(manager, moe, case.max_tokens), experts)
 
 
 def run_kernel(case: Layer, kernel: Any, rank: int, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -49,6 +49,11 @@ FORMS = {
     "ids_beside_valid_ones": Layer(ids="holes", tokens=(6, 5)),
     "a_rank_that_receives_nothing": Layer(ids="first rank"),
     "uneven_experts": Layer(num_experts=7, topk=3),
+    "batched": Layer(batched=True),
+    "batched_fp8_per_token": Layer(batched=True, quant="per_token"),
+    "batched_fp8_per_block": Layer(batched=True, quant="per_block", hidden=256, num_experts=7, topk=3),
+    "batched_fp8_by_whole_tensor": Layer(batched=True, quant="per_tensor"),
+    "batched_weights_on_the_input": Layer(batched=True, topk=1, weight_on_input=True),
 }
 """Checks in_both_forms."""
 
@@ -132,17 +137,31 @@ def check_rows_without_a_token_name_another_ranks_expert(context: RankContext) -
 
 def check_the_rows_that_experts_see_are_bounded_by_the_step(context: RankContext) -> None:
     """vLLM tells all ranks the tokens of each data-parallel rank; sequence-parallel ranks share them."""
+    told: tuple[tuple[int, tuple[int, ...], int], ...] = (
+        (1, (7, 5), 12),
+        (1, (16, 1), 17),
+        (1, (0, 3), 3),
+        (1, (4, 4), 8),
+        (1, (0, 0), 2),
+        (2, (7,), 8),
+    )
     with manager_of(context) as manager:
-        for sp_size, tokens, rows in ((1, (7, 5), 7), (2, (7, 5), 4), (2, (8, 1), 4), (2, (0, 0), 1), (1, (16, 1), 16)):
-            brought = tuple(-(-number // sp_size) for number in tokens)
-            case = Layer(tokens=brought)
+        for sp_size, tokens, rows in told:
+            brought = tuple(-(-number // sp_size) for number in tokens for _ in range(sp_size))
+            case = Layer(tokens=(brought[0], brought[1]))
             kernel = kernel_of(case, manager, sp_size)
             with step_of(tokens):
                 run_and_check(case, kernel, context.rank)
-            assert len(kernel.fused_experts.seen[0].rows) == 2 * rows
+            assert len(kernel.fused_experts.seen[0].rows) == rows
         with step_of(None):
             run_and_check(case, kernel, context.rank)
         assert len(kernel.fused_experts.seen[1].rows) == 2 * case.max_tokens
+        batched = Layer(batched=True, max_tokens=65, tokens=(64, 1))
+        kernel = kernel_of(batched, manager)
+        for told_tokens, rows in (((64, 1), 128), (None, 256)):
+            with step_of(told_tokens):
+                run_and_check(batched, kernel, context.rank)
+            assert kernel.fused_experts.seen[-1].rows.shape[1] == rows
 
 
 def check_experts_of_deep_gemm_get_counts_by_expert(context: RankContext) -> None:
@@ -160,7 +179,7 @@ def check_experts_of_deep_gemm_get_counts_by_expert(context: RankContext) -> Non
             kernel = kernel_of(case, manager)
             vars(kernel.fused_experts)["experts"] = object.__new__(DeepGemmExperts)
             kernel.prepare_finalize.post_init_setup(kernel.fused_experts)
-            for tokens, counts in (((7, 5), False), ((7, 5), True), ((4, 4), False), ((3, 6), True)):
+            for tokens, counts in (((7, 5), False), ((7, 5), True), ((4, 4), False), ((5, 6), True)):
                 kernel.fused_experts.case = case = replace(case, tokens=tokens)
                 with step_of(tokens):
                     run_and_check(case, kernel, context.rank)

@@ -28,7 +28,9 @@ class Changes:
             once it is there; which of them it was is written into it. "" = none.
         ranks_per_node: of virtual nodes; 0 = none.
         routed: folder for a file RANK.routed of each rank, with a line of JSON for each dispatch: the `ids` that it is
-            given, and the bound of its waits, `timeout_secs`. A line null marks the end of warm-up. "" = none.
+            given, the number of `rows` that experts get, and the bound of its waits, `timeout_secs`. A line null marks
+            the end of warm-up. "" = none.
+        batched: experts take rows by expert, by vLLM's reference of such experts, which it chooses for no platform.
         counts_splits: steps that vLLM splits, replays of graphs too, are counted in `split_steps`.
     """
 
@@ -36,6 +38,7 @@ class Changes:
     stop_file: str = ""
     ranks_per_node: int = 0
     routed: str = ""
+    batched: bool = False
     counts_splits: bool = False
 
     def variables(self) -> dict[str, str]:
@@ -59,6 +62,8 @@ class Changes:
             cut_nodes(self.ranks_per_node)
         if self.routed:
             record_routing(Path(self.routed))
+        if self.batched:
+            choose_batched_experts()
         if self.counts_splits:
             count_splits()
 
@@ -94,8 +99,10 @@ def record_routing(folder: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
     def recorded(self: Any, tokens: Any, weights: Any, scales: Any, ids: Any, **options: Any) -> Any:
-        write(self.config.rank, {"ids": ids.tolist(), "timeout_secs": self.memory.timeouts.step_secs})
-        return dispatch(self, tokens, weights, scales, ids, **options)
+        result = dispatch(self, tokens, weights, scales, ids, **options)
+        rows, timeout_secs = result.indices[..., 0].numel(), self.memory.timeouts.step_secs
+        write(self.config.rank, {"ids": ids.tolist(), "rows": rows, "timeout_secs": timeout_secs})
+        return result
 
     def recorded_end(self: Any, timeout_secs: float) -> None:
         end_warm_up(self, timeout_secs)
@@ -103,6 +110,22 @@ def record_routing(folder: Path) -> None:
 
     EpDispatchCombineOp.dispatch = recorded  # type: ignore[method-assign]
     VllmAll2AllManager.end_warm_up = recorded_end  # type: ignore[method-assign]
+
+
+def choose_batched_experts() -> None:
+    """See `Changes.batched`."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    # it asks for a stream, which a CPU has not
+    fused_batched_moe._is_capturing_or_compiling = lambda: False
+    reference = fused_batched_moe.NaiveBatchedExperts
+    answers = [name for name in vars(reference) if name.startswith("_supports_")]
+    experts = type("Experts", (reference,), dict.fromkeys(answers, staticmethod(lambda *_: True)))
+    unquantized.backend_to_kernel_cls = lambda _: [experts]
+    chosen = property(lambda self: self.use_all2all_kernels)
+    FusedMoEParallelConfig.use_batched_activation_format = chosen  # type: ignore[method-assign, assignment]
 
 
 def stop_when_told(rank: int, file: Path) -> None:

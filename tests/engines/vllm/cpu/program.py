@@ -2,7 +2,7 @@
 
     python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--stop] [--routed]
         [--tensor-parallel WORKERS] [--pipeline-parallel STAGES] [--ranks-per-node RANKS] [--tokens NUMBER]
-        [--dtype DTYPE] [--chunk TOKENS]
+        [--dtype DTYPE] [--chunk TOKENS] [--batched]
 
 VLLM_DP_* say which rank this is. MODEL is a folder of trained.trained_model. With --routed what the layers were given
 lies beside the result (`Changes.routed`). With --stop the engine generates again, and the last rank stops in that; what
@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", help="of the engine")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
     parser.add_argument("--stop", action="store_true", help="the last rank stops when all have generated once")
+    parser.add_argument("--batched", action="store_true", help="experts take rows by expert")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
     parser.add_argument("--routed", action="store_true", help="write what the layers are given")
     parser.add_argument(
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         stop_file=str(stop_file) if options.stop else "",
         ranks_per_node=options.ranks_per_node,
         routed=str(options.result.parent) if options.routed else "",
+        batched=options.batched,
     ).send()
     llm = make_engine(options)
     if options.pipeline_parallel > 1:
@@ -75,7 +77,8 @@ def make_engine(options: argparse.Namespace) -> Any:
 
     # on CPU vLLM raises the limit of some models to this, and warms up with that many tokens
     SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = options.chunk
-    parallel = {"enable_expert_parallel": True, "all2all_backend": "ep_a2a"} if options.expert_parallel else {}
+    backend = "ep_a2a_low_latency" if options.batched else "ep_a2a"
+    parallel = {"enable_expert_parallel": True, "all2all_backend": backend} if options.expert_parallel else {}
     return LLM(
         str(options.model),
         skip_tokenizer_init=True,
