@@ -227,18 +227,16 @@ class LowLatencyMode(BufferBase):
         # the op hands out one object for many steps, and SGLang empties what its experts have read (`Tensor.set_`)
         rows, counts = rows.view_as(rows), op.expert_recv_count
 
-        def finish() -> None:
+        def receive() -> None:
+            if in_halves:
+                op.dispatch_recv()
             if recv_stats is not None:
                 recv_stats.add_(counts)
-
-        def receive() -> None:
-            op.dispatch_recv()
-            finish()
 
         if in_halves:
             step.dispatch_hook = Hook(receive, op.device)
         else:
-            finish()
+            receive()
         return rows if scales is None else (rows, scales.view_as(scales)), counts
 
     def _late_weights(self, handle: LowLatencyHandle, topk_weights: torch.Tensor | None) -> torch.Tensor | None:
