@@ -23,6 +23,7 @@ MICRO_BATCHES = (
     "With --layer: run two micro-batches beside each other; combine gets so many multiprocessors, such as 8,16, "
     "dispatch three quarters; 0 = all. One more run shares those of the products."
 )
+UNEVEN = "With --layer: rank 0 alone has --tokens (default: 8192), each other rank a 128th; adds ep_a2a_packed."
 ROUNDS = "With --layer: times that contenders take turns; default: 4, on CPU 1."
 
 
@@ -54,6 +55,7 @@ def bench(
         Any, opt.numbers("With --layer: intermediate sizes of an expert; default: 2048 on GPUs.", least=1)
     ] = None,
     micro_batches: Annotated[Any, opt.numbers(MICRO_BATCHES)] = None,
+    uneven: Annotated[bool, typer.Option("--uneven", help=UNEVEN)] = False,
     rounds: Annotated[int | None, opt.number(ROUNDS, opt.MOST_ITERATIONS)] = None,
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,

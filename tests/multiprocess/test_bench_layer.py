@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +46,25 @@ def test_each_layer_is_the_dense_layer(ranks: Any, quant: str, combine_quant: st
     assert all(min(each["layer_us"], each["experts_us"], each["exchange_us"]) > 0 for each in (own, gloo))
     assert [len(each["rounds_us"]) for each in (push, own, gloo)] == [2] * 3
     assert push["least_us"] == push["most_us"] == push["exchange_us"], "timed once"
+
+
+def test_layers_of_unequal_ranks_are_the_dense_layer(ranks: Any) -> None:
+    layer = workload(7, quant="fp8_per_1x128", uneven=True)
+    rows = ranks(run_in_turn, 2, layer, ("reference_push", "ep_a2a", "ep_a2a_packed", "nccl_agrs"), TWICE)[0]
+    assert [row["status"] for row in rows] == ["ok"] * 4, rows
+
+
+def received_rows(context: RankContext) -> list[int]:
+    layers = [Layer(workload(7, uneven=True), context, partial(OpRoundTrip, packed=packed)) for packed in (False, True)]
+    for layer in layers:
+        layer.run()
+        layer.communication.close()
+    return [len(layer.received.rows) for layer in layers]
+
+
+def test_packed_rows_are_as_many_as_tokens(ranks: Any) -> None:
+    """Seven and one."""
+    assert ranks(received_rows, 2) == [[14, 8]] * 2
 
 
 def test_layers_take_turns_the_other_way_round_in_every_second_round(monkeypatch: pytest.MonkeyPatch) -> None:

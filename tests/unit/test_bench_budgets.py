@@ -42,6 +42,11 @@ def test_all_ranks_take_the_first_gpu_with_each_budget(bench: Callable[..., Any]
     assert (runner.num_gpus, {each.ranks for each in workloads}) == (4, {4})
 
 
+def test_one_rank_has_a_prompt_and_the_others_decode(bench: Callable[..., Any]) -> None:
+    (workload,) = bench("--layer", "--uneven")[1]
+    assert workload.counts == (8192, 64, 64, 64)
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
@@ -54,6 +59,8 @@ def test_all_ranks_take_the_first_gpu_with_each_budget(bench: Callable[..., Any]
         ("--shared-gpu --ranks 40 --max-sms 8", "4 multiprocessors at least"),
         ("--shared-gpu --device cpu", "no --shared-gpu on CPU"),
         ("--shared-gpu --ranks 1", "--ranks of 2 or more with --shared-gpu"),
+        ("--uneven", "no --uneven without --layer"),
+        ("--layer --uneven --micro-batches 8", "no --uneven with --micro-batches"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(bench: Callable[..., Any], typed: str, expected: str) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 2
 """On CPU, and with --shared-gpu."""
-LAYER_OPTIONS = ("rounds", "intermediate", "micro_batches")
+LAYER_OPTIONS = ("rounds", "intermediate", "micro_batches", "uneven")
 """Options that say nothing without --layer."""
 ONE_NODE = tuple(name for name in known.CONTENDERS if name not in known.BETWEEN_NODES)
 """Contenders where all ranks are on one node."""
@@ -87,7 +87,7 @@ def run(options: SimpleNamespace) -> bool:
     refuse_combinations(options, device)
     options = with_defaults(options, device)
     if not options.micro_batches:
-        known.check_names(options.contenders, known.LAYERS if options.layer else known.CONTENDERS)
+        known.check_names(options.contenders, (*known.LAYERS, known.PACKED) if options.layer else known.CONTENDERS)
     check_can_write(options.output)
     different_files(options.output, options.plot)
     if options.plot is not None:
@@ -115,9 +115,10 @@ def refuse_combinations(options: SimpleNamespace, device: str) -> None:
     if options.layer:
         refuse({"cold_cache": options.cold_cache or None}, "with --layer, whose layers flush the L2", "Leave it out.")
     else:
-        refuse({name: getattr(options, name) for name in LAYER_OPTIONS}, "without --layer", "Say --layer, too.")
+        refuse({name: getattr(options, name) or None for name in LAYER_OPTIONS}, "without --layer", "Say --layer, too.")
     if options.micro_batches:
-        refuse({"contenders": options.contenders}, "with --micro-batches, which run this package's op", "Say one.")
+        refused = {"contenders": options.contenders, "uneven": options.uneven or None}
+        refuse(refused, "with --micro-batches, which run this package's op on equal ranks", "Say one.")
     shares = {"shared_gpu": options.shared_gpu or None}
     if device == "cpu":
         refuse({"plot": options.plot}, "on CPU, whose times say nothing about GPUs", "Leave it out.")
@@ -135,6 +136,8 @@ def with_defaults(options: SimpleNamespace, device: str) -> SimpleNamespace:
         values["contenders"] += tuple(name for name in known.BETWEEN_NODES if name not in known.ONLY_WHEN_NAMED)
     if options.layer:
         values |= LAYER_DEFAULTS[device] | {"layout": ("rank_major",), "contenders": known.LAYERS}
+    if options.uneven:
+        values |= {"tokens": (8192,) if device == "cuda" else (8,), "contenders": (*known.LAYERS, known.PACKED)}
     if options.micro_batches:
         values["contenders"] = known.micro_batch_names(options.micro_batches)
     return SimpleNamespace(**values | given(vars(options)))
@@ -158,7 +161,7 @@ def sweep_of(options: SimpleNamespace, device: str, runner: Runner) -> Sweep:
     if options.seed is not None:
         values["seed"] = (options.seed,)
     if options.layer:
-        values["intermediate"] = options.intermediate
+        values |= {"intermediate": options.intermediate, "uneven": (options.uneven,)}
     workloads = make_workloads(values)
     if device == "cuda" and joined is None:
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     Refusal = Callable[[Workload, torch.device], str | None]
 
 REFERENCE_PUSH, NATIVE, IN_TURN, OVERLAPPED = "reference_push", "ep_a2a", "in_turn", "overlapped"
+PACKED = "ep_a2a_packed"
 PEER_MEMORY, STAGED, NVSHMEM = "peer_memory", "torch.distributed", "nvshmem"
 BETWEEN_NODES: dict[str, dict[str, Any]] = {
     # InterNodeV1 has rings of a few chunks; rings of InterNodeV1LL hold a whole step.
@@ -125,14 +126,15 @@ CONTENDERS = {
 }
 """Contenders that do round trips, in the order of reports."""
 LAYERS = (REFERENCE_PUSH, NATIVE, "flashinfer", "nccl_agrs")
-"""Contenders of --layer. Of the reference push, the round trip alone is timed."""
-MICRO_BATCHES: dict[str, Callable[..., Session]] = {
+"""Contenders of --layer. Of the reference push, the round trip alone is timed. With --uneven PACKED is one, too."""
+OWN_LAYERS: dict[str, Callable[..., Session]] = {
+    PACKED: partial(_prepare, partial(OpRoundTrip, packed=True)),
     IN_TURN: in_turn,
     "unsplit": unsplit,
     OVERLAPPED: Overlapped,
     "shared": partial(Overlapped, shares_sm=True),
 }
-"""Contenders of --micro-batches. A name may go on with /N, the multiprocessors of their exchanges."""
+"""Contenders that only layers have. The name of micro-batches may go on with /N, multiprocessors of their exchanges."""
 
 
 def micro_batch_names(num_sms: Iterable[int]) -> tuple[str, ...]:
@@ -150,10 +152,10 @@ def check_names(names: Iterable[str], known: Iterable[str] = CONTENDERS) -> None
 def make_contender(name: str) -> Contender:
     """Returns the contender of this name. Raises UnknownNameError: there is none."""
     base, _, num_sms = name.partition("/")
-    check_names([base], (*CONTENDERS, *MICRO_BATCHES))
+    check_names([base], (*CONTENDERS, *OWN_LAYERS))
     if base in CONTENDERS:
         return CONTENDERS[base]
-    prepare = MICRO_BATCHES[base]
+    prepare = OWN_LAYERS[base]
     if num_sms:
         prepare = partial(prepare, num_sms=int(num_sms))
     return Contender(prepare, op_refusal, shares_gpus=True)

@@ -134,7 +134,7 @@ class Layer:
 
         The gate has been run.
         """
-        num_checked = min(MAX_CHECKED_TOKENS, self.workload.tokens)
+        num_checked = min(MAX_CHECKED_TOKENS, *self.workload.counts)
         x = self.gate.x[:num_checked]
         if self.workload.quant != QuantType.NONE:
             x = dequantize(*quantize(x, self.workload.quant), self.workload.quant)

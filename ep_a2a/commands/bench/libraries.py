@@ -30,7 +30,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class AllGatherRoundTrip(InputsRoundTrip):
-    """vLLM's default: all-gather of what a token has; reduce-scatter of rows `[W * T, H]` in the tokens' dtype."""
+    """vLLM's default: all-gather of what a token has; reduce-scatter of all ranks' rows in the tokens' dtype."""
 
     def __init__(self, workload: Workload, context: RankContext, inputs: Inputs | None = None) -> None:
         super().__init__(workload, context, inputs)
@@ -39,7 +39,7 @@ class AllGatherRoundTrip(InputsRoundTrip):
         # Tokens travel as bytes: NCCL knows no sum of fp8, and some versions do not know the type.
         scales = [] if self.scales is None else [self.scales]
         self._parts = [self.sent.view(torch.uint8), self._ids, self._weights, *scales]
-        num_rows = workload.ranks * workload.tokens
+        num_rows = sum(workload.counts)
         self._gathered = [part.new_empty(num_rows, part.shape[1]) for part in self._parts]
         self._result = torch.empty_like(self._x)
         self._rows = self._x.new_zeros(num_rows, workload.hidden)
@@ -48,17 +48,23 @@ class AllGatherRoundTrip(InputsRoundTrip):
         """Gathers what all ranks' tokens have, on a GPU as one group of all-gathers."""
         group, device = self._context.group, self._context.device
         together: Any = contextlib.nullcontext()
-        if device.type != "cpu":
+        if device.type != "cpu" and not self._workload.uneven:
             together = distributed_c10d._coalescing_manager(group=group, device=device, async_ops=False)
         with together:
             for whole, part in zip(self._gathered, self._parts, strict=True):
-                _all_gather_single(whole, part, group=group)
+                if not self._workload.uneven:
+                    _all_gather_single(whole, part, group=group)
+                else:
+                    gather_unequal(list(torch.split(whole, list(self._workload.counts))), part, self._context)
         tokens, ids, weights, *scales = self._gathered
         return Received(tokens.view(self.sent.dtype), scales[0] if scales else None, ids, weights, self._rows)
 
     def combine(self, dispatched: Received) -> torch.Tensor:
         """Sums the ranks' rows for this rank's tokens."""
-        _reduce_scatter_single(self._result, self._rows, group=self._context.group)
+        if not self._workload.uneven:
+            _reduce_scatter_single(self._result, self._rows, group=self._context.group)
+        else:
+            sum_unequal(self._result, list(torch.split(self._rows, list(self._workload.counts))), self._context)
         return self._result
 
     def run_identity_experts(self, dispatched: Received) -> None:
@@ -67,6 +73,26 @@ class AllGatherRoundTrip(InputsRoundTrip):
         owned = destination_mask(dispatched.ids, self._workload.experts, self._workload.ranks)
         mine = owned[:, self._context.rank, None]
         self._rows.copy_(torch.where(mine, rows, torch.zeros_like(rows)))
+
+
+def gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, context: RankContext) -> None:
+    """Fills the parts with all ranks' own tensors, of unequal lengths; NCCL broadcasts them in a group, as in vLLM."""
+    if context.device.type == "cuda":
+        dist.all_gather(parts, own, group=context.group)
+        return
+    parts[context.rank].copy_(own)
+    for source, part in enumerate(parts):
+        dist.broadcast(part, group=context.group, group_src=source)
+
+
+def sum_unequal(result: torch.Tensor, parts: list[torch.Tensor], context: RankContext) -> None:
+    """Sums this rank's part over all ranks; NCCL reduces all parts in a group, as in vLLM. gloo changes the parts."""
+    if context.device.type == "cuda":
+        dist.reduce_scatter(result, parts, group=context.group)
+        return
+    parts[context.rank] = result.copy_(parts[context.rank])
+    for target, part in enumerate(parts):
+        dist.reduce(part, group=context.group, group_dst=target)
 
 
 class FlashInferRoundTrip(InputsRoundTrip):

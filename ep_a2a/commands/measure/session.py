@@ -163,6 +163,7 @@ class OpRoundTrip(InputsRoundTrip):
 
     Args:
         workload, context, inputs: as of InputsRoundTrip.
+        packed: whether the rows of a rank follow those of the rank before, instead of T rows behind.
         changes: fields of the op's config.
 
     Attributes:
@@ -171,8 +172,17 @@ class OpRoundTrip(InputsRoundTrip):
 
     casts_before = False
 
-    def __init__(self, workload: Workload, context: RankContext, inputs: Inputs | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        context: RankContext,
+        inputs: Inputs | None = None,
+        *,
+        packed: bool = False,
+        **changes: Any,
+    ) -> None:
         super().__init__(workload, context, inputs)
+        self._bounds = workload.counts if packed else None
         self._arena = Arena(context.group, context.device)
         # It makes arenas and transports between nodes where the op needs them.
         self._factory = OpFactory(self._arena)
@@ -185,15 +195,17 @@ class OpRoundTrip(InputsRoundTrip):
             raise
         if inputs is not None:
             self._rows = self.op.get_registered_combine_input_buffer(torch.bfloat16)
+            if packed:
+                self._rows = self._rows[: sum(workload.counts)]
 
     def dispatch(self) -> DispatchResult:
         """Sends tokens, ids and router weights to the experts' ranks."""
-        return self.op.dispatch(self.sent, self._weights, self.scales, self._ids)
+        return self.op.dispatch(self.sent, self._weights, self.scales, self._ids, step_tokens=self._bounds)
 
     def combine(self, dispatched: Any) -> torch.Tensor:
         """Combines the experts' rows, which lie ready."""
         result, _ = self.op.combine(self._rows, None, None)
-        return result[: self._workload.tokens]
+        return result[: len(self._x)]
 
     def run_identity_experts(self, dispatched: DispatchResult) -> None:
         """Leaves the received rows as the experts'."""
@@ -210,8 +222,8 @@ class OpRoundTrip(InputsRoundTrip):
         """Returns the results of dispatch, row after row, and the op's own memory for the experts' rows."""
         tokens, weights, scales, ids, _ = dispatched
         assert weights is not None, "the weights travel with the tokens"
-        flat_scales = None if scales is None else scales.flatten(0, 1)
-        return Received(tokens.flatten(0, 1), flat_scales, ids.flatten(0, 1), weights.flatten(0, 1), self._rows)
+        flat_scales = None if scales is None else scales.flatten(0, -2)
+        return Received(tokens.flatten(0, -2), flat_scales, ids.flatten(0, -2), weights.flatten(0, -2), self._rows)
 
     def check(self) -> None:
         """Checks a round trip on the rows that will be timed, and that no kernel has recorded a failure."""

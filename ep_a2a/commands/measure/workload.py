@@ -43,6 +43,8 @@ OF_LAYERS = {
     "gpus_per_node": (0,),
 }
 """Values that the same fields may have in a layer."""
+UNEVEN_SHARE = 128
+"""A prompt of 8,192 tokens beside 64 sequences that decode."""
 _MAX_CACHED_ROUTINGS = 4
 BFLOAT16_BYTES, SCALE_BYTES = 2, 4
 
@@ -77,6 +79,7 @@ class Workload:
         gpus_per_node: ranks of each node, in ascending order of ranks; 0 = all ranks are on one.
         seed: of tokens, ids and weights.
         intermediate: F, intermediate size of an expert of a whole layer; 0 = dispatch and combine alone.
+        uneven: whether rank 0 alone has T tokens, and each other rank the UNEVEN_SHARE-th part, at least one.
     """
 
     ranks: int
@@ -92,12 +95,20 @@ class Workload:
     gpus_per_node: int = 0
     seed: int = 1234
     intermediate: int = 0
+    uneven: bool = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        others = max(1, self.tokens // UNEVEN_SHARE) if self.uneven else self.tokens
+        return self.tokens, *[others] * (self.ranks - 1)
 
     def inputs(self, rank: int, device: torch.device | str = "cpu") -> Inputs:
         """Returns the rank's tokens, ids and weights, drawn on the CPU to be equal on every machine."""
         generator = torch.Generator().manual_seed(self.seed_of(rank, "tokens"))
-        x = torch.randn(self.tokens, self.hidden, generator=generator) * INPUT_SCALE
-        weights = torch.rand(self.tokens, self.topk, generator=generator) + 1.0 / self.topk
+        num_tokens = self.counts[rank]
+        x = torch.randn(num_tokens, self.hidden, generator=generator) * INPUT_SCALE
+        weights = torch.rand(num_tokens, self.topk, generator=generator) + 1.0 / self.topk
         weights /= weights.sum(1, keepdim=True)
         return Inputs(x.bfloat16().to(device), self.ids(rank).to(device), weights.to(device))
 
@@ -216,7 +227,7 @@ def _all_ids(workload: Workload) -> list[torch.Tensor]:
     draw, ids = ROUTINGS[workload.routing], []
     for rank in range(workload.ranks):
         generator = torch.Generator().manual_seed(workload.seed_of(rank, "ids"))
-        drawn = draw(workload.tokens, workload.topk, workload.experts, workload.ranks, generator)
+        drawn = draw(workload.counts[rank], workload.topk, workload.experts, workload.ranks, generator)
         ids.append(drawn.to(torch.int32).contiguous())
     return ids
 
