@@ -11,6 +11,8 @@ from tests.engines.vllm.contract.wheels import ROOT
 
 HEALTH_TIMEOUT_SECS = 10
 LOG_CHARS = 4000
+SHARED_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""In the environment of ranks that share a GPU."""
 NUM_PORTS = 8
 """vLLM takes the ports behind its first one, too."""
 

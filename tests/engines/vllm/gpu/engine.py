@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.engines.vllm.processes import NUM_PORTS, end_group, rank_variables
+from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
+from tests.engines.vllm.processes import NUM_PORTS, SHARED_VARIABLE, end_group, rank_variables
 from tests.integration.programs import ROOT, environment
 from tests.ports import free_port
 from tests.waiting import happens
@@ -107,17 +109,33 @@ def run_engine(
     job = {"engine": engine, "actions": actions, "num_ranks": num_ranks, "turns": turns}
     (folder / "job.json").write_text(json.dumps(job))
     port = free_port(NUM_PORTS)
-    processes = [_start(program, folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
-    try:
-        error = _wait(processes, limit_secs)
-    finally:
-        for process in processes:
-            end_group(process)
-        # the others go on without its turns
-        (folder.parent / f"ended.{place}").touch()
+    with shared_gpu(num_ranks) as shared:
+        variables = shared | variables
+        processes = [_start(program, folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
+        try:
+            error = _wait(processes, limit_secs)
+        finally:
+            for process in processes:
+                end_group(process)
+            # the others go on without its turns
+            (folder.parent / f"ended.{place}").touch()
     reports = [_read_lines(folder / f"{rank}.jsonl") for rank in range(num_ranks)]
     logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
     return Run(reports, logs, error)
+
+
+@contextlib.contextmanager
+def shared_gpu(num_ranks: int) -> Iterator[dict[str, str]]:
+    """What ranks need that share a GPU. One that dies can break their MPS daemon, so each engine has its own."""
+    if num_ranks <= torch.cuda.device_count():
+        yield {}
+        return
+    variables = {SHARED_VARIABLE: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "4"}
+    if find_mps() is not Mps.PRIVATE:
+        yield variables
+        return
+    with contextlib.closing(MpsDaemon()) as daemon:
+        yield variables | daemon.variables
 
 
 def _start(

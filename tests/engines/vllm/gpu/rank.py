@@ -9,6 +9,7 @@ FOLDER/RANK.jsonl. All ranks do the same actions in the same order, and end when
 import faulthandler
 import json
 import math
+import os
 import random
 import signal
 import sys
@@ -18,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.engines.vllm.processes import SHARED_VARIABLE
 from tests.engines.vllm.trained import known_prompts
 from tests.waiting import await_file, await_until
 
@@ -81,6 +85,10 @@ class Rank:
     def __init__(self, folder: Path, rank: int) -> None:
         from vllm import LLM
 
+        if SHARED_VARIABLE in os.environ:
+            # It frees memory, which waits for all ranks' kernels, and an exchange among them may wait for this rank.
+            # The engine's process is forked from this one.
+            torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
         job = json.loads((folder / "job.json").read_text())
         self.turns = Turns(**job["turns"])
         self.folder, self.rank, self.num_ranks, self.actions = folder, rank, job["num_ranks"], job["actions"]
