@@ -57,7 +57,10 @@ PARTS: dict[str, tuple[Command, ...]] = {
         Command("fp8", 120, f"{BENCH} --ranks {{ranks}} {OURS} --combine-quant fp8_blockwise --output {{rows}}"),
         Command("few_sms", 120, f"{BENCH} --ranks {{ranks}} {OURS} --max-sms 8,16,32 --output {{rows}}"),
     ),
-    "layer": (Command("layer", 400, "-m ep_a2a bench --layer --ranks {ranks} --output {rows}"),),
+    "layer": (
+        Command("layer", 400, "-m ep_a2a bench --layer --ranks {ranks} --output {rows}"),
+        Command("uneven", 200, "-m ep_a2a bench --layer --uneven --ranks {ranks} --output {rows}"),
+    ),
     "vllm": (
         Command(
             "vllm_tests",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, LAYERS, micro_batch_names
+from ep_a2a.commands.bench.contenders import BETWEEN_NODES, CONTENDERS, LAYERS, PACKED, micro_batch_names
 from ep_a2a.commands.bench.runner import Status, main_us, run_in_turn
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload
@@ -29,10 +29,14 @@ def test_contenders_are_checked_and_timed(ranks, name, num_tokens):
     assert row["in_graph"]
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *micro_batch_names([8, 0])[1:]])
-def test_layers_are_checked_and_timed(ranks, name):
+@pytest.mark.parametrize(
+    ("name", "uneven"),
+    [(name, False) for name in (*LAYERS, *micro_batch_names([8, 0])[1:])]
+    + [(name, True) for name in (*LAYERS, PACKED)],
+)
+def test_layers_are_checked_and_timed(ranks, name, uneven):
     shape = {"hidden": 1024, "topk": 4, "experts": 16, "quant": "fp8_per_1x128", "intermediate": 2048}
-    workload = Workload(2, 64, layout="rank_major", **shape)
+    workload = Workload(2, 200 if uneven else 64, layout="rank_major", uneven=uneven, **shape)
     (row,) = ranks(run_in_turn, 2, workload, [name], QUICK)[0]
     if row["status"] == Status.UNAVAILABLE:
         pytest.skip(row["reason"])

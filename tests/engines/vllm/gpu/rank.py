@@ -86,8 +86,8 @@ class Rank:
         from vllm import LLM
 
         if SHARED_VARIABLE in os.environ:
-            # It frees memory, which waits for all ranks' kernels, and an exchange among them may wait for this rank.
-            # The engine's process is forked from this one.
+            # Freeing memory waits for kernels, and an exchange among them may wait for this rank in turn. The engine's
+            # process is forked from this one.
             torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
         job = json.loads((folder / "job.json").read_text())
         self.turns = Turns(**job["turns"])
