@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from sglang.srt.layers.moe.utils import is_tbo_enabled
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.manager import EngineManager
-from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bound, tokens_per_rank
+from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bounds, rounded_up, tokens_per_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from ep_a2a.integrations.dispatcher import Dispatcher
 
 TOKENS_OPTION = "--chunked-prefill-size"
-BATCHED_MULTIPLE = 4
-"""DeepGEMM packs the scales of so many rows of an expert."""
+ROWS_MULTIPLE = 128
+"""DeepGEMM's masked products write tiles of so many rows, which must not reach into the next expert's."""
 LEAST_MAX_TOKENS = 4096
 """SGLang's bound of a rank's decode requests and of its dummy runs, which it settles after the layers are built."""
 
@@ -88,8 +89,8 @@ def beside(device: torch.device, call: Callable[[], Any]) -> Callable[[], Any]:
 class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
     """SGLang's dispatcher on an op that all layers of one shape share. Rows travel in the activations' dtype.
 
-    Experts see W * t rows in SGLang's standard format, t being the most tokens that any rank brings to the step. Ids
-    are local; slots of other ranks' experts, and all slots of rows without a token, are -1.
+    Experts see as many rows as all ranks' tokens in SGLang's standard format; without DP attention, W * t rows, t being
+    the tokens of a rank. Ids are local; slots of other ranks' experts, and all slots of rows without a token, are -1.
 
     The op is built with the layer: before SGLang sizes the KV cache. Collective.
 
@@ -135,7 +136,8 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         Args:
             casts: rows travel as fp8 with a scale for 128 elements.
         """
-        most = envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get() // BATCHED_MULTIPLE * BATCHED_MULTIPLE
+        self._multiple = ROWS_MULTIPLE // math.gcd(ROWS_MULTIPLE, self._manager.world_size)
+        most = rounded_up(envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get(), self._multiple)
         scale_format = "float32_power_of_two" if DEEPGEMM_SCALE_UE8M0 else "float32"
         token_format = TokenFormat("fp8_per_1x128", scale_format) if casts else RAW
         shape = replace(self._shape, max_tokens=most, layout="expert_major")
@@ -192,38 +194,40 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
                 type(topk_output).__name__,
                 "Choose --moe-runner-backend triton.",
             )
-        bound = self._bound(len(hidden_states))
-        is_batched = bound <= self._most_batched
+        bounds = self._bounds(len(hidden_states))
+        most = bounds if isinstance(bounds, int) else max(bounds)
+        is_batched = most <= self._most_batched
         exchange = self._used[place] = (self._batched if is_batched else self._exchanges)[place]
         if self._manager.split_max_sms:
             exchange.op.set_max_sms(max_sms)
         fitted = exchange.fitted(hidden_states, topk_output.topk_weights, topk_output.topk_ids)
         if is_batched:
-            return self._by_expert(exchange, fitted, topk_output, tokens_per_rank(bound, BATCHED_MULTIPLE))
-        received = exchange.dispatch(*fitted, step_tokens=bound)
+            return self._by_expert(exchange, fitted, topk_output, most)
+        received = exchange.dispatch(*fitted, step_tokens=bounds)
         weights = StandardTopKOutput(received.weights, received.indices, topk_output.router_logits)
         # a view of its own: DeepGEMM's runner empties what it has read (`Tensor.set_`)
         return StandardDispatchOutput(received.tokens.view_as(received.tokens), None, weights)
 
-    def _by_expert(self, exchange: Dispatcher, fitted: Any, topk_output: Any, num_multiples: int) -> Any:
-        received = exchange.dispatch(*fitted, step_tokens=num_multiples * BATCHED_MULTIPLE)
+    def _by_expert(self, exchange: Dispatcher, fitted: Any, topk_output: Any, most: int) -> Any:
+        received = exchange.dispatch(*fitted, step_tokens=rounded_up(most, self._multiple))
         counts, config = exchange.op.expert_recv_count, exchange.op.config
         rows = received.tokens.view(len(counts), -1, received.tokens.shape[-1])
         scales = received.scales
         if scales is not None:
             scales = scales.view(len(counts), -1, scales.shape[-1])
-        mean = -(-rows.shape[1] * config.topk // config.total_experts)
+        mean = -(-most * config.world_size * config.topk // config.total_experts)
         return DeepEPLLDispatchOutput(rows, scales, topk_output.topk_ids, topk_output.topk_weights, counts, mean)
 
-    def _bound(self, num_tokens: int) -> int:
-        """Returns the most tokens of any rank in this step: from the counts that ranks of DP attention have exchanged.
+    def _bounds(self, num_tokens: int) -> int | tuple[int, ...]:
+        """Returns the most tokens of every rank in this step, or of each: from the counts that ranks have exchanged.
 
-        Without DP attention SGLang gives all ranks equal shares; kernels report ranks that differ.
+        Ranks of DP attention exchange them, padded to one number where a graph may run. Without DP attention SGLang
+        gives all ranks equal shares; kernels report ranks that differ.
         """
         counts, sharing = get_dp_global_num_tokens(), self._attn_tp_size
         if counts is None or len(counts) == 1:
             counts, sharing = [num_tokens], 1
-        return agreed_bound(max(counts), sharing, self._shape.max_tokens, TOKENS_OPTION)
+        return agreed_bounds(counts, sharing, self._shape.max_tokens, TOKENS_OPTION)
 
     def _combined(self, place: int, combine_input: Any) -> Tensor:
         exchange, rows = self._used[place], combine_input.hidden_states

@@ -196,7 +196,13 @@ def check_layers_against_the_dense_layer() -> None:
     rank = torch.distributed.get_rank()
     sent: list[Any] = []
     streamer = SimpleNamespace(is_generation=True, _stream_output_generation=lambda *each: sent.append(each))
-    with replaced(fused_moe, "fused_experts", experts_in_torch):
+    num_rows: list[int] = []
+
+    def experts(**call: Any) -> torch.Tensor:
+        num_rows.append(len(call["hidden_states"]))
+        return experts_in_torch(**call)
+
+    with replaced(fused_moe, "fused_experts", experts):
         for seed, counts in enumerate(COUNTS):
             tokens, topk_output = a_step(counts, seed)
             for layer in layers:
@@ -209,6 +215,8 @@ def check_layers_against_the_dense_layer() -> None:
         with refused(ValueError, "at most 4096 tokens", "--chunked-prefill-size"):
             layers[0](*a_step((4500, 4500), 0))
     assert len(sent) == len(COUNTS)
+    # as many as all ranks' tokens
+    assert num_rows == [8] * 3 + [7] * 3 + [2] * 3
     # no kernel of this rank sees the failure: ranks of one attention group must ask
     first.memory.poison.word.fill_(FailureCode.CAPACITY << RANK_BITS | 1 - rank)
     SchedulerOutputStreamer.stream_output(streamer, [], False)
@@ -256,7 +264,7 @@ def check_small_steps_by_expert() -> None:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     def products(core: Any, given: Any, *_: Any, **__: Any) -> Any:
-        assert (given.use_masked_gemm, given.expected_m in (3, 6)) == (True, True)
+        assert (given.use_masked_gemm, given.hidden_states.shape[1], given.expected_m in (1, 4, 6)) == (True, 128, True)
         rows = batched_experts_of_this_rank(given)
         deep_gemm.dispose_tensor(given.hidden_states)
         return deep_gemm.DeepGemmRunnerOutput(rows)
@@ -266,12 +274,12 @@ def check_small_steps_by_expert() -> None:
     with envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.override(8):
         raw, cast = (a_layer(params_dtype=torch.bfloat16) for _ in range(2))
         cast.dispatcher.batch_small_steps(casts=True)
-    for seed, counts in enumerate([*COUNTS, (9, 2), (5, 3)]):
+    for seed, counts in enumerate([*COUNTS, (65, 2), (5, 3)]):
         tokens, topk_output = a_step(counts, seed)
         tokens = tokens.bfloat16()
         for layer in (raw, cast):
-            is_cast = layer is cast and max(counts) <= 8
-            if max(counts) <= 8:
+            is_cast = layer is cast and max(counts) <= 64
+            if max(counts) <= 64:
                 with replaced(deep_gemm.DeepGemmRunnerCore, "run", products):
                     result = layer(tokens.clone(), topk_output)
             else:
