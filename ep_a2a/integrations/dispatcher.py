@@ -65,8 +65,8 @@ class Dispatcher:
 
         Returns:
             R rows in all, whatever the layout: tokens [R, H] of the op's data_type, or fp8 after a cast, scales [R, S],
-            indices and weights [R, K], in layout expert_major of fewer rows: see DispatchResult. Views of the op's
-            memory, valid until combine.
+            indices and weights [R, K], in layout expert_major of fewer rows: see DispatchResult. Scales by
+            columns keep their three dimensions. Views of the op's memory, valid until combine.
         """
         return self._dispatched(self.op.dispatch, tokens, weights, ids, options)
 
@@ -86,7 +86,8 @@ class Dispatcher:
     ) -> DispatchResult:
         self.num_tokens = len(ids)
         *received, total_recv = call(tokens, weights, None, ids, **self._options, **options)
-        rows = [None if each is None else each.flatten(0, -2) for each in received]
+        # those by columns cannot be flattened without a copy
+        rows = [each.flatten(0, -2) if each is not None and each.is_contiguous() else each for each in received]
         return DispatchResult._make([*rows, total_recv])
 
     def combine(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

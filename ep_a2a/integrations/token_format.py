@@ -23,6 +23,7 @@ class TokenFormat:
         scale_format: format of that cast's scales.
         quantize_after: the engine's function quantises received rows, because dispatch has no such cast.
         by_whole_tensor: that function takes one scale from all rows, so rows without a token must be zeros.
+        column_major: in layout expert_major, scales lie as DeepGEMM's masked products read them.
         advice: for the log: the engine's option by which fewer bytes would travel, and why; "" where there is none.
     """
 
@@ -30,6 +31,7 @@ class TokenFormat:
     scale_format: str = "float32"
     quantize_after: bool = False
     by_whole_tensor: bool = False
+    column_major: bool = False
     advice: str = field(default="", compare=False)
 
     @property
@@ -91,6 +93,7 @@ def handle_kwargs(token_format: TokenFormat, shape: LayerShape, *, rank: int, wo
         "num_local_experts": shape.num_local_experts,
         "num_experts": shape.num_experts,
         "num_experts_per_token": shape.topk,
+        "column_major_scales": token_format.column_major,
         "layout": shape.layout,
         "local_ids": shape.local_ids,
         "compiled_calls": "serving",

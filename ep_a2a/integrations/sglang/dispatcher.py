@@ -138,8 +138,8 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         """
         self._multiple = ROWS_MULTIPLE // math.gcd(ROWS_MULTIPLE, self._manager.world_size)
         most = rounded_up(envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get(), self._multiple)
-        scale_format = "float32_power_of_two" if DEEPGEMM_SCALE_UE8M0 else "float32"
-        token_format = TokenFormat("fp8_per_1x128", scale_format) if casts else RAW
+        scale_format = "ue8m0" if DEEPGEMM_SCALE_UE8M0 else "float32"
+        token_format = TokenFormat("fp8_per_1x128", scale_format, column_major=True) if casts else RAW
         shape = replace(self._shape, max_tokens=most, layout="expert_major")
         self._batched, self._most_batched = self._manager.dispatchers(self._config, token_format, shape), most
 
@@ -211,10 +211,10 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
     def _by_expert(self, exchange: Dispatcher, fitted: Any, topk_output: Any, most: int) -> Any:
         received = exchange.dispatch(*fitted, step_tokens=rounded_up(most, self._multiple))
         counts, config = exchange.op.expert_recv_count, exchange.op.config
-        rows = received.tokens.view(len(counts), -1, received.tokens.shape[-1])
-        scales = received.scales
-        if scales is not None:
-            scales = scales.view(len(counts), -1, scales.shape[-1])
+        rows, scales = (
+            each if each is None else each.view(len(counts), -1, each.shape[-1])
+            for each in (received.tokens, received.scales)
+        )
         mean = -(-most * config.world_size * config.topk // config.total_experts)
         return DeepEPLLDispatchOutput(rows, scales, topk_output.topk_ids, topk_output.topk_weights, counts, mean)
 

@@ -34,7 +34,7 @@ OLDEST, NEWEST = "0.5.16", "0.5.23"
 
 FAMILIES = tuple(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Qwen2Moe", "Qwen3Moe"))
 """Beginnings of the architectures whose MoE blocks were read: they run shared experts on local tokens, add nothing over
-ranks behind combine, and take the routed scaling factor from the router."""
+ranks behind combine, and multiply its sums by the routed scaling factor."""
 
 RUNNERS = ("auto", "triton", "deep_gemm")
 """Of --moe-runner-backend: those that take local ids, with -1 in the slots of other ranks' experts."""
@@ -129,8 +129,9 @@ def _refused_options(server_args: Any) -> list[str]:
     if find(_folder() / "srt/layers/moe/topk.py", "resolve_routing_inputs") is None:
         placing = [field for field in PLACING if getattr(server_args, field, None) not in (None, 0, "trivial")]
         refused += [f"{_option(field)} before SGLang 0.5.23" for field in placing]
-    if runner not in RUNNERS:
-        refused.append(f"--moe-runner-backend {runner} (only {', '.join(RUNNERS)})")
+    runners = RUNNERS if server_args.moe_a2a_backend != BATCHED else ("auto", "deep_gemm")
+    if runner not in runners:
+        refused.append(f"--moe-runner-backend {runner} (only {', '.join(runners)})")
     if stages > 1:
         refused.append(f"--pp-size {stages}")
     # a step's tokens would have no bound
