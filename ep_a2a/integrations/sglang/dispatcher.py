@@ -19,6 +19,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutp
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
 from sglang.srt.layers.moe.utils import is_tbo_enabled
 
+from ep_a2a.compat.deep_ep.utils import CommStream
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bounds, rounded_up, tokens_per_rank
@@ -58,32 +59,8 @@ class HalfShape(LayerShape):
         return self
 
 
-@functools.cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of exchanges that run beside products."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-
-def beside(device: torch.device, call: Callable[[], Any]) -> Callable[[], Any]:
-    """Makes a call on a second stream, behind what the current stream has been given so far.
-
-    Returns a function that makes the current stream wait for the call, and returns the call's result. It holds the
-    call's arguments, whose memory the current stream must not use again before.
-    """
-    if device.type == "cpu":
-        result = call()
-        return lambda: result
-    aside = second_stream(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(aside):
-        result = call()
-        done = aside.record_event()
-
-    def wait(_held: object = call) -> Any:
-        torch.cuda.current_stream(device).wait_event(done)
-        return result
-
-    return wait
+stream_beside = functools.cache(CommStream)
+"""Returns a device's stream for exchanges that run beside products."""
 
 
 class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
@@ -128,7 +105,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
         self._batched: list[Dispatcher] = []
         self._most_batched = 0
         self._used = list(self._exchanges)
-        self._waits: dict[int | None, Callable[[], Any]] = {}
+        self._begun: dict[int | None, tuple[Any, ...]] = {}
 
     def batch_small_steps(self, *, casts: bool) -> None:
         """Gives steps of at most SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK tokens rows by expert. Collective.
@@ -178,12 +155,16 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
 
     def dispatch_b(self, tbo_subbatch_index: int | None) -> Any:
         """Makes the current stream wait for what was begun for this half, and returns its result."""
-        return self._waits.pop(tbo_subbatch_index)()
+        result, event, _ = self._begun.pop(tbo_subbatch_index)
+        event.current_stream_wait()
+        return result
 
     combine_b = dispatch_b
 
     def _begin(self, half: int | None, call: Callable[..., Any], *arguments: Any) -> None:
-        self._waits[half] = beside(self._manager.device, functools.partial(call, *arguments))
+        result, event = stream_beside(self._manager.device).run(lambda: call(*arguments), (), None, async_finish=True)
+        # the current stream must not use the arguments' memory again before it waits
+        self._begun[half] = result, event, arguments
 
     def _dispatched(self, place: int, max_sms: int, hidden_states: Tensor, topk_output: Any) -> Any:
         if TopKOutputChecker.format_is_bypassed(topk_output):
