@@ -52,7 +52,7 @@ channel + count * R.CHANNELS
 row numbers, of which a rank has fewer than 2**31:
 source * step.step_tokens
 (lanes - S.WORLD_SIZE) * step.step_tokens
-slot = expert * block_rows + index
+expert * block_rows + index
 rank * LL.SLOTS
 rank * SLOTS
 tl.cast(source * step_tokens + index, tl.int64)
