@@ -72,8 +72,9 @@ class Layout(enum.StrEnum):
     """Arrangement of received rows.
 
     COMPACT: `[R, H]`, rows dense over all sources, ascending by (source rank, source token).
-    RANK_MAJOR: `[W, step_tokens, H]`, source s's rows dense from the front of block s.
-    EXPERT_MAJOR: `[E, W * step_tokens, H]`, the rows of each local expert dense from the front of its block, again
+    RANK_MAJOR: `[W, step_tokens, H]`, source s's rows dense from the front of block s. `[R, H]` with a bound for each
+        rank, source s's rows dense from the sum of earlier bounds.
+    EXPERT_MAJOR: `[E, R, H]`, the rows of each local expert dense from the front of its block, again
         ascending by (source rank, source token); combine multiplies by the weights and adds.
     """
 
