@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_a2a.integrations.manager import live_managers
-from ep_a2a.integrations.vllm.common import BATCHED_NAME, NAMES, VLLM_BACKEND, is_replacement, logger, replacement
+from ep_a2a.integrations.vllm.common import BATCHED_NAME, NAMES, VLLM_BACKEND, logger
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.micro_batches import patch_micro_batches
 from ep_a2a.integrations.vllm.stages import link_stages
@@ -78,13 +78,12 @@ def original_communicator_class() -> Any:
     return resolve_obj_by_qualname(type(current_platform).get_device_communicator_cls())
 
 
+@functools.cache
 def patch_prepare_finalize() -> None:
     """Patch `prepare-finalize`: MoE layers whose tokens travel get our prepare/finalize. Imports vLLM's layers."""
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     original = all2all_utils.maybe_make_prepare_finalize
-    if is_replacement(original):
-        return
     replacement = _replacing(original)
     # modules' dictionaries, because reading an attribute of a lazy module would import others
     for names in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]:
@@ -93,7 +92,6 @@ def patch_prepare_finalize() -> None:
 
 
 def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @replacement
     @functools.wraps(original)
     def maybe_make_prepare_finalize(moe: Any, quant_config: Any, *args: Any, **kwargs: Any) -> Any:
         moe_parallel = moe.moe_parallel_config
@@ -110,16 +108,14 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_make_prepare_finalize
 
 
+@functools.cache
 def patch_activation_format() -> None:
     """Patch `activation-format`: experts of the batched format are chosen for the name that gives it. Idempotent."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
     from vllm.platforms import current_platform
 
     original = FusedMoEParallelConfig.use_batched_activation_format.fget
-    if is_replacement(original):
-        return
 
-    @replacement
     def use_batched_activation_format(self: Any) -> bool:
         is_chosen = self.use_all2all_kernels and self.all2all_backend == BATCHED_NAME
         # vLLM has no such experts for CPUs
@@ -128,6 +124,7 @@ def patch_activation_format() -> None:
     FusedMoEParallelConfig.use_batched_activation_format = property(use_batched_activation_format)
 
 
+@functools.cache
 def patch_runner() -> None:
     """Patch `cpu-runner`: calls MoE layers as opaque operators, as on GPUs. Idempotent.
 
@@ -136,10 +133,7 @@ def patch_runner() -> None:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     original = MoERunner._select_forward
-    if is_replacement(original):
-        return
 
-    @replacement
     @functools.wraps(original)
     def _select_forward(self: Any) -> Any:
         moe_parallel = self.moe_config.moe_parallel_config

@@ -15,8 +15,6 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ep_a2a.integrations.vllm.common import is_replacement, replacement
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -24,14 +22,13 @@ _errors: list[BaseException] = []
 """Errors of the step's micro-batches, the first one first."""
 
 
+@functools.cache
 def patch_micro_batches() -> None:
     """Patches `micro-batch-errors` and `micro-batch-metadata`. Idempotent."""
     from vllm.v1.worker import gpu_ubatch_wrapper
     from vllm.v1.worker.ubatching import UBatchContext
     from vllm.v1.worker.utils import AttentionGroup
 
-    if is_replacement(UBatchContext.__exit__):
-        return
     wrapper = gpu_ubatch_wrapper.UBatchWrapper
     _wrap(UBatchContext, "__exit__", _remembering)
     _wrap(UBatchContext, "_cpu_yield", _raising_errors_of_others)
@@ -52,7 +49,6 @@ def _wrap(owner: type, name: str, wrapped: Callable[..., Any]) -> None:
 def _remembering(leave: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `UBatchContext.__exit__`, which wakes the next thread: by then the error is known."""
 
-    @replacement
     @functools.wraps(leave)
     def __exit__(self: Any, kind: Any, error: BaseException | None, trace: Any) -> Any:
         if error is not None:

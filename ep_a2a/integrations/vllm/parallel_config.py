@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, BATCHED_NAME, NAMES, VLLM_BACKEND, replacement, warn_once
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, BATCHED_NAME, NAMES, VLLM_BACKEND, warn_once
 from ep_a2a.memory.transport_choice import name_network_devices
 
 if TYPE_CHECKING:
@@ -108,7 +108,6 @@ def activate() -> None:
 def _giving_the_name_back(post_init: Callable[..., None]) -> Callable[..., None]:
     """Wraps `VllmConfig.__post_init__`, which refuses to split steps with backends that are not on its own list."""
 
-    @replacement
     @functools.wraps(post_init)
     def __post_init__(self: Any, *args: Any) -> None:
         parallel = self.parallel_config

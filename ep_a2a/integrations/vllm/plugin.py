@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import re
 import sys
@@ -9,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.integrations.vllm.common import BACKEND_NAME, NAMES, is_replacement, logger, replacement, warn_once
+from ep_a2a.integrations.vllm.common import BACKEND_NAME, NAMES, logger, warn_once
 
 OLD_VARIABLE = "VLLM_ALL2ALL_BACKEND"
 CHOICE = re.compile(rf"--all2all[-_]backend[= ]({'|'.join(NAMES)})\b")
@@ -42,16 +43,14 @@ def register() -> None:
         logger.debug("%s is not available in this vLLM", BACKEND_NAME, exc_info=error)
 
 
+@functools.cache
 def _add_name() -> None:
     """Patches `backend-name` and `chosen-config`."""
     from vllm.config import parallel
 
     config_class = parallel.ParallelConfig
     original_post_init = config_class.__post_init__
-    if is_replacement(original_post_init):
-        return
 
-    @replacement
     def post_init(self: Any, *args: Any) -> None:
         original_post_init(self, *args)
         if self.all2all_backend in NAMES:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a import env
 from ep_a2a.integrations.manager import dead_ranks_named, live_managers
-from ep_a2a.integrations.vllm.common import is_replacement, replacement
 from ep_a2a.integrations.vllm.stages import live_stages
 
 if TYPE_CHECKING:
@@ -20,12 +19,11 @@ CHECKED_CALLS = (SENDING_CALL, "sample_tokens", "execute_dummy_batch")
 WARM_UP = "compile_or_warm_up_model"
 
 
+@functools.cache
 def patch_worker() -> None:
     """Patches `worker-steps` and `worker-warm-up`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    if is_replacement(Worker.execute_model):
-        return
     # subclasses may override these methods: the CPU's worker has a warm-up of its own
     for worker in (Worker, *Worker.__subclasses__()):
         for name in CHECKED_CALLS:
@@ -53,7 +51,6 @@ def _checked(call: Callable[..., Any], *, sends: bool = False) -> Callable[..., 
         call: the worker's. sends: the next pipeline stage waits for what it sends; after an error it is told.
     """
 
-    @replacement
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
