@@ -11,7 +11,7 @@ first, and then announced by a released position word with the highest bit set. 
 - D3. The count publisher posts how many rows this rank sends to each rank.
 - D4. Senders push rows and the words beside them, this rank's own rows straight to where experts read them, and record
   which row went where, for combine.
-- D5. The count publisher waits for all ranks' counts.
+- D5. The count publisher waits for all ranks' counts, and where receivers need them to place rows, these do, too.
 - D6. A failed step looks empty: that program writes that nothing was received.
 - D7. Receivers poll the words of the rows that are due and move them to where experts read them.
 """
@@ -42,12 +42,22 @@ from ep_a2a.kernels.primitives import (
     begin_stage,
     fail,
     finish_stage,
+    full_like,
     initial_poison,
     lanes_behind,
     load_poison,
     post_all,
 )
-from ep_a2a.kernels.receive_kernels import DispatchInputs, DispatchStep, accept_counts, post_counts, receive_nothing
+from ep_a2a.kernels.receive_kernels import (
+    DispatchInputs,
+    DispatchStep,
+    Received,
+    accept_rows,
+    last_received,
+    post_counts,
+    receive_nothing,
+    wait_counts,
+)
 from ep_a2a.kernels.routing_kernels import field_of, fields_before, fields_of_tile, fields_of_tokens
 from ep_a2a.kernels.send_kernels import load_choices, load_tile
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
@@ -144,16 +154,25 @@ def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr
     waits = roles.is_publisher | (receiver >= 0)
     if waits:
         begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+    counts_needed = roles.is_publisher
+    if S.COMPACT or step.step_tokens < 0:
+        counts_needed = waits
+    words = full_like(tl.arange(0, LL.COUNT_LANES), 0)
+    old_rows, old_pad_id = words, step.pad_id
+    if counts_needed & (poison == 0):
+        if roles.is_publisher:
+            old_rows, old_pad_id = last_received(table, rank, S.WORLD_SIZE, LL.COUNT_LANES)
+        # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
+        words, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
     if roles.is_publisher:
         if poison == 0:
-            # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
-            poison = accept_counts(step, S, LL.COUNT_LANES)
+            poison = accept_rows(step, Received(old_rows, old_pad_id), words, S, LL.COUNT_LANES)
         # D6
         if poison != 0:
             receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     elif (receiver >= 0) & (poison == 0):
         # D7
-        poison = receive_low_latency_rows(step, places, receiver, roles.num_receivers, S, ROW, LL, FORM)
+        poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, S, ROW, LL, FORM)
     if poison != 0:
         late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)

@@ -19,7 +19,7 @@ from ep_a2a.kernels.primitives import (
     reduce_max,
     reduce_sum,
 )
-from ep_a2a.kernels.receive_kernels import COUNTS, bounds_in, wait_counts
+from ep_a2a.kernels.receive_kernels import COUNTS, bounds_in
 from ep_a2a.kernels.target import barrier, volatile_load
 
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -217,8 +217,9 @@ def receive_row(
 
 @portable
 def receive_low_latency_rows(
-    step, places, receiver, num_receivers, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
-):
+    step, places, told, receiver, num_receivers, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
     """Moves this program's share of the rows from where peers push them to where the experts read them.
 
     Rows are taken in the order in which they are sent, one from each source in turn. Where a row goes follows from its
@@ -227,6 +228,7 @@ def receive_low_latency_rows(
 
     Args:
         step: DispatchStep. places: from received_places.
+        told: from wait_counts; not read if places follow from a common bound.
     """
     table, rank = step.table, step.rank
     # this rank's own rows are straight where they belong, unless that takes counts
@@ -239,12 +241,10 @@ def receive_low_latency_rows(
     lanes = tl.arange(0, LL.COUNT_LANES)
     # rows, or room for rows, of each source: in lane first_lane + source
     first_lane: tl.constexpr = 0 if S.COMPACT else S.WORLD_SIZE
-    rooms = full_like(lanes, 0)
+    counts = tl.where(lanes < S.WORLD_SIZE, told, 0)
+    rooms = counts if S.COMPACT else bounds_in(told, step.bound_mask, S, LL.COUNT_LANES)
     if S.COMPACT or step.step_tokens < 0:
-        told, poison = wait_counts(table, step.epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
-        counts = tl.where(lanes < S.WORLD_SIZE, told, 0)
-        rooms = counts if S.COMPACT else bounds_in(told, step.bound_mask, S, LL.COUNT_LANES)
-        num_units = tl.where(poison == 0, reduce_max(counts, 0) * num_sources, 0)
+        num_units = reduce_max(counts, 0) * num_sources
     count_words = address(table, COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank
     all_rows = address(table, LOW_LATENCY_ROWS, rank, S.WORLD_SIZE, tl.int32)
     all_sides = address(table, LOW_LATENCY_SIDES, rank, S.WORLD_SIZE, tl.int64)

@@ -90,6 +90,8 @@ class Received(NamedTuple):
 # program pads while rows are on their way (2 us at EP2 and 1024 tokens when it did so behind the flags).
 PAD_ROWS = tl.constexpr(64)
 PADDED_ROWS = tl.constexpr(128)
+# More rows than a rank can have received.
+MOVED = tl.constexpr((1 << 31) - 1)
 # Words of COUNTS that are added at once: not timed.
 MOST_COUNTS = tl.constexpr(256)
 
@@ -275,7 +277,7 @@ def bounds_in(words, bound_mask, S: tl.constexpr, COUNT_LANES: tl.constexpr):
 
 
 @portable
-def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+def disagrees(step, words, starts, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Return 1 if the ranks' wire words do not fit this rank's step, else 0.
 
     Words of a common bound are equal. Of bounds that differ the rest of each word is, the first row of this rank
@@ -283,21 +285,21 @@ def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     bounds with those that this rank was given.
 
     Args:
-        step: DispatchStep. words: from wait_counts.
+        step: DispatchStep. words: from wait_counts. starts: from starts_in.
     """
     lanes = tl.arange(0, COUNT_LANES)
     source = lanes - S.WORLD_SIZE
-    is_wire_word = (source >= 0) & (source < S.WORLD_SIZE)
     compared = tl.where(step.step_tokens < 0, ~step.bound_mask, -1)
-    differs = ((words ^ step.wire_word) & compared) != 0
-    found = reduce_max((differs & is_wire_word).to(tl.int32), 0)
+    differs = (((words ^ step.wire_word) & compared) != 0) & (source >= 0) & (source < S.WORLD_SIZE)
+    if not S.COMPACT:
+        differs = differs | ((source == step.rank) & (starts != step.first_row))
+    found = reduce_max(differs.to(tl.int32), 0)
     if step.step_tokens < 0:
-        bounds = bounds_in(words, step.bound_mask, S, COUNT_LANES)
-        first_row = reduce_sum(tl.where(source < step.rank, bounds, 0), 0)
         mixed = ((source + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
-        terms = bounds.to(tl.int64) * (mixed ^ (mixed >> BOUNDS_SHIFT) | 1)
+        weights = mixed ^ (mixed >> BOUNDS_SHIFT) | 1
+        terms = bounds_in(words, step.bound_mask, S, COUNT_LANES).to(tl.int64) * weights
         checksum = -1 - (reduce_sum(terms, 0) & BOUNDS_MASK)
-        found = found | (first_row != step.first_row).to(tl.int32) | (checksum != step.step_tokens).to(tl.int32)
+        found = found | (checksum != step.step_tokens).to(tl.int32)
     return found
 
 
@@ -335,7 +337,7 @@ def accept_rows(step, old, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     starts = starts_in(step, words, S, COUNT_LANES)
     poison = tl.full((), 0, tl.int32)
     total = reduce_sum(counts, 0)
-    if disagrees(step, words, S, COUNT_LANES) != 0:
+    if disagrees(step, words, starts, S, COUNT_LANES) != 0:
         poison = tl.full((), (STEP_TOKENS_MISMATCH << 16) | NOBODY, tl.int32)
         _, wire_words = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, step.epoch, 1, wire_words, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -399,11 +401,12 @@ def pad_unused_rows(step, old, counts, starts, total, S: tl.constexpr, COUNT_LAN
             last = step.num_region_rows + 0
         pad_rows(ids, total, last, step.pad_id, S.TOPK, S.TOPK_LANES)
     else:
-        has_moved = (old.rows != starts) & (lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE)
-        moved = reduce_max(has_moved.to(tl.int32), 0) | (old.pad_id != step.pad_id).to(tl.int32)
+        has_moved = ((old.rows != starts) & (lanes < 2 * S.WORLD_SIZE)) | (old.pad_id != step.pad_id)
+        left = tl.where(lanes < S.WORLD_SIZE, old.rows - counts, tl.where(has_moved, MOVED, 0))
+        most_left = reduce_max(left, 0)
         # steps of equal counts, the common case, have nothing to do
-        if (moved != 0) | (reduce_max(tl.where(lanes < S.WORLD_SIZE, old.rows - counts, 0), 0) > 0):
-            pad_gaps(step, old, ids, moved != 0, S)
+        if most_left > 0:
+            pad_gaps(step, old, ids, most_left == MOVED, S)
     tl.store(state + LAST_PAD_ID, step.pad_id)
     tl.store(state + LAST_STEP_TOKENS, step.step_tokens)
 
