@@ -170,9 +170,14 @@ class EpDispatchCombineOp(BaseOp):
         step.forget_inputs()
 
     def _prepare_combine(self, step: Step, args: CombineArguments) -> None:
-        if isinstance(args.weights, torch.Tensor) and args.weights.numel() == 0:
-            args.weights = None
         rows, weights, ids, out = args.rows, args.weights, args.ids, args.out
+        # MORI's callers pass an empty tensor for no weights; but those of no rows are empty, too
+        if (
+            isinstance(weights, torch.Tensor)
+            and not weights.numel()
+            and weights.shape != (*step.lead, self.config.topk)
+        ):
+            args.weights = weights = None
         if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.shape[0] == self._most_rows:
             args.rows = rows = rows[: math.prod(step.lead)]  # the whole registered buffer may be passed
         key = inputs.signature(rows, weights, ids)
