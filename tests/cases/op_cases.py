@@ -574,7 +574,7 @@ def assert_same_memory(promised: Sequence[torch.Tensor | None], got: Sequence[to
 
 
 def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.device) -> tuple[int | None, ...]:
-    """One step against the oracle; the addresses of dispatch's result."""
+    """One step against the oracle; the addresses of dispatch's result, 0 of tensors without elements."""
     step = Step.dispatch(case, op, number, device)
     step.check_dispatched()
     step.combine()
@@ -632,6 +632,8 @@ def run_case(context: RankContext, case: Case) -> None:
     with arena_of(context, case) as arena:
         op = make_op(context, case, arena)
         set_first_epoch(op, case, arena)
-        addresses = {run_step(case, op, number, context.device) for number in range(case.num_steps)}
-        assert len(addresses) == 1
+        addresses = [run_step(case, op, number, context.device) for number in range(case.num_steps)]
+        for of_one_tensor in zip(*addresses):
+            # torch gives a tensor without elements the address 0
+            assert len(set(of_one_tensor) - {0}) <= 1
         op.check()
