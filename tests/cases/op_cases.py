@@ -578,11 +578,7 @@ def run_step(case: Case, op: EpDispatchCombineOp, number: int, device: torch.dev
     step = Step.dispatch(case, op, number, device)
     step.check_dispatched()
     step.combine()
-    # data_ptr() of no elements is 0
-    return tuple(
-        None if one is None else one.untyped_storage().data_ptr() + one.storage_offset() * one.element_size()
-        for one in step.got
-    )
+    return tuple(None if tensor is None else tensor.data_ptr() for tensor in step.got)
 
 
 def arena_of(context: RankContext, case: Case) -> Arena:
