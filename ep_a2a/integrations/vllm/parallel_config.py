@@ -10,7 +10,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.parallel import ParallelConfig
-from vllm.platforms import current_platform
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
@@ -83,6 +82,7 @@ def activate() -> None:
     Idempotent; imports no layers.
     """
     from vllm.config.vllm import VllmConfig
+    from vllm.platforms import current_platform
 
     if "get_device_communicator_cls" in vars(current_platform):
         return
@@ -140,6 +140,8 @@ def check_options(vllm_config: Any) -> None:
         parallel.all2all_backend = VLLM_BACKEND
         return
     _check_parallel(vllm_config)
+    from vllm.platforms import current_platform
+
     if parallel.all2all_backend == BATCHED_NAME and current_platform.is_cpu() and parallel.data_parallel_rank == 0:
         warn_once(ON_CPU)
 
