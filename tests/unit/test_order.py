@@ -20,6 +20,7 @@ QUICK = {
     "ep2-rings-cast-1-local",
     "ep2-rings-bf16-3-local",
     "ep2-rings-bf16-4-local",
+    "ep2x2-rings-bf16-2-dispatch",
     "ep2x2-puts-bf16-2-local",
     "ep2x2-puts-bf16-7-local",
     "ep2x2-staged-bf16-1-local",
