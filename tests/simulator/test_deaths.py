@@ -59,8 +59,9 @@ def test_a_death_before_others_know_of_the_rank_is_named_when_the_meeting_ends(o
 
 
 def test_a_rank_that_stands_still_in_a_step_reads_what_the_others_read():
-    num_operations, first = faults.whole_lives("bulk")[VICTIM]
-    run = with_fault("bulk", (first["steps"] + num_operations) // 2, LONG_STOP_SECS)
+    _, first = faults.whole_lives("bulk")[VICTIM]
+    # early in its second step, whose waits have the common bound; late in it others have all that they wait for
+    run = with_fault("bulk", (3 * first["steps"] + 5 * first["reset"]) // 8, LONG_STOP_SECS)
     simulation, lives, errors = simulated(run)
     assert errors == [None] * 3
     assert [life.named for life in lives] == [((), (VICTIM,))] * 3
