@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ FOR_TWO_RANKS = pytest.mark.skipif(
 
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.timeout(2 * RUN_TIMEOUT_SECS + 120),
+    pytest.mark.timeout(3 * RUN_TIMEOUT_SECS + 120),
     needs_gpus(NUM_RANKS),
     pytest.mark.skipif(
         torch.cuda.device_count() == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
@@ -90,19 +89,17 @@ def run(
     backend: str,
     actions: list[Action],
     engine: dict[str, Any],
-    place: int = 0,
-    num_engines: int = 1,
     num_ranks: int = NUM_RANKS,
     **variables: str,
 ) -> Run:
     """Runs one engine, and checks whose kernels it used. `num_ranks` are data-parallel."""
     engine = arguments(model, backend, **SMALL | engine)
-    done = run_engine(folder, engine, actions, num_ranks, RUN_TIMEOUT_SECS, place, num_engines, **variables)
+    done = run_engine(folder, engine, actions, num_ranks, RUN_TIMEOUT_SECS, **variables)
     assert done.logs[0].count("ep_a2a: IntraNode kernels") == (backend != THEIRS), done.logs[0][-3000:]
     return done
 
 
-def run_at_once(
+def run_each(
     folder: Path,
     model: Path,
     action: Action,
@@ -110,16 +107,11 @@ def run_at_once(
     num_ranks: int = NUM_RANKS,
     **variables: str,
 ) -> list[Run]:
-    """Engines of these backends and arguments, which start at once and do the action one after another."""
-    num_engines = len(engines)
-    with ThreadPoolExecutor(num_engines) as pool:
-        running = [
-            pool.submit(
-                run, folder / f"{place}", model, backend, [action], engine, place, num_engines, num_ranks, **variables
-            )
-            for place, (backend, engine) in enumerate(engines)
-        ]
-        return [each.result() for each in running]
+    """Engines of these backends and arguments do the action, one engine after another."""
+    return [
+        run(folder / f"{place}", model, backend, [action], engine, num_ranks, **variables)
+        for place, (backend, engine) in enumerate(engines)
+    ]
 
 
 def check_against_theirs(
@@ -133,7 +125,7 @@ def check_against_theirs(
     **variables: str,
 ) -> Run:
     """Runs an engine of each backend and compares their completions. Returns ours."""
-    ours, theirs = run_at_once(folder, model, action, [(backend, engine), (THEIRS, engine)], num_ranks, **variables)
+    ours, theirs = run_each(folder, model, action, [(backend, engine), (THEIRS, engine)], num_ranks, **variables)
     difference = compare(*(each.completions(action["label"]) for each in (ours, theirs)))
     assert difference.is_rounding(LOGPROB_TOLERANCES[engine.get("dtype", "bfloat16")], num_ties), difference
     assert ours.error == ""
@@ -250,7 +242,7 @@ def test_tokens_are_no_further_off_than_those_of_vllms_own_two_modes(
     model, tmp_path, backend, family, mode, other_mode
 ):
     engines = [(backend, mode), (THEIRS, mode), (THEIRS, other_mode)]
-    runs = run_at_once(tmp_path, model(family), tokens("first"), engines)
+    runs = run_each(tmp_path, model(family), tokens("first"), engines)
     ours, theirs, others = (each.completions("first") for each in runs)
     difference, own = compare(ours, theirs), compare(others, theirs)
     assert difference.first_logprob <= 2 * own.first_logprob, (difference, own)

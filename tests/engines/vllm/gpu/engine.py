@@ -94,19 +94,15 @@ def run_engine(
     actions: list[Action],
     num_ranks: int,
     limit_secs: float,
-    place: int = 0,
-    num_engines: int = 1,
     program: str = "tests.engines.vllm.gpu.rank",
     **variables: str,
 ) -> Run:
     """Runs one process of `program` per rank that does the actions, until all end, one fails, or the time is over.
 
-    `engine` are arguments of vllm.LLM, `variables` are added to the environment. Engines whose folders lie in one
-    folder may take turns: `num_engines` with as many actions each, every one with a `place` of its own.
+    `engine` are arguments of vllm.LLM, `variables` are added to the environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    turns = {"folder": str(folder.parent), "place": place, "num_engines": num_engines}
-    job = {"engine": engine, "actions": actions, "num_ranks": num_ranks, "turns": turns}
+    job = {"engine": engine, "actions": actions, "num_ranks": num_ranks}
     (folder / "job.json").write_text(json.dumps(job))
     port = free_port(NUM_PORTS)
     with shared_gpu(num_ranks) as shared:
@@ -117,8 +113,6 @@ def run_engine(
         finally:
             for process in processes:
                 end_group(process)
-            # the others go on without its turns
-            (folder.parent / f"ended.{place}").touch()
     reports = [_read_lines(folder / f"{rank}.jsonl") for rank in range(num_ranks)]
     logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
     return Run(reports, logs, error)

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,60 +22,12 @@ import torch
 
 from tests.engines.vllm.processes import SHARED_VARIABLE
 from tests.engines.vllm.trained import known_prompts
-from tests.waiting import await_file, await_until
+from tests.waiting import await_until
 
 NUM_TOP = 5
 """Log probabilities kept per token: enough to see by how little a token was missed."""
 FIRST_WORD = 2
 """Smaller tokens are the models' marks of begin and end."""
-
-
-@dataclass
-class Turns:
-    """Engines that are up at once act one after another: they start together, then each does one action in its turn.
-
-    Attributes:
-        folder: where files say that an engine has started, that a turn has come, and that an engine has ended and has
-            no more turns; the same for all engines.
-        place: of this engine among them. num_engines: how many there are.
-        number: of this engine's next turn.
-    """
-
-    folder: str
-    place: int
-    num_engines: int
-    number: int = 0
-
-    def wait_until_all_have_started(self) -> None:
-        """Tells the others that this engine has started, from any of its ranks once all have, and waits for them."""
-        self._file("started", self.place).touch()
-        for place in range(self.num_engines):
-            await_file(self._file("started", place), self._file("ended", place), patience_secs=math.inf)
-
-    def wait(self) -> None:
-        """Waits for this engine's next turn."""
-        self._wait_for(self.number * self.num_engines + self.place)
-
-    def wait_for_all(self) -> None:
-        """Waits until the others have done as many actions as this one."""
-        self._wait_for(self.number * self.num_engines)
-
-    def give(self) -> None:
-        """Ends this engine's turn, from any of its ranks once all have come to its end."""
-        self._file("turn", self.number * self.num_engines + self.place + 1).touch()
-        self.number += 1
-
-    def _file(self, what: str, number: int) -> Path:
-        return Path(self.folder, f"{what}.{number}")
-
-    def _wait_for(self, turn: int) -> None:
-        await_until(lambda: self._has_come(turn), f"turn {turn}", math.inf)
-
-    def _has_come(self, turn: int) -> bool:
-        if not turn or self._file("turn", turn).exists():
-            return True
-        # where nobody ends the turn before this one, the end of the turn before that one counts
-        return self._file("ended", (turn - 1) % self.num_engines).exists() and self._has_come(turn - 1)
 
 
 class Rank:
@@ -90,34 +41,21 @@ class Rank:
             # process is forked from this one.
             torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
         job = json.loads((folder / "job.json").read_text())
-        self.turns = Turns(**job["turns"])
         self.folder, self.rank, self.num_ranks, self.actions = folder, rank, job["num_ranks"], job["actions"]
         self.num_barriers = 0
         self.vocab_size = json.loads((Path(job["engine"]["model"]) / "config.json").read_text())["vocab_size"]
         self.llm = LLM(**job["engine"])
-        if self.turns.num_engines > 1:
-            self._settle()
-            self.turns.wait_until_all_have_started()
 
     def run(self) -> None:
         for action in self.actions:
             name, label = action.pop("action"), action.pop("label", "")
-            self.turns.wait()
             result = getattr(self, name)(**action)
             with (self.folder / f"{self.rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"label": label} | result) + "\n")
             if "error" in result:
                 # without its engine a rank cannot meet the others; whoever started this ends them
                 sys.exit(result["error"])
-            self._give_turn()
-        # an engine that ends would take time from one that is measured
-        self.turns.wait_for_all()
         self._settle()
-
-    def _give_turn(self) -> None:
-        if self.turns.num_engines > 1:
-            self._settle()
-        self.turns.give()
 
     # actions
 
