@@ -14,52 +14,24 @@ from tests.engines.vllm.contract.checks import OURS, refused, replaced
 TIMEOUT_SECS = 12.5
 
 
-class Manager:
-    """Of an op whose kernels record a failure when told so."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.num_checks = 0
-        self.num_closings = 0
-        self.gone: tuple[int, ...] = ()
-        self.waits: list[float] = []
-        self.rank = 1
-
-    def check(self) -> None:
-        self.num_checks += 1
-        if self.error is not None:
-            raise self.error
-
-    def gone_ranks(self) -> tuple[int, ...]:
-        return self.gone
-
-    def close_open_steps(self) -> None:
-        self.num_closings += 1
-
-    def end_warm_up(self, timeout_secs: float) -> None:
-        self.waits.append(timeout_secs)
-
-
-def with_manager(check: Callable[[Manager], None]) -> Callable[[], None]:
-    """The process has one manager, and the worker is patched."""
+def with_manager(check: Callable[[mock.Mock], None]) -> Callable[[], None]:
+    """The process has one manager, whose `check` raises what a check tells it to, and the worker is patched."""
 
     @functools.wraps(check)
     def checked() -> None:
         from vllm.v1.worker import cpu_worker  # noqa: F401 - loaded before the patch, as in an engine on CPU
 
-        from ep_a2a.integrations.manager import live_managers
+        from ep_a2a.integrations.manager import EngineManager, live_managers
         from ep_a2a.integrations.vllm.worker import patch_worker
 
-        manager = Manager()
+        manager = mock.Mock(EngineManager, rank=1)
+        manager.gone_ranks.return_value = ()
         patch_worker()
-        before = list(live_managers)
-        live_managers.clear()
-        live_managers.add(manager)  # type: ignore[arg-type]
+        live_managers.add(manager)
         try:
             check(manager)
         finally:
-            live_managers.clear()
-            live_managers.update(before)
+            live_managers.discard(manager)
 
     return checked
 
@@ -80,7 +52,7 @@ def stepping(output: Any) -> Callable[[], Any]:
 
 
 @with_manager
-def check_the_workers_calls_are_checked(manager: Manager) -> None:
+def check_the_workers_calls_are_checked(manager: mock.Mock) -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -96,35 +68,35 @@ def check_the_workers_calls_are_checked(manager: Manager) -> None:
 
 
 @with_manager
-def check_a_failed_step_hands_out_no_tokens(manager: Manager) -> None:
+def check_a_failed_step_hands_out_no_tokens(manager: mock.Mock) -> None:
     for output in (None, SimpleNamespace(tokens=[1])):
         step = stepping(output)
-        manager.error = None
+        manager.check.side_effect = None
         assert step() is output
-        manager.error = TimeoutError("rank 3 did not come")
+        manager.check.side_effect = TimeoutError("rank 3 did not come")
         with refused(TimeoutError, "rank 3"):
             step()
-    assert manager.num_checks == 4
+    assert manager.check.call_count == 4
 
 
 @with_manager
-def check_a_failed_step_hands_out_no_tokens_later_either(manager: Manager) -> None:
+def check_a_failed_step_hands_out_no_tokens_later_either(manager: mock.Mock) -> None:
     """With asynchronous outputs the step's kernels may still run when the call returns."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
     output = stepping(output_of(lambda: "tokens"))()
     assert isinstance(output, AsyncModelRunnerOutput)
-    assert manager.num_checks == 0
+    assert manager.check.call_count == 0
     assert output.get_output() == "tokens"
-    assert manager.num_checks == 1
+    assert manager.check.call_count == 1
     output = stepping(output_of(lambda: "tokens"))()
-    manager.error = TimeoutError("rank 3 did not come")
+    manager.check.side_effect = TimeoutError("rank 3 did not come")
     with refused(TimeoutError, "rank 3"):
         output.get_output()
 
 
 @with_manager
-def check_vllms_outputs_can_be_watched(manager: Manager) -> None:
+def check_vllms_outputs_can_be_watched(manager: mock.Mock) -> None:
     """Their classes have neither slots nor frozen fields."""
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
@@ -134,11 +106,11 @@ def check_vllms_outputs_can_be_watched(manager: Manager) -> None:
         with replaced(kind, "get_output", lambda _: "tokens"):
             assert stepping(output)() is output
             assert output.get_output() == "tokens"
-    assert manager.num_checks == 2
+    assert manager.check.call_count == 2
 
 
 @with_manager
-def check_outputs_that_nobody_asks_for_are_freed_at_once(manager: Manager) -> None:
+def check_outputs_that_nobody_asks_for_are_freed_at_once(manager: mock.Mock) -> None:
     """vLLM takes only one tensor-parallel rank's; they hold tensors of the device."""
     gc.disable()
     try:
@@ -151,24 +123,24 @@ def check_outputs_that_nobody_asks_for_are_freed_at_once(manager: Manager) -> No
 
 
 @with_manager
-def check_errors_of_the_step_itself_arrive_as_they_are(manager: Manager) -> None:
+def check_errors_of_the_step_itself_arrive_as_they_are(manager: mock.Mock) -> None:
     from ep_a2a.integrations.vllm.worker import _checked
 
     def fail(_: Any) -> None:
         raise ZeroDivisionError("the model's own")
 
-    manager.error = TimeoutError("and a rank did not come")
+    manager.check.side_effect = TimeoutError("and a rank did not come")
     with refused(ZeroDivisionError, "the model's own"):
         _checked(fail)(object())
-    assert manager.num_closings == 1
+    manager.close_open_steps.assert_called_once_with()
     # one of vLLM's own exchanges says that a connection was closed, not whose
-    manager.gone = (3,)
+    manager.gone_ranks.return_value = (3,)
     with refused(TimeoutError, "rank 3 is gone", "the model's own"):
         _checked(fail)(object())
 
 
 @with_manager
-def check_waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) -> None:
+def check_waits_are_shortened_when_any_worker_has_warmed_up(manager: mock.Mock) -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -178,7 +150,7 @@ def check_waits_are_shortened_when_any_worker_has_warmed_up(manager: Manager) ->
         assert "/integrations/vllm/" in getattr(worker, WARM_UP).__code__.co_filename, worker.__name__
     with mock.patch.dict(os.environ, EP_A2A_TIMEOUT_SECS=str(TIMEOUT_SECS)):
         assert _then_shorten_waits(lambda worker: "times")(object()) == "times"
-    assert manager.waits == [TIMEOUT_SECS]
+    manager.end_warm_up.assert_called_once_with(TIMEOUT_SECS)
 
 
 def sent_by(output: Any) -> tuple[str, Any]:
