@@ -39,7 +39,8 @@ def test_rays_first_executor_is_refused(vllm, executor, is_second, refused):
     vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND = is_second
     unused = {"enable_elastic_ep": False, "prefill_context_parallel_size": 1}
     parallel = SimpleNamespace(distributed_executor_backend=executor, use_ubatching=False, **unused)
-    with pytest.raises(UnsupportedError, match="ray") if refused else contextlib.nullcontext():
+    leave = "Leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 or --distributed-executor-backend ray out."
+    with pytest.raises(UnsupportedError, match=leave) if refused else contextlib.nullcontext():
         _check_parallel(SimpleNamespace(parallel_config=parallel, lora_config=None))
 
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import importlib
-import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 NAME, BATCHED = NAMES = "ep_a2a", "ep_a2a_low_latency"
 OURS = "/integrations/vllm/"
+LOGGER = "vllm.ep_a2a"
+
+replaced = mock.patch.object
 
 
 def use_cpu() -> None:
@@ -30,35 +33,6 @@ def refused(kind: type[BaseException], *parts: str) -> Iterator[None]:
     assert found is not None, f"no {kind.__name__}"
     missing = [part for part in parts if part not in str(found)]
     assert not missing, f"{missing} not in: {found}"
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` within, whether or not it was there before."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-class Messages(logging.Handler):
-    """Collects what a logger is told from a level on, and the files that tell it."""
-
-    def __init__(self, logger: str, level: int = logging.WARNING) -> None:
-        super().__init__(level)
-        self.texts: list[str] = []
-        self.files: set[str] = set()
-        logging.getLogger(logger).addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        self.files.add(record.filename)
 
 
 def is_patched(target: str) -> bool:

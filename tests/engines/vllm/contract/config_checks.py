@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import logging
 import os
 import pickle
 import subprocess
@@ -16,9 +17,9 @@ from unittest import mock
 
 from tests.engines.vllm.contract.checks import (
     BATCHED,
+    LOGGER,
     NAME,
     NAMES,
-    Messages,
     is_patched,
     our_modules,
     refused,
@@ -26,6 +27,7 @@ from tests.engines.vllm.contract.checks import (
     use_cpu,
 )
 from tests.engines.vllm.contract.wheels import ROOT
+from tests.messages import messages_of
 
 UNPICKLE = "unpickle"
 
@@ -59,51 +61,47 @@ def check_the_names_are_added_once() -> None:
 def check_nothing_else_changes_for_a_user_who_does_not_choose() -> None:
     from vllm.config import ParallelConfig, VllmConfig
 
-    messages = Messages("vllm.ep_a2a")
-    for backend in ("allgather_reducescatter", "deepep_low_latency"):
-        parallel = ParallelConfig(all2all_backend=backend, enable_expert_parallel=True)
-        assert type(VllmConfig(parallel_config=parallel).parallel_config) is ParallelConfig
-        assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
+    with messages_of(logging.getLogger(LOGGER), logging.WARNING) as texts:
+        for backend in ("allgather_reducescatter", "deepep_low_latency"):
+            parallel = ParallelConfig(all2all_backend=backend, enable_expert_parallel=True)
+            assert type(VllmConfig(parallel_config=parallel).parallel_config) is ParallelConfig
+            assert type(pickle.loads(pickle.dumps(parallel))) is ParallelConfig
+    assert texts == []
     assert our_modules() == {"common", "plugin"}
     assert "torch" not in vars(sys.modules["ep_a2a.integrations.vllm.plugin"])
     from tests.engines.vllm.contract.patch_registry import PATCHES
 
     changed = {patch.name for patch in PATCHES if patch.name != "backend-name" and is_patched(patch.target)}
     assert changed == {"chosen-config"}, changed
-    assert messages.texts == []
+
+
+def parsed(*arguments: str) -> Any:
+    """What vLLM reads from a command line."""
+    from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
+
+    from ep_a2a.integrations.vllm import register
+
+    register()
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(arguments))
 
 
 def check_the_command_line_takes_the_names() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
-
-    from ep_a2a.integrations.vllm import register
-
-    register()
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     for name in NAMES:
-        given = parser.parse_args(["--all2all-backend", name, "--enable-expert-parallel"])
-        assert given.all2all_backend == name
-    assert parser.parse_args([]).all2all_backend == "allgather_reducescatter"
+        assert parsed("--all2all-backend", name, "--enable-expert-parallel").all2all_backend == name
+    assert parsed().all2all_backend == "allgather_reducescatter"
     with refused(SystemExit, "2"):
-        parser.parse_args(["--all2all-backend", "bogus"])
+        parsed("--all2all-backend", "bogus")
 
 
 def check_the_files_for_its_command_line_are_taken() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs, FlexibleArgumentParser
-
-    from ep_a2a.integrations.vllm import register
-
-    register()
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    given = {path.stem: parser.parse_args(["--config", str(path)]) for path in (ROOT / "configs/vllm").glob("*.yaml")}
+    files = ROOT / "configs/vllm"
+    given = {path.stem: parsed("--config", str(path)) for path in files.glob("*.yaml")}
     assert {"single_node", "two_nodes"} <= set(given)
     for each in given.values():
         assert (each.all2all_backend, each.enable_expert_parallel) == (NAME, True)
     first = given["two_nodes"]
     assert first.data_parallel_size == 2 * first.data_parallel_size_local == 16
-    second = parser.parse_args(
-        ["--config", str(ROOT / "configs/vllm/two_nodes.yaml"), "--data-parallel-start-rank", "8"]
-    )
+    second = parsed("--config", str(files / "two_nodes.yaml"), "--data-parallel-start-rank", "8")
     assert second.data_parallel_start_rank == first.data_parallel_size_local
     assert second.data_parallel_address == first.data_parallel_address
 
@@ -226,17 +224,12 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--enable-elastic-ep", {"enable_elastic_ep": True}),
     ("--prefill-context-parallel-size", {"prefill_context_parallel_size": 2}),
     ("--enable-dbo with --enable-lora", {"use_ubatching": True}),
-    (
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 with --distributed-executor-backend ray",
-        {"distributed_executor_backend": "ray"},
-    ),
 )
 """Options, and what they are in vLLM's ParallelConfig."""
 
 
 def check_options_that_cannot_work_are_refused() -> None:
     """Before processes start; without experts on several ranks vLLM's own backend takes them."""
-    from vllm import envs
     from vllm.platforms import current_platform
 
     from ep_a2a.errors import UnsupportedError
@@ -247,24 +240,22 @@ def check_options_that_cannot_work_are_refused() -> None:
     for option, parallel in REFUSED:
         first, _, second = option.partition(" with ")
         config = config_of(**parallel)
-        with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": True}):
-            if second:
-                # one of the two options alone
-                check_options(config)
-        config.lora_config = object()
-        with mock.patch.dict(vars(envs), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": False}):
-            leave = f"Leave {first} or {second} out." if second else f"Leave {first} out, or use --all2all-backend"
-            with refused(UnsupportedError, f"no {option}", leave):
-                current_platform.check_and_update_config(config)
-            config.parallel_config.data_parallel_size = 1
-            # also of one replica, to which the first options add ranks
-            with contextlib.nullcontext() if second else refused(UnsupportedError, f"no {option}"):
-                check_options(config)
-            config.parallel_config.data_parallel_size = 2
-            config.parallel_config.all2all_backend = NAME
-            config.parallel_config.enable_expert_parallel = False
+        if second:
+            # one of the two options alone
             check_options(config)
-            assert config.parallel_config.all2all_backend == "allgather_reducescatter"
+        config.lora_config = object()
+        leave = f"Leave {first} or {second} out." if second else f"Leave {first} out, or use --all2all-backend"
+        with refused(UnsupportedError, f"no {option}", leave):
+            current_platform.check_and_update_config(config)
+        config.parallel_config.data_parallel_size = 1
+        # also of one replica, to which the first options add ranks
+        with contextlib.nullcontext() if second else refused(UnsupportedError, f"no {option}"):
+            check_options(config)
+        config.parallel_config.data_parallel_size = 2
+        config.parallel_config.all2all_backend = NAME
+        config.parallel_config.enable_expert_parallel = False
+        check_options(config)
+        assert config.parallel_config.all2all_backend == "allgather_reducescatter"
 
 
 def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
@@ -276,12 +267,10 @@ def check_it_is_said_once_where_the_backend_has_no_effect() -> None:
     said: dict[tuple[str, bool, int], list[str]] = {}
     for name, ep, size in itertools.product(NAMES, (False, True), (1, 2)):
         common.log_once.cache_clear()
-        messages = Messages("vllm.ep_a2a")
-        for _ in range(2):
-            config = chosen(all2all_backend=name, enable_expert_parallel=ep, data_parallel_size=size)
-            VllmConfig(parallel_config=config)
-        said[name, ep, size] = list(messages.texts)
-        assert messages.files <= {"parallel_config.py"}
+        with messages_of(logging.getLogger(LOGGER), logging.WARNING) as said[name, ep, size]:
+            for _ in range(2):
+                config = chosen(all2all_backend=name, enable_expert_parallel=ep, data_parallel_size=size)
+                VllmConfig(parallel_config=config)
     for name, where_it_travels in ((NAME, []), (BATCHED, [ON_CPU])):
         assert [said[name, ep, 1] for ep in (False, True)] == [[ONE_REPLICA]] * 2
         assert [said[name, ep, 2] for ep in (False, True)] == [[WITHOUT_EP], where_it_travels]

@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from tests.engines.vllm.contract.checks import BATCHED, NAME, NAMES, Messages, refused, replaced
+from tests.engines.vllm.contract.checks import BATCHED, LOGGER, NAME, NAMES, refused, replaced
 from tests.engines.vllm.contract.config_checks import chosen
+from tests.messages import messages_of
 
 VLLM_BACKEND = "allgather_reducescatter"
 EP = "ep:0"
@@ -75,11 +77,12 @@ def check_the_communicator_of_experts_carries_our_manager() -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
     for kind, name in itertools.product((CPU, CUDA), NAMES):
-        vllm_says = Messages(f"{COMMUNICATORS}.{kind.partition('.')[0]}", logging.INFO)
-        with communicator_of(kind=kind, backend=name) as communicator:
-            assert not [text for text in vllm_says.texts if "manager" in text], "the log names one backend"
-            assert not logging.getLogger(f"{COMMUNICATORS}.{kind.partition('.')[0]}").filters
-            assert class_name(communicator) == kind.partition(".")[2]
+        module, _, class_of_kind = kind.partition(".")
+        theirs = logging.getLogger(f"{COMMUNICATORS}.{module}")
+        with messages_of(theirs, logging.INFO) as texts, communicator_of(kind=kind, backend=name) as communicator:
+            assert not [text for text in texts if "manager" in text], "the log names one backend"
+            assert not theirs.filters
+            assert class_name(communicator) == class_of_kind
             assert communicator.use_all2all
             assert communicator.all2all_backend == name
             manager = communicator.all2all_manager
@@ -130,16 +133,6 @@ def check_a_communicator_destroys_its_manager() -> None:
         assert communicator.all2all_manager is None
 
 
-class VllmManager:
-    """Stands for vLLM's own manager and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **options: self.calls.append((name, args, options)) or args[0]
-
-
 OF_REFUSED_OPTIONS = {"query_active_mask", "query_fault", "clean_buffers"}
 OF_REFUSED_OPTIONS |= {"stage_ep_size", "commit_ep_size", "mask_remote_ranks"}
 """vLLM calls these with fault tolerance, which it offers for backends on a list, and with --enable-elastic-ep."""
@@ -166,18 +159,16 @@ def check_hidden_states_travel_by_vllms_own_manager() -> None:
     import torch
 
     hidden, weights, ids = torch.ones(2, 4), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64)
-    messages = Messages("vllm.ep_a2a")
-    with communicator_of(kind=CUDA) as communicator:
-        communicator.all2all_manager._vllm_manager = theirs = VllmManager()
+    with messages_of(logging.getLogger(LOGGER)) as texts, communicator_of(kind=CUDA) as communicator:
+        communicator.all2all_manager._vllm_manager = theirs = mock.Mock()
         communicator.dispatch_router_logits(hidden, weights, True)
         communicator.dispatch(hidden, weights, ids, True)
         communicator.combine(hidden, True)
-        asked = [name for name, *_ in theirs.calls]
-        assert asked == ["dispatch_router_logits", "dispatch", "combine"]
+        assert [name for name, *_ in theirs.method_calls] == ["dispatch_router_logits", "dispatch", "combine"]
         if hasattr(communicator, "combine_into_output"):
             communicator.combine_into_output(hidden, torch.zeros(2, 4), True)
-            assert theirs.calls[-1][0] == "combine_into_output"
-        (text,) = [text for text in messages.texts if "modular kernel" in text]
+            theirs.combine_into_output.assert_called_once()
+        (text,) = [text for text in texts if "modular kernel" in text]
         assert VLLM_BACKEND in text
 
 
@@ -255,9 +246,9 @@ def refusals_when_made(make: Any) -> None:
     vllms_own = _replacing(lambda moe, quant_config, **_: (moe, quant_config))
     for others in (moe_of(use_all2all_kernels=False), moe_of(all2all_backend=VLLM_BACKEND)):
         assert vllms_own(others, "quant", allow_new_interface=True) == (others, "quant")
-    stranger = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=VllmManager()))
+    stranger = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager="another"))
     with (
         replaced(parallel_state, "get_ep_group", lambda: stranger),
-        refused(StateError, "VllmManager", "--all2all-backend ep_a2a"),
+        refused(StateError, "got str", "--all2all-backend ep_a2a"),
     ):
         make(moe_of(), None, allow_new_interface=True)
