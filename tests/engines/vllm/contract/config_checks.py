@@ -29,8 +29,6 @@ from tests.engines.vllm.contract.checks import (
 from tests.engines.vllm.contract.wheels import ROOT
 from tests.messages import messages_of
 
-UNPICKLE = "unpickle"
-
 
 def chosen(**options: Any) -> Any:
     from vllm.config import ParallelConfig
@@ -174,9 +172,8 @@ def check_a_fresh_process_is_activated_by_the_configuration() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.pickle"
         path.write_bytes(pickle.dumps(VllmConfig(parallel_config=chosen(data_parallel_size=2))))
-        subprocess.run(
-            [sys.executable, "-m", "tests.engines.vllm.contract.program", UNPICKLE, path], env=os.environ, check=True
-        )
+        program = f"from {__name__} import unpickle; unpickle({str(path)!r})"
+        subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def unpickle(path: str) -> None:

@@ -18,6 +18,7 @@ VLLM_BACKEND = "allgather_reducescatter"
 EP = "ep:0"
 CPU, CUDA = "cpu_communicator.CpuCommunicator", "cuda_communicator.CudaCommunicator"
 COMMUNICATORS = "vllm.distributed.device_communicators"
+ONE_RANK = SimpleNamespace(rank_in_group=0, world_size=1)
 
 
 def group() -> Any:
@@ -28,12 +29,8 @@ def group() -> Any:
     if not dist.is_initialized():
         with tempfile.TemporaryDirectory() as folder:
             dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/meeting")
-        parallel_state.get_dp_group = parallel_state.get_tp_group = lambda: OneRank
+        parallel_state.get_dp_group = parallel_state.get_tp_group = lambda: ONE_RANK
     return dist.group.WORLD
-
-
-class OneRank:
-    rank_in_group, world_size = 0, 1
 
 
 @contextlib.contextmanager
@@ -69,10 +66,6 @@ def communicator_of(
         communicator.destroy()
 
 
-def class_name(communicator: Any) -> str:
-    return type(communicator).__name__
-
-
 def check_the_communicator_of_experts_carries_our_manager() -> None:
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
@@ -82,7 +75,7 @@ def check_the_communicator_of_experts_carries_our_manager() -> None:
         with messages_of(theirs, logging.INFO) as texts, communicator_of(kind=kind, backend=name) as communicator:
             assert not [text for text in texts if "manager" in text], "the log names one backend"
             assert not theirs.filters
-            assert class_name(communicator) == class_of_kind
+            assert type(communicator).__name__ == class_of_kind
             assert communicator.use_all2all
             assert communicator.all2all_backend == name
             manager = communicator.all2all_manager
@@ -94,26 +87,24 @@ def check_the_communicator_of_experts_carries_our_manager() -> None:
 def check_steps_in_micro_batches_are_known() -> None:
     from vllm.v1.worker.ubatching import UBatchContext
 
-    name = "_cpu_yield"
-    before = getattr(UBatchContext, name)
+    before = UBatchContext._cpu_yield
     for kind in (CPU, CUDA):
         with communicator_of(kind=kind) as communicator:
             assert communicator.all2all_manager._num_micro_batches == 1
-    assert getattr(UBatchContext, name) is before
+    assert UBatchContext._cpu_yield is before
     for _ in range(2):
         with communicator_of(num_micro_batches=3) as communicator:
             assert communicator.all2all_manager._num_micro_batches == 3
-            patched = getattr(UBatchContext, name)
-    assert patched.__wrapped__ is before, "patched once"
+    assert UBatchContext._cpu_yield.__wrapped__ is before, "patched once"
 
 
 def check_other_communicators_are_the_platforms_own() -> None:
     for kind, name in itertools.product((CPU, CUDA), ("tp:0", "dp:0", "pp:0", "world:0", "eplb:0", "epx:0", "")):
         with communicator_of(name, kind=kind) as communicator:
-            assert class_name(communicator) == kind.partition(".")[2]
+            assert type(communicator).__name__ == kind.partition(".")[2]
             assert communicator.all2all_manager is None
     with communicator_of(backend=VLLM_BACKEND) as communicator:
-        assert class_name(communicator) == "CpuCommunicator"
+        assert type(communicator).__name__ == "CpuCommunicator"
         assert type(communicator.all2all_manager).__name__ == "AgRsAll2AllManager"
 
 
@@ -143,11 +134,10 @@ def check_the_manager_has_all_that_vllm_asks_of_one() -> None:
 
     with communicator_of() as communicator:
         manager = communicator.all2all_manager
-        theirs = [name for name, value in vars(All2AllManagerBase).items() if callable(value) and name[0] != "_"]
-        theirs = [name for name in theirs if name not in OF_REFUSED_OPTIONS]
-        assert [name for name in theirs if not hasattr(manager, name)] == []
+        theirs = {name for name, value in vars(All2AllManagerBase).items() if callable(value) and name[0] != "_"}
+        assert {name for name in theirs - OF_REFUSED_OPTIONS if not hasattr(manager, name)} == set()
         assert (manager.rank, manager.world_size, manager.dp_rank, manager.dp_world_size) == (0, 1, 0, 1)
-        assert manager.dp_group is manager.tp_group is OneRank
+        assert manager.dp_group is manager.tp_group is ONE_RANK
         assert manager.cpu_group is group()
         assert not manager.internode
         assert not manager.support_fault_tolerance

@@ -48,6 +48,8 @@ FORMS = {
     "ids_of_padding_rows": Layer(ids="padding", tokens=(6, 5)),
     "ids_beside_valid_ones": Layer(ids="holes", tokens=(6, 5)),
     "a_rank_that_receives_nothing": Layer(ids="first rank"),
+    "router_weights_on_the_input": Layer(topk=1, weight_on_input=True),
+    "router_weights_on_the_input_of_fp8": Layer(topk=1, weight_on_input=True, quant="per_token"),
     "uneven_experts": Layer(num_experts=7, topk=3),
     "batched": Layer(batched=True),
     "batched_fp8_per_token": Layer(batched=True, quant="per_token"),
@@ -96,11 +98,6 @@ def check_casts_are_vllms(_: RankContext) -> None:
         for scale in (torch.tensor([0.0371]), torch.tensor(17.0)):
             theirs, _ = QuantFP8.forward_native(static, rows, scale)
             assert torch.equal(quantize_static(rows, scale).view(torch.uint8), theirs.view(torch.uint8))
-
-
-def check_router_weights_on_the_input(context: RankContext) -> None:
-    for quant in ("none", "per_token"):
-        in_both_forms(context, Layer(topk=1, weight_on_input=True, quant=quant))
 
 
 def check_ranks_without_tokens(context: RankContext) -> None:

@@ -180,9 +180,8 @@ class Model:
 
         ours = kernel.prepare_finalize
         for dispatcher in ours._dispatchers:
-            dispatcher.op = Calls(dispatcher.op)
-            watched(dispatcher.op, "dispatch", "dispatch", "gate")
-            watched(dispatcher.op, "combine", "combine", "experts")
+            watched(dispatcher, "dispatch", "dispatch", "gate")
+            watched(dispatcher, "combine", "combine", "experts")
         watched(kernel.fused_experts, "apply", "experts", "dispatch")
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,16 +201,6 @@ class Model:
             self.device.launch(("gate", index, number), before)
             results.append(run_kernel(case, kernel, self.manager.rank, rows))
         return torch.cat(results, 1), rows
-
-
-class Calls:
-    """An op whose calls can be watched for one layer."""
-
-    def __init__(self, op: Any) -> None:
-        self._op = op
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._op, name)
 
 
 def vllm_config(num_micro_batches: int) -> Any:

@@ -127,7 +127,7 @@ def check_a_failure_of_our_call_ends_the_step(context: RankContext) -> None:
             def fail(*_: Any, error: Exception = error, **__: Any) -> None:
                 raise error
 
-            setattr(model.kernels[1].prepare_finalize._dispatchers[0].op, call, fail)
+            setattr(model.kernels[1].prepare_finalize._dispatchers[0], call, fail)
             require_failure(runners(model)[0], error)
             # the step of the other micro-batch, which has been left open
             manager.close_open_steps()

@@ -77,7 +77,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == config_checks.UNPICKLE:
-        config_checks.unpickle(sys.argv[2])
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

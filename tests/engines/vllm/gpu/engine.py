@@ -161,19 +161,15 @@ def _wait(processes: list[subprocess.Popen[bytes]], limit_secs: float) -> str:
 
     if not happens(lambda: failed() or have_ended(), limit_secs):
         for process in processes:
-            _signal(process, signal.SIGUSR2)
+            # a rank and what it has started: its session is its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGUSR2)
         happens(have_ended, LAST_WORDS_SECS)
         return f"not finished after {limit_secs:.0f} s"
     if not failed():
         return ""
     happens(have_ended, LAST_WORDS_SECS)
     return f"rank {failed()[0]} ended with status {processes[failed()[0]].returncode}"
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To a rank and what it has started: its session is its own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
