@@ -4,13 +4,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import urllib.request
 from pathlib import Path
 
 from tests.engines.vllm.contract.wheels import ROOT
 
-HEALTH_TIMEOUT_SECS = 10
-LOG_CHARS = 4000
 SHARED_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """In the environment of ranks that share a GPU."""
 NUM_PORTS = 8
@@ -50,44 +47,3 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-class Server:
-    """`command`, whose options make it listen at `port` of this host.
-
-    Args:
-        command: its words.
-        variables: the whole environment.
-        port: where `command` listens.
-        log: the file that gets all that it prints.
-    """
-
-    def __init__(self, command: list[str], variables: dict[str, str], port: int, log: Path) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
-            )
-
-    def is_up(self) -> bool:
-        """Whether it answers."""
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECS):
-            return True
-        return False
-
-    def has_ended(self) -> bool:
-        """Whether its first process has ended."""
-        return self._process.poll() is not None
-
-    def wait(self, timeout_secs: float) -> int:
-        """Returns the exit code of its first process."""
-        return self._process.wait(timeout_secs)
-
-    def last_words(self) -> str:
-        """The end of its log."""
-        return self._log.read_text(errors="replace")[-LOG_CHARS:]
-
-    def end(self) -> None:
-        """Kills all its processes."""
-        end_group(self._process)
