@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
-from tests.engines.vllm.cpu.program import FOLLOWING, NUM_TOKENS, PROMPTS
+from tests.engines.vllm.cpu.program import FOLLOWING, PROMPTS, Options
 from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, Starter, check_equal
 from tests.engines.vllm.models import QWEN3_MOE
 from tests.engines.vllm.trained import trained_model, with_negated_experts
@@ -37,37 +37,38 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of several data-parallel ranks, and how many tokens each prompt goes on with."""
+    """An engine of several data-parallel ranks."""
 
     family: str
     num_ranks: int
-    options: tuple[str, ...] = ()
+    options: Options = field(default_factory=Options)
     variables: dict[str, str] = field(default_factory=dict)
-    num_tokens: int = NUM_TOKENS
-    dtype: str = "float32"
 
 
-TWO_NODES = ("--ranks-per-node", "2")
 ENGINES = {
     # torch.compile, vLLM's default: the exchange is an operator that it does not look into
-    "compiled": Engine("qwen3_moe", 2, ("--compiled", "--routed", "--stop")),
+    "compiled": Engine("qwen3_moe", 2, Options(compiled=True, routed=True, stop=True)),
     # two replicas of two workers each, four ranks of expert parallelism
-    "tensor-parallel": Engine("qwen3_moe", 2, ("--tensor-parallel", "2", "--routed", "--stop")),
+    "tensor-parallel": Engine("qwen3_moe", 2, Options(tensor_parallel=2, routed=True, stop=True)),
     # two stages of one layer, each with an expert-parallel group of two ranks; in the process of a caller vLLM's ranks
     # would not agree on the number of steps
-    "pipeline-parallel": Engine("qwen3_moe", 2, ("--pipeline-parallel", "2"), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
-    "batched": Engine("qwen3_moe", 2, ("--batched",), num_tokens=4),
+    "pipeline-parallel": Engine("qwen3_moe", 2, Options(pipeline_parallel=2), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+    "batched": Engine("qwen3_moe", 2, Options(batched=True, num_tokens=4)),
     # chunked prefill; everything is generated twice, the second time behind cached prefixes
-    "prompts in parts": Engine("qwen3_moe", 2, ("--chunk", "16")),
+    "prompts in parts": Engine("qwen3_moe", 2, Options(chunk=16)),
     # MLA, shared experts, experts chosen by groups
     "deepseek_v3": Engine("deepseek_v3", 2),
     # without effect: vLLM adds up on each rank
-    "data parallel size 1": Engine("qwen3_moe", 1, ("--expert-parallel",)),
+    "data parallel size 1": Engine("qwen3_moe", 1, Options(expert_parallel=True)),
     # sums of another order are rounded otherwise, and still the same token is by far the likeliest
-    "bfloat16": Engine("qwen3_moe", 2, dtype="bfloat16"),
+    "bfloat16": Engine("qwen3_moe", 2, Options(dtype="bfloat16")),
     # virtual nodes of two ranks each; between hosts it is torch.distributed that carries the tokens
-    "torch.distributed": Engine("qwen3_moe", 4, TWO_NODES, {"EP_A2A_INTERNODE_TRANSPORT": "torch.distributed"}),
-    "peer_memory": Engine("qwen3_moe", 4, TWO_NODES, {"EP_A2A_INTERNODE_TRANSPORT": "peer_memory"}, num_tokens=4),
+    "torch.distributed": Engine(
+        "qwen3_moe", 4, Options(ranks_per_node=2), {"EP_A2A_INTERNODE_TRANSPORT": "torch.distributed"}
+    ),
+    "peer_memory": Engine(
+        "qwen3_moe", 4, Options(ranks_per_node=2, num_tokens=4), {"EP_A2A_INTERNODE_TRANSPORT": "peer_memory"}
+    ),
 }
 
 
@@ -86,7 +87,7 @@ def alone(
 
     @cache
     def results(model: str, dtype: str = "float32") -> dict[int, Any]:
-        run = starter.run(tmp_path_factory.mktemp("alone"), models[model], 1, "--dtype", dtype)
+        run = starter.run(tmp_path_factory.mktemp("alone"), models[model], 1, Options(dtype=dtype))
         assert run.exit_codes == [0], run.tails()
         return run.results
 
@@ -100,19 +101,18 @@ def run_of(models: dict[str, Path], starter: Starter, tmp_path_factory: pytest.T
     @cache
     def run(name: str) -> Run:
         engine, folder = ENGINES[name], tmp_path_factory.mktemp("run")
-        options = ("--tokens", str(engine.num_tokens), "--dtype", engine.dtype, *engine.options)
-        return starter.run(folder, models[engine.family], engine.num_ranks, *options, **engine.variables)
+        return starter.run(folder, models[engine.family], engine.num_ranks, engine.options, **engine.variables)
 
     return run
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_tokens_are_those_of_one_rank(run_of, alone, name):
-    run, engine = run_of(name), ENGINES[name]
-    check_equal(run, alone(engine.family, engine.dtype), engine.num_tokens, engine.dtype)
+    run, family, options = run_of(name), ENGINES[name].family, ENGINES[name].options
+    check_equal(run, alone(family, options.dtype), options)
     for number, completion in run.results.items():
         assert completion["tokens"] == FOLLOWING[number][: len(completion["tokens"])], number
-    if "--stop" not in engine.options:
+    if not options.stop:
         assert set(run.exit_codes) == {0}, run.tails()
 
 

@@ -45,10 +45,6 @@ class Changes:
         """For the environment of workers."""
         return {VARIABLE: json.dumps(asdict(self))}
 
-    def send(self) -> None:
-        """To workers that are made by this process after this."""
-        os.environ.update(self.variables())
-
     @classmethod
     def sent(cls) -> Changes:
         """What this process has been sent."""
@@ -131,12 +127,13 @@ def choose_batched_experts() -> None:
 def stop_when_told(rank: int, file: Path) -> None:
     """See `Changes.stop_file`."""
     from torch.cuda import CUDAGraph
+    from vllm.distributed.parallel_state import get_ep_group
 
     from ep_a2a.ops.op import EpDispatchCombineOp
 
     def stop_first(call: Any, name: str) -> Any:
         def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if file.exists() and _expert_parallel_rank() == rank:
+            if file.exists() and get_ep_group().rank_in_group == rank:
                 file.write_text(name)
                 os.kill(os.getpid(), signal.SIGSTOP)
             return call(self, *args, **kwargs)
@@ -145,12 +142,6 @@ def stop_when_told(rank: int, file: Path) -> None:
 
     for owner, name in ((EpDispatchCombineOp, "dispatch"), (CUDAGraph, "replay")):
         setattr(owner, name, stop_first(getattr(owner, name), name))
-
-
-def _expert_parallel_rank() -> int:
-    from vllm.distributed.parallel_state import get_ep_group
-
-    return int(get_ep_group().rank_in_group)
 
 
 def cut_nodes(ranks_per_node: int) -> None:

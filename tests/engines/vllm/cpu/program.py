@@ -1,17 +1,11 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
-    python -m tests.engines.vllm.cpu.program MODEL RESULT.json [--expert-parallel] [--compiled] [--stop] [--routed]
-        [--tensor-parallel WORKERS] [--pipeline-parallel STAGES] [--ranks-per-node RANKS] [--tokens NUMBER]
-        [--dtype DTYPE] [--chunk TOKENS] [--batched]
-
-VLLM_DP_* say which rank this is. MODEL is a folder of trained.trained_model. With --routed what the layers were given
-lies beside the result (`Changes.routed`). With --stop the engine generates again, and the last rank stops in that; what
-comes out then, if anything, is in RESULT.json.again.
+tests.engines.vllm.cpu.starter makes its process.
 """
 
-import argparse
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +19,52 @@ NUM_TOP = 5
 MAX_BATCHED_TOKENS = 128
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--expert-parallel", action="store_true")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of this rank, processes of their own")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many workers")
-    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="that a prompt goes on with, at most")
-    parser.add_argument("--dtype", default="float32", help="of the engine")
-    parser.add_argument("--compiled", action="store_true", help="torch.compile, as by default, in place of eager")
-    parser.add_argument("--stop", action="store_true", help="the last rank stops when all have generated once")
-    parser.add_argument("--batched", action="store_true", help="experts take rows by expert")
-    parser.add_argument("--ranks-per-node", type=int, default=0, help="of virtual nodes")
-    parser.add_argument("--routed", action="store_true", help="write what the layers are given")
-    parser.add_argument(
-        "--chunk",
-        type=int,
-        default=MAX_BATCHED_TOKENS,
-        help="the most tokens of a step; below the default prefixes are cached",
-    )
-    options = parser.parse_args(arguments)
+@dataclass(frozen=True)
+class Options:
+    """An engine, and what its ranks do.
+
+    Attributes:
+        expert_parallel: also of one rank; several are expert-parallel anyway.
+        tensor_parallel: workers of a rank, processes of their own. pipeline_parallel: stages, each of so many workers.
+        num_tokens: that a prompt goes on with, at most.
+        compiled: torch.compile, as by default, in place of eager.
+        chunk: the most tokens of a step; below the default prefixes are cached, and everything is generated twice.
+        batched, ranks_per_node: see `Changes`.
+        routed: what the layers are given lies beside the results (`Changes.routed`).
+        stop: all generate again, and the last rank stops in that; what comes out then is in RESULT.json.again.
+    """
+
+    expert_parallel: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    num_tokens: int = NUM_TOKENS
+    dtype: str = "float32"
+    compiled: bool = False
+    chunk: int = MAX_BATCHED_TOKENS
+    batched: bool = False
+    ranks_per_node: int = 0
+    routed: bool = False
+    stop: bool = False
+
+
+def main(model: str, result: Path, options: Options) -> None:
+    """Writes the completions by number of the prompt. VLLM_DP_* say which rank this is.
+
+    Args:
+        model: a folder of trained.trained_model. result: a file RESULT.json.
+    """
     rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
-    stop_file = options.result.with_name("stop")
-    Changes(
+    stop_file = result.with_name("stop")
+    changes = Changes(
         rank=size * options.tensor_parallel - 1,
         stop_file=str(stop_file) if options.stop else "",
         ranks_per_node=options.ranks_per_node,
-        routed=str(options.result.parent) if options.routed else "",
+        routed=str(result.parent) if options.routed else "",
         batched=options.batched,
-    ).send()
-    llm = make_engine(options)
+    )
+    # for workers that are made from here on
+    os.environ.update(changes.variables())
+    llm = make_engine(model, options, expert_parallel=size > 1 or options.expert_parallel)
     if options.pipeline_parallel > 1:
         # on CPU, vLLM's warm-up of an eager engine leaves out what later stages receive hidden states into
         llm.collective_rpc("execute_dummy_batch")
@@ -65,22 +74,22 @@ def main(arguments: list[str] | None = None) -> None:
 
     if options.chunk < MAX_BATCHED_TOKENS:
         results()  # whose prefixes are cached for the next one
-    options.result.write_text(json.dumps(results()))
+    result.write_text(json.dumps(results()))
     if options.stop:
         stop_file.touch()
-        options.result.with_suffix(".json.again").write_text(json.dumps(results()))
+        result.with_suffix(".json.again").write_text(json.dumps(results()))
 
 
-def make_engine(options: argparse.Namespace) -> Any:
+def make_engine(model: str, options: Options, *, expert_parallel: bool) -> Any:
     from vllm import LLM
     from vllm.config import SchedulerConfig
 
     # on CPU vLLM raises the limit of some models to this, and warms up with that many tokens
     SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS = options.chunk
     backend = "ep_a2a_low_latency" if options.batched else "ep_a2a"
-    parallel = {"enable_expert_parallel": True, "all2all_backend": backend} if options.expert_parallel else {}
+    parallel = {"enable_expert_parallel": True, "all2all_backend": backend} if expert_parallel else {}
     return LLM(
-        str(options.model),
+        model,
         skip_tokenizer_init=True,
         dtype=options.dtype,
         max_model_len=128,
@@ -99,13 +108,12 @@ def make_engine(options: argparse.Namespace) -> Any:
     )
 
 
-def generate(llm: Any, prompts: list[list[int]], rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def generate(llm: Any, prompts: list[list[int]], rank: int, options: Options) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     # not as many steps on all ranks, so that some run steps without tokens at the end
-    params = SamplingParams(
-        temperature=0, max_tokens=options.tokens - 2 * (rank % 2), ignore_eos=True, logprobs=NUM_TOP, detokenize=False
-    )
+    num_tokens = options.num_tokens - 2 * (rank % 2)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=NUM_TOP, detokenize=False)
     completions = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [_as_numbers(each.outputs[0]) for each in completions]
 
@@ -114,7 +122,3 @@ def _as_numbers(completion: Any) -> dict[str, Any]:
     """Its tokens, and each step's likeliest tokens with their log probabilities."""
     logprobs = [{str(token): each.logprob for token, each in step.items()} for step in completion.logprobs]
     return {"tokens": list(completion.token_ids), "logprobs": logprobs}
-
-
-if __name__ == "__main__":
-    main()

@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
-from tests.engines.vllm.cpu.program import PROMPTS
+from tests.engines.vllm.cpu.program import PROMPTS, Options
 from tests.engines.vllm.processes import NUM_PORTS, cpu_environment, rank_variables
 from tests.ports import free_port
 
@@ -48,22 +48,22 @@ class Starter:
         """Ends it, with all that it has started."""
         self._process.communicate()
 
-    def run(self, folder: Path, model: Path, num_ranks: int, *options: str, **variables: str) -> Run:
-        """Runs one engine process per rank until all end; with the option --stop, until rank 0 does.
+    def run(self, folder: Path, model: Path, num_ranks: int, options: Options, **variables: str) -> Run:
+        """Runs one engine process per rank until all end; where the last one stops, until rank 0 does.
 
         `variables` are added to the environment.
         """
         port = free_port(NUM_PORTS)
         ranks = []
         for rank in range(num_ranks):
-            environment, arguments = self._environment(), [str(model), str(folder / f"{rank}.json"), *options]
+            environment = self._environment() | variables
             if num_ranks > 1:
                 environment |= rank_variables(rank, num_ranks, port)
-                arguments.append("--expert-parallel")
-            log = str(folder / f"{rank}.log")
-            ranks.append({"arguments": arguments, "variables": environment | variables, "log": log})
-        finishes = [0] if "--stop" in options else list(range(num_ranks))
-        exit_codes = self._ask({"ranks": ranks, "finishes": finishes, "timeout_secs": RUN_TIMEOUT_SECS})
+            files = {"result": str(folder / f"{rank}.json"), "log": str(folder / f"{rank}.log")}
+            ranks.append(files | {"variables": environment})
+        finishes = [0] if options.stop else list(range(num_ranks))
+        run = {"model": str(model), "options": asdict(options), "ranks": ranks, "finishes": finishes}
+        exit_codes = self._ask(run | {"timeout_secs": RUN_TIMEOUT_SECS})
         results: dict[int, dict[str, Any]] = {}
         for path in folder.glob("*.json"):
             results |= {int(number): result for number, result in json.loads(path.read_text()).items()}
@@ -82,14 +82,14 @@ class Starter:
         return codes
 
 
-def check_equal(run: Run, expected: dict[int, Any], num_tokens: int, dtype: str) -> None:
+def check_equal(run: Run, expected: dict[int, Any], options: Options) -> None:
     """All tokens of all prompts must be the expected ones, and their log probabilities equal up to rounding."""
     got = run.results
     assert sorted(got) == list(range(len(PROMPTS))), run.tails()
     for number, completion in got.items():
         length = len(completion["tokens"])
-        assert length >= num_tokens - 2
+        assert length >= options.num_tokens - 2
         assert completion["tokens"] == expected[number]["tokens"][:length], number
         for step, expected_step in zip(completion["logprobs"], expected[number]["logprobs"]):
             differences = [abs(step[token] - expected_step[token]) for token in step.keys() & expected_step.keys()]
-            assert max(differences) <= LOGPROB_TOLERANCES[dtype], number
+            assert max(differences) <= LOGPROB_TOLERANCES[options.dtype], number

@@ -2,10 +2,10 @@
 
     python -m tests.engines.vllm.cpu.starter
 
-A line of stdin is JSON of one run: for each rank the `arguments` of tests.engines.vllm.cpu.program, its whole
-environment, `variables`, and the file of all that it prints, `log`; which ranks are waited for, `finishes`, before the
-others are killed; and for how long at most, `timeout_secs`. The answer is a line with the exit codes, null for a rank
-that has not ended by itself.
+A line of stdin is JSON of one run: the `model` and `options` of tests.engines.vllm.cpu.program; for each rank its
+`result`, its whole environment, `variables`, and the file of all that it prints, `log`; which ranks are waited for,
+`finishes`, before the others are killed; and for how long at most, `timeout_secs`. The answer is a line with the exit
+codes, null for a rank that has not ended by itself.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.cpu import program
@@ -32,7 +33,7 @@ def main() -> None:
             process = os.fork()
             if process == 0:
                 become(rank)
-                program.main(rank["arguments"])
+                program.main(run["model"], Path(rank["result"]), program.Options(**run["options"]))
                 return
             processes.append(process)
         codes = wait(processes, run["finishes"], run["timeout_secs"])
