@@ -102,6 +102,8 @@ def make_engine(model: str, options: Options, *, expert_parallel: bool) -> Any:
         disable_log_stats=True,
         tensor_parallel_size=options.tensor_parallel,
         pipeline_parallel_size=options.pipeline_parallel,
+        # of the two for MLA the other one, which vLLM prefers where the processor has AMX, takes no float32
+        attention_backend="CPU_MLA",
         distributed_executor_backend="uni" if options.tensor_parallel == options.pipeline_parallel == 1 else "mp",
         worker_extension_cls=EXTENSION,
         **parallel,
