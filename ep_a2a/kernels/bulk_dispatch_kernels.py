@@ -222,7 +222,7 @@ def publish_counts(
         else:
             totals = count_rows(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
             counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, BULK.COUNT_BITS)
-        post_counts(step.table, counts, step.wire_word, step.epoch, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+        post_counts(step.table, counts, step.first_row, step.wire_word, step.epoch, step.rank, S, S.COMPACT)
         end_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
 
 

@@ -280,7 +280,7 @@ def _control_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
         (Region.POISON, I32, (1,)),
         (Region.DISPATCH_FLAGS, I32, (world_size,)),
         (Region.COMBINE_FLAGS, I32, (world_size,)),
-        (Region.COUNTS, I64, (world_size, world_size + 1)),
+        (Region.COUNTS, I64, (world_size, world_size + 2)),
         (Region.WEIGHT_EPOCHS, I32, (world_size,)),
         (Region.INDICES, I32, (rows, config.topk)),
         (Region.SOURCE_POSITIONS, I32, (rows,)),
@@ -290,7 +290,7 @@ def _control_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
         (Region.CHUNKS_TAKEN, I64, (2, counted, channels)),
         (Region.MIRROR_POISON, I32, (mirrored and 1,)),
         (Region.MIRROR_COMBINE_FLAGS, I32, (mirrored,)),
-        (Region.MIRROR_COUNTS, I64, (mirrored, world_size + 1)),
+        (Region.MIRROR_COUNTS, I64, (mirrored, world_size + 2)),
         (Region.MIRROR_WEIGHT_EPOCHS, I32, (mirrored,)),
         (Region.UNREAD, I64, (int(rings.by_puts),)),
     )

@@ -19,7 +19,7 @@ from ep_a2a.kernels.primitives import (
     reduce_max,
     reduce_sum,
 )
-from ep_a2a.kernels.receive_kernels import COUNTS, bounds_in
+from ep_a2a.kernels.receive_kernels import COUNTS
 from ep_a2a.kernels.target import barrier, volatile_load
 
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -239,10 +239,7 @@ def receive_low_latency_rows(
     poison = tl.full((), 0, tl.int32)
     num_units = step.step_tokens * num_sources
     lanes = tl.arange(0, LL.COUNT_LANES)
-    # rows, or room for rows, of each source: in lane first_lane + source
-    first_lane: tl.constexpr = 0 if S.COMPACT else S.WORLD_SIZE
     counts = tl.where(lanes < S.WORLD_SIZE, told, 0)
-    rooms = counts if S.COMPACT else bounds_in(told, step.bound_mask, S, LL.COUNT_LANES)
     if S.COMPACT or step.step_tokens < 0:
         num_units = reduce_max(counts, 0) * num_sources
     count_words = address(table, COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank
@@ -253,11 +250,13 @@ def receive_low_latency_rows(
         source = (rank + first_source + unit % max(1, num_sources)) % S.WORLD_SIZE
         if poison == 0:
             number = source * step.step_tokens + index
-            if S.COMPACT or step.step_tokens < 0:
-                number = reduce_sum(tl.where(lanes < first_lane + source, rooms, 0), 0) + index
+            if S.COMPACT:
+                number = reduce_sum(tl.where(lanes < source, counts, 0), 0) + index
+            elif step.step_tokens < 0:
+                number = reduce_sum(tl.where(lanes == S.WORLD_SIZE + source, told, 0), 0) + index
             slot = tl.cast(source * LL.SLOTS + index, tl.int64)
             words = tl.multiple_of(all_rows + slot * ROW.ROW_WORDS, 16)
             beside = all_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)
-            row = ArrivingRow(words, beside, count_words + source * (S.WORLD_SIZE + 1), source, index, number)
+            row = ArrivingRow(words, beside, count_words + source * (S.WORLD_SIZE + 2), source, index, number)
             poison = receive_row(step, places, row, sides_at, sent, poison, S, ROW, LL, FORM)
     return poison

@@ -86,10 +86,10 @@ class Received(NamedTuple):
     pad_id: tl.tensor
 
 
-# Rows that are padded at once, of one gap and of all gaps: not timed. They are off the path of rows, since the last
+# Ids that are padded at once, of one gap and of all gaps: not timed. They are off the path of rows, since the last
 # program pads while rows are on their way (2 us at EP2 and 1024 tokens when it did so behind the flags).
-PAD_ROWS = tl.constexpr(64)
-PADDED_ROWS = tl.constexpr(128)
+PADDED_IDS = tl.constexpr(512)
+PADDED_IDS_OF_ALL = tl.constexpr(512)
 # More rows than a rank can have received.
 MOVED = tl.constexpr((1 << 31) - 1)
 # Words of COUNTS that are added at once: not timed.
@@ -97,22 +97,29 @@ MOST_COUNTS = tl.constexpr(256)
 
 
 @portable
-def post_counts(table, counts, wire_word, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """Posts to every rank how many rows this rank sends to each rank, and the word on which all ranks must agree.
+def post_counts(table, counts, first_row, wire_word, epoch, rank, S: tl.constexpr, ALL: tl.constexpr):
+    """Posts to every rank how many rows this rank sends to it, or with ALL to each rank, where they begin, and its wire
+    word.
 
-    The words are flagged: line `rank` of COUNTS [W, W + 1] at every peer, the last word of a line being `wire_word`.
+    The words are flagged: line `rank` of COUNTS [W, W + 2] at every peer, which ends in `first_row` and `wire_word`.
     """
-    lanes = tl.arange(0, WORLD_LANES)
-    num_peers: tl.constexpr = min(WORLD_LANES, max(1, MOST_COUNTS // WORLD_LANES))
-    wire_words = full_like(tl.arange(0, num_peers), wire_word)
-    for first in range(0, WORLD_SIZE, num_peers):
-        peers = first + tl.arange(0, num_peers)
-        present = peers < WORLD_SIZE
-        lines = address(table, COUNTS, tl.where(present, peers, rank), WORLD_SIZE, tl.int64) + rank * (WORLD_SIZE + 1)
-        words = flagged(counts, epoch)[None, :] + full_like(peers, 0)[:, None]
-        mask = present[:, None] & (lanes < WORLD_SIZE)[None, :]
-        tl.store(lines[:, None] + lanes[None, :], words, mask=mask, cache_modifier=".wt")
-        tl.store(lines + WORLD_SIZE, flagged(wire_words, epoch), mask=present, cache_modifier=".wt")
+    lanes = tl.arange(0, S.WORLD_LANES)
+    present = lanes < S.WORLD_SIZE
+    words = flagged(counts, epoch)
+    nothing = full_like(lanes, 0)
+    lines = address(table, COUNTS, tl.where(present, lanes, rank), S.WORLD_SIZE, tl.int64) + rank * (S.WORLD_SIZE + 2)
+    tl.store(lines + S.WORLD_SIZE, flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
+    tl.store(lines + S.WORLD_SIZE + 1, flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
+    if ALL:
+        num_peers: tl.constexpr = min(S.WORLD_LANES, max(1, MOST_COUNTS // S.WORLD_LANES))
+        for first in range(0, S.WORLD_SIZE, num_peers):
+            peers = first + tl.arange(0, num_peers)
+            regions = address(table, COUNTS, tl.where(peers < S.WORLD_SIZE, peers, rank), S.WORLD_SIZE, tl.int64)
+            where = regions[:, None] + rank * (S.WORLD_SIZE + 2) + lanes[None, :]
+            mask = (peers < S.WORLD_SIZE)[:, None] & present[None, :]
+            tl.store(where, words[None, :] + full_like(peers, 0)[:, None], mask=mask, cache_modifier=".wt")
+    else:
+        tl.store(lines + lanes, words, mask=present, cache_modifier=".wt")
 
 
 @portable
@@ -123,12 +130,11 @@ def look_at_counts(lines, epoch, index, rank, WORLD_SIZE: tl.constexpr, ALL: tl.
         index: which words, a vector: those of wait_counts, or with ALL the words of all lines in their order.
     """
     if ALL:
-        source, where, inside = index // (WORLD_SIZE + 1), index, index < WORLD_SIZE * (WORLD_SIZE + 1)
+        source, where, inside = index // (WORLD_SIZE + 2), index, index < WORLD_SIZE * (WORLD_SIZE + 2)
     else:
-        is_count = index < WORLD_SIZE
-        source = tl.where(is_count, index, index - WORLD_SIZE)
-        where = source * (WORLD_SIZE + 1) + tl.where(is_count, rank, WORLD_SIZE)
-        inside = index < 2 * WORLD_SIZE
+        source, column = index % WORLD_SIZE, index // WORLD_SIZE
+        where = source * (WORLD_SIZE + 2) + tl.where(column == 0, rank, WORLD_SIZE - 1 + column)
+        inside = index < 3 * WORLD_SIZE
     if WITHIN:
         inside = inside & (source // WITHIN == rank // WITHIN)
     seen = volatile_load(lines + where, mask=inside, other=0)
@@ -141,31 +147,32 @@ def wait_counts(
     table, epoch, rank, WORLD_SIZE: tl.constexpr, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1,
     WITHIN: tl.constexpr = 0,
 ):  # fmt: skip
-    """Waits until every rank has told this one how many rows it sends here, and its wire word.
+    """Waits until every rank has told this one how many rows it sends here, where they begin, and its wire word.
 
     COUNT_LANES must be at least the threads of a program: each lane is read by one thread then, and a reduction over
     the lanes is one verdict for all. PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is
     waited for; 0 for all ranks.
 
     Returns:
-        (words [COUNT_LANES], poison): lane s has the rows from rank s, lane W + s its wire word; the poison word when
-        they did not come.
+        (words [COUNT_LANES], poison): lane s has the rows from rank s, lane W + s where they begin but for layout
+        compact, lane 2 * W + s its wire word; the poison word when they did not come.
     """
     index = tl.arange(0, COUNT_LANES)
     lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64)
-    late, words, source = look_at_counts(lines, epoch, index, rank, WORLD_SIZE, False, WITHIN)
-    num_late = reduce_sum(late, 0)
+    words = full_like(index, 0)
+    num_late = tl.full((), 1, tl.int32)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
-        pause(0)
         late, words, source = look_at_counts(lines, epoch, index, rank, WORLD_SIZE, False, WITHIN)
         num_late = reduce_sum(late, 0)
-        polls = next_poll(polls)
-        if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
-            accused = reduce_min(tl.where(late > 0, source, WORLD_SIZE), 0)
-            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
+        if num_late > 0:
+            pause(0)
+            polls = next_poll(polls)
+            if polls % POLLS_PER_CLOCK == 0:
+                accused = reduce_min(tl.where(late > 0, source, WORLD_SIZE), 0)
+                poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
     return words, poison
 
 
@@ -184,7 +191,7 @@ def wait_all_counts(
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     first = tl.full((), 0, tl.int32)
-    while (first < WORLD_SIZE * (WORLD_SIZE + 1)) & (poison == 0):
+    while (first < WORLD_SIZE * (WORLD_SIZE + 2)) & (poison == 0):
         late, _, source = look_at_counts(lines, epoch, first + lanes, rank, WORLD_SIZE, True, WITHIN)
         if reduce_sum(late, 0) == 0:
             first += COUNT_LANES
@@ -201,8 +208,8 @@ def wait_all_counts(
 def absent_rank(table, epoch, otherwise, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
     """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
     lanes = tl.arange(0, WORLD_LANES)
-    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 1)
-    words = volatile_load(lines + WORLD_SIZE, mask=lanes < WORLD_SIZE, other=0)
+    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 2)
+    words = volatile_load(lines + WORLD_SIZE + 1, mask=lanes < WORLD_SIZE, other=0)
     absent = (epoch_of(words) != epoch) & (lanes < WORLD_SIZE)
     first = reduce_min(tl.where(absent, lanes, WORLD_SIZE), 0)
     return tl.where(first < WORLD_SIZE, first, otherwise)
@@ -210,13 +217,14 @@ def absent_rank(table, epoch, otherwise, rank, WORLD_SIZE: tl.constexpr, WORLD_L
 
 @portable
 def counts_from(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """([WORLD_LANES] rows for this rank by source, [WORLD_LANES] wire words), once every line has come."""
+    """Once every line has come, by source [WORLD_LANES]: rows for this rank, where they begin, wire words."""
     lanes = tl.arange(0, WORLD_LANES)
-    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 1)
+    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 2)
     present = lanes < WORLD_SIZE
     counts = volatile_load(lines + rank, mask=present, other=0)
-    words = volatile_load(lines + WORLD_SIZE, mask=present, other=0)
-    return payload_of(counts), payload_of(words)
+    starts = volatile_load(lines + WORLD_SIZE, mask=present, other=0)
+    words = volatile_load(lines + WORLD_SIZE + 1, mask=present, other=0)
+    return payload_of(counts), payload_of(starts), payload_of(words)
 
 
 @portable
@@ -231,7 +239,7 @@ def rows_before(table, rank, source, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.c
     rows = full_like(lanes, 0)
     for first in range(0, source, num_lines):
         sources = first + tl.arange(0, num_lines)
-        lines = first_line + sources[:, None] * (WORLD_SIZE + 1) + lanes[None, :]
+        lines = first_line + sources[:, None] * (WORLD_SIZE + 2) + lanes[None, :]
         mask = (sources < source)[:, None] & (lanes < WORLD_SIZE)[None, :]
         rows += reduce_sum(payload_of(volatile_load(lines, mask=mask, other=0)), 0)
     return rows
@@ -269,57 +277,31 @@ def accept_counts(step, S: tl.constexpr, COUNT_LANES: tl.constexpr):
 
 
 @portable
-def bounds_in(words, bound_mask, S: tl.constexpr, COUNT_LANES: tl.constexpr):
-    """[COUNT_LANES]: in lane W + s of wait_counts' words the bound of rank s; 0 in all others."""
-    lanes = tl.arange(0, COUNT_LANES)
-    is_wire_word = (lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE)
-    return tl.where(is_wire_word, (words & bound_mask) >> BOUND_SHIFT, 0)
-
-
-@portable
-def disagrees(step, words, starts, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Return 1 if the ranks' wire words do not fit this rank's step, else 0.
 
     Words of a common bound are equal. Of bounds that differ the rest of each word is, the first row of this rank
-    follows from the others' bounds, which makes places exact on all ranks together, and the checksum compares all
-    bounds with those that this rank was given.
-
-    Args:
-        step: DispatchStep. words: from wait_counts. starts: from starts_in.
-    """
-    lanes = tl.arange(0, COUNT_LANES)
-    source = lanes - S.WORLD_SIZE
-    compared = tl.where(step.step_tokens < 0, ~step.bound_mask, -1)
-    differs = (((words ^ step.wire_word) & compared) != 0) & (source >= 0) & (source < S.WORLD_SIZE)
-    if not S.COMPACT:
-        differs = differs | ((source == step.rank) & (starts != step.first_row))
-    found = reduce_max(differs.to(tl.int32), 0)
-    if step.step_tokens < 0:
-        mixed = ((source + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
-        weights = mixed ^ (mixed >> BOUNDS_SHIFT) | 1
-        terms = bounds_in(words, step.bound_mask, S, COUNT_LANES).to(tl.int64) * weights
-        checksum = -1 - (reduce_sum(terms, 0) & BOUNDS_MASK)
-        found = found | (checksum != step.step_tokens).to(tl.int32)
-    return found
-
-
-@portable
-def starts_in(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
-    """[COUNT_LANES]: in lane s, but for layout compact in lane W + s, where the rows of rank s begin here.
+    is the sum of the bounds below it, which makes the places of all ranks exact together, and the checksum compares
+    all bounds with those that this rank was given.
 
     Args:
         step: DispatchStep. words: from wait_counts.
     """
     lanes = tl.arange(0, COUNT_LANES)
-    if S.COMPACT:
-        counts = tl.where(lanes < S.WORLD_SIZE, words, 0)
-        starts = running_sum(counts, 0) - counts
-    else:
-        starts = (lanes - S.WORLD_SIZE) * step.step_tokens
-        if step.step_tokens < 0:
-            bounds = bounds_in(words, step.bound_mask, S, COUNT_LANES)
-            starts = running_sum(bounds, 0) - bounds
-    return starts
+    is_wire_word = (lanes >= 2 * S.WORLD_SIZE) & (lanes < 3 * S.WORLD_SIZE)
+    compared = tl.where(step.step_tokens < 0, ~step.bound_mask, -1)
+    differs = is_wire_word & (((words ^ step.wire_word) & compared) != 0)
+    found = reduce_max(differs.to(tl.int32), 0)
+    if step.step_tokens < 0:
+        ranks = tl.arange(0, S.WORLD_LANES)
+        _, _, wire_words = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+        bounds = (wire_words & step.bound_mask) >> BOUND_SHIFT
+        first_row = reduce_sum(tl.where(ranks < step.rank, bounds, 0), 0)
+        mixed = ((ranks + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
+        weights = mixed ^ (mixed >> BOUNDS_SHIFT) | 1
+        checksum = -1 - (reduce_sum(bounds.to(tl.int64) * weights, 0) & BOUNDS_MASK)
+        found = found | ((first_row != step.first_row) | (checksum != step.step_tokens)).to(tl.int32)
+    return found
 
 
 @portable
@@ -334,26 +316,23 @@ def accept_rows(step, old, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     is_count = lanes < S.WORLD_SIZE
     received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + lanes
     counts = tl.where(is_count, words, 0)
-    starts = starts_in(step, words, S, COUNT_LANES)
-    poison = tl.full((), 0, tl.int32)
     total = reduce_sum(counts, 0)
-    if disagrees(step, words, starts, S, COUNT_LANES) != 0:
-        poison = tl.full((), (STEP_TOKENS_MISMATCH << 16) | NOBODY, tl.int32)
-        _, wire_words = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, DISPATCH_PHASE, step.epoch, 1, wire_words, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    elif total > step.row_limit:
-        poison = (rank | (CAPACITY << 16)).to(tl.int32)
-        sent, _ = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, DISPATCH_PHASE, step.epoch, total, sent, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    mismatch = disagrees(step, words, S, COUNT_LANES) != 0
+    poison = tl.where(total > step.row_limit, (rank | (CAPACITY << 16)).to(tl.int32), 0)
+    poison = tl.where(mismatch, (STEP_TOKENS_MISMATCH << 16) | NOBODY, poison)
+    if poison != 0:
+        sent, _, wire_words = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        found, by_rank = tl.where(mismatch, 1, total), tl.where(mismatch, wire_words, sent)
+        fail(table, poison, DISPATCH_PHASE, step.epoch, found, by_rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
     else:
-        pad_unused_rows(step, old, counts, starts, total, S, COUNT_LANES)
+        pad_unused_rows(step, old, words, total, S, COUNT_LANES)
     # every thread has read the previous rows before they are replaced
     barrier()
     tl.store(received, tl.where(poison == 0, counts, 0), mask=is_count)
     if S.COMPACT:
-        tl.store(received + S.WORLD_SIZE, starts, mask=is_count)
+        tl.store(received + S.WORLD_SIZE, running_sum(counts, 0) - counts, mask=is_count)
     else:
-        tl.store(received, starts, mask=(lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE))
+        tl.store(received, words, mask=(lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE))
     tl.store(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32), tl.where(poison == 0, total, 0))
     return poison
 
@@ -372,25 +351,22 @@ def receive_nothing(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.const
 
 
 @portable
-def pad_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr, TOPK_LANES: tl.constexpr):
+def pad_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr):
     """Gives `pad_id` to rows first ... num_rows - 1."""
-    slots = tl.arange(0, TOPK_LANES)
-    values = tl.full((PAD_ROWS, TOPK_LANES), 0, tl.int32) + pad_id
-    for start in range(first, num_rows, PAD_ROWS):
-        rows = start + tl.arange(0, PAD_ROWS)
-        where = tl.cast(rows, tl.int64)[:, None] * TOPK + slots[None, :]
-        tl.store(ids + where, values, mask=(rows < num_rows)[:, None] & (slots < TOPK)[None, :])
+    lanes = tl.arange(0, PADDED_IDS)
+    end = tl.cast(num_rows, tl.int64) * TOPK
+    for start in range(tl.cast(first, tl.int64) * TOPK, end, PADDED_IDS):
+        tl.store(ids + start + lanes, full_like(lanes, pad_id), mask=start + lanes < end)
 
 
 @portable
-def pad_unused_rows(step, old, counts, starts, total, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+def pad_unused_rows(step, old, words, total, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Gives `pad_id` to the rows that the previous step filled and this one does not; all others carry it already.
 
     The work is proportional to the rows of the previous step, and to all rows only when pad_id changes.
 
     Args:
-        step: DispatchStep. old: Received of the previous step. counts: rows by source, in as many lanes. starts: from
-            starts_in. total: rows of all.
+        step: DispatchStep. old: Received of the previous step. words: from wait_counts. total: rows of all.
     """
     state = address(step.table, STATE, step.rank, S.WORLD_SIZE, tl.int32)
     ids = address(step.table, INDICES, step.rank, S.WORLD_SIZE, tl.int32)
@@ -399,10 +375,10 @@ def pad_unused_rows(step, old, counts, starts, total, S: tl.constexpr, COUNT_LAN
         last = reduce_sum(tl.where(lanes < S.WORLD_SIZE, old.rows, 0), 0)
         if old.pad_id != step.pad_id:
             last = step.num_region_rows + 0
-        pad_rows(ids, total, last, step.pad_id, S.TOPK, S.TOPK_LANES)
+        pad_rows(ids, total, last, step.pad_id, S.TOPK)
     else:
-        has_moved = ((old.rows != starts) & (lanes < 2 * S.WORLD_SIZE)) | (old.pad_id != step.pad_id)
-        left = tl.where(lanes < S.WORLD_SIZE, old.rows - counts, tl.where(has_moved, MOVED, 0))
+        has_moved = ((old.rows != words) & (lanes < 2 * S.WORLD_SIZE)) | (old.pad_id != step.pad_id)
+        left = tl.where(lanes < S.WORLD_SIZE, old.rows - words, tl.where(has_moved, MOVED, 0))
         most_left = reduce_max(left, 0)
         # steps of equal counts, the common case, have nothing to do
         if most_left > 0:
@@ -418,30 +394,26 @@ def pad_gaps(step, old, ids, moved, S: tl.constexpr):
     Args:
         moved: whether rows of the previous step may lie elsewhere, in gaps of any size and behind all of this step's.
     """
-    slots = tl.arange(0, S.TOPK_LANES)
     lanes = tl.arange(0, S.WORLD_LANES)
-    num_rows: tl.constexpr = max(1, PADDED_ROWS // S.WORLD_LANES)
+    num_ids: tl.constexpr = max(1, PADDED_IDS_OF_ALL // S.WORLD_LANES)
     present = lanes < S.WORLD_SIZE
     rows_at = address(step.table, RECV_COUNTS, step.rank, S.WORLD_SIZE, tl.int32) + lanes
     old_counts = tl.load(rows_at, mask=present, other=0)
-    counts, words = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
-    bounds = (words & step.bound_mask) >> BOUND_SHIFT
-    starts = running_sum(bounds, 0) - bounds
+    counts, starts, words = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
     ends = starts + old_counts
     if moved:
         old_ends = tl.load(rows_at + S.WORLD_SIZE, mask=present, other=0) + old_counts
         last = reduce_max(tl.where(old_counts > 0, old_ends, 0), 0)
         if old.pad_id != step.pad_id:
             last = step.num_region_rows + 0
-        ends = tl.minimum(starts + bounds, last)
-        pad_rows(ids, reduce_sum(bounds, 0), last, step.pad_id, S.TOPK, S.TOPK_LANES)
-    firsts = starts + counts
-    for offset in range(0, reduce_max(ends - firsts, 0), num_rows):
-        rows = firsts[:, None] + offset + tl.arange(0, num_rows)[None, :]
-        where = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
-        inside = (rows < ends[:, None])[:, :, None] & (slots < S.TOPK)[None, None, :]
-        values = tl.full((S.WORLD_LANES, num_rows, S.TOPK_LANES), 0, tl.int32) + step.pad_id
-        tl.store(ids + where, values, mask=inside)
+        ends = starts + ((words & step.bound_mask) >> BOUND_SHIFT)
+        pad_rows(ids, reduce_max(ends, 0), last, step.pad_id, S.TOPK)
+        ends = tl.minimum(ends, last)
+    num_left = (ends - starts - counts)[:, None] * S.TOPK
+    gaps = ids + tl.cast(starts + counts, tl.int64)[:, None] * S.TOPK
+    for first in range(0, reduce_max(ends - starts - counts, 0) * S.TOPK, num_ids):
+        index = first + tl.arange(0, num_ids)[None, :]
+        tl.store(gaps + index, full_like(num_left + index, step.pad_id), mask=index < num_left)
 
 
 @portable(do_not_specialize=["rank", "first_expert"], do_not_specialize_on_alignment=["counts_out"])

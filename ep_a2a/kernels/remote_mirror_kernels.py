@@ -56,7 +56,7 @@ def put_mirrors_kernel(
     # M2
     if TELLS_COUNTS:
         # flagged words, which need no order
-        line_bytes: tl.constexpr = (WORLD_SIZE + 1) * 8
+        line_bytes: tl.constexpr = (WORLD_SIZE + 2) * 8
         put_mirror(table, COUNTS, MIRROR_COUNTS, rank * line_bytes, line_bytes, remote, rank, WORLD_SIZE)
     # M3
     if TELLS_FLAGS:

@@ -44,12 +44,14 @@ DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 
 
 @portable
-def post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
+def post_totals(
+    ids, table, num_tokens, wire_word, first_row, epoch, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
     """Posts to all ranks how many rows this rank sends to each."""
     tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
     totals = count_rows(ids, 0, num_tokens, S, OWNERS, N.MANY_TOKENS, N.COUNT_BITS)
     counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, N.COUNT_BITS)
-    post_counts(table, counts, wire_word, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    post_counts(table, counts, first_row, wire_word, epoch, rank, S, S.COMPACT)
 
 
 @portable
@@ -65,12 +67,14 @@ def number_rows(ids, table, first, last, rank, OWNERS: tl.constexpr, S: tl.const
         before = plus(before, own, S.WORLD_SIZE, N.COUNT_BITS)
 
 
-@portable(do_not_specialize=["num_tokens", "wire_word", "rank"], do_not_specialize_on_alignment=["ids"])
-def number_rows_kernel(ids, table, num_tokens, wire_word, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
+@portable(do_not_specialize=["num_tokens", "wire_word", "first_row", "rank"], do_not_specialize_on_alignment=["ids"])
+def number_rows_kernel(
+    ids, table, num_tokens, wire_word, first_row, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
     """Numbers the rows that this rank's tokens get at every rank, and posts their counts to all ranks.
 
     Args:
-        ids: [num_tokens, TOPK] int32. wire_word: as in DispatchStep.
+        ids: [num_tokens, TOPK] int32. wire_word, first_row: as in DispatchStep.
         OWNERS: ExpertPlacement. S: Shape. N: Numbering.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -80,7 +84,7 @@ def number_rows_kernel(ids, table, num_tokens, wire_word, rank, OWNERS: tl.const
     # D1
     if poison == 0:
         if program == 0:
-            post_totals(ids, table, num_tokens, wire_word, epoch, rank, OWNERS, S, N)
+            post_totals(ids, table, num_tokens, wire_word, first_row, epoch, rank, OWNERS, S, N)
         share = (num_tokens + num_programs - 1) // num_programs
         first = tl.minimum(program * share, num_tokens)
         last = tl.minimum(first + share, num_tokens)

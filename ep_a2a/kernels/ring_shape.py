@@ -114,7 +114,7 @@ class Rings:
             config.world_size // per_node, per_node, num_channels, chunk_tokens, num_chunks, num_slots,
             row_words, scale_words, _aligned(row_words + scale_words + 2 * topk + per_node + 1),
             _aligned(back_words + topk), config.internode_transport == BY_PUTS,
-            _aligned(2 * (config.world_size + 1) + len(HeadMark)) if config.is_staged else 0,
+            _aligned(2 * (config.world_size + 2) + len(HeadMark)) if config.is_staged else 0,
         )  # fmt: skip
 
     @property

@@ -45,7 +45,7 @@ from ep_a2a.kernels.primitives import (
     poison_of,
     wait_all,
 )
-from ep_a2a.kernels.receive_kernels import wait_all_counts
+from ep_a2a.kernels.receive_kernels import wait_all_counts, wait_counts
 from ep_a2a.kernels.ring_combine_kernels import Results, add_nodes, add_ranks, clear_results
 from ep_a2a.kernels.ring_forward_kernels import Places, copy_lines
 from ep_a2a.kernels.ring_kernels import tokens_of_chunk, words_at
@@ -89,7 +89,7 @@ def start_of(table, region: tl.constexpr, node, num_chunks, rank, S: tl.constexp
 @portable
 def marks_of(start, S: tl.constexpr):
     """Pointer to the marks (HeadMark) of a head, behind its line of COUNTS."""
-    offset_words: tl.constexpr = 2 * (S.WORLD_SIZE + 1)
+    offset_words: tl.constexpr = 2 * (S.WORLD_SIZE + 2)
     return words_at(start, offset_words, tl.int32)
 
 
@@ -103,17 +103,17 @@ def chunk_of(table, region: tl.constexpr, node, chunk, num_chunks, rank, S: tl.c
 @portable
 def write_heads(table, region: tl.constexpr, num_chunks, poison, rank, S: tl.constexpr, R: tl.constexpr):
     """Writes the head for every node: this rank's mirrors and its poison word."""
-    lanes = tl.arange(0, S.WORLD_LANES)
-    line = address(table, MIRROR_COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank * (S.WORLD_SIZE + 1)
+    lanes, ends = tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE + tl.arange(0, 2)
+    line = address(table, MIRROR_COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank * (S.WORLD_SIZE + 2)
     counts = tl.load(line + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    wire_word = tl.load(line + S.WORLD_SIZE)
+    last_words = tl.load(line + ends)
     flag = tl.load(address(table, MIRROR_COMBINE_FLAGS, rank, S.WORLD_SIZE, tl.int32) + rank)
     weights = tl.load(address(table, MIRROR_WEIGHT_EPOCHS, rank, S.WORLD_SIZE, tl.int32) + rank)
     for node in range(R.NODES):
         start = start_of(table, region, node, num_chunks, rank, S, R)
         words = start.to(tl.pointer_type(tl.int64))
         tl.store(words + lanes, counts, mask=lanes < S.WORLD_SIZE)
-        tl.store(words + S.WORLD_SIZE, wire_word)
+        tl.store(words + ends, last_words)
         marks = marks_of(start, S)
         tl.store(marks + COMBINE_EPOCH, flag)
         tl.store(marks + WEIGHT_EPOCH, weights)
@@ -182,15 +182,16 @@ def pass_on_flags(table, marks, members, present, source, S: tl.constexpr, HAS_W
 @portable
 def pass_on_counts(table, start, members, present, source, S: tl.constexpr):
     """Writes the counts of rank `source`, from the head at `start`, to those members of this node."""
-    lanes = tl.arange(0, S.WORLD_LANES)
+    lanes, ends = tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE + tl.arange(0, 2)
     sent = start.to(tl.pointer_type(tl.int64))
     counts = tl.load(sent + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    wire_word = tl.load(sent + S.WORLD_SIZE)
-    lines = address(table, COUNTS, members, S.WORLD_SIZE, tl.int64) + source * (S.WORLD_SIZE + 1)
+    last_words = tl.load(sent + ends)
+    lines = address(table, COUNTS, members, S.WORLD_SIZE, tl.int64) + source * (S.WORLD_SIZE + 2)
     mask = present[:, None] & (lanes < S.WORLD_SIZE)[None, :]
-    nothing = tl.cast(full_like(members, 0), tl.int64)
-    tl.store(lines[:, None] + lanes[None, :], counts[None, :] + nothing[:, None], mask=mask, cache_modifier=".wt")
-    tl.store(lines + S.WORLD_SIZE, nothing + wire_word, mask=present, cache_modifier=".wt")
+    nothing = tl.cast(full_like(members, 0), tl.int64)[:, None]
+    tl.store(lines[:, None] + lanes[None, :], counts[None, :] + nothing, mask=mask, cache_modifier=".wt")
+    mask = present[:, None] & (ends >= 0)[None, :]
+    tl.store(lines[:, None] + ends[None, :], last_words[None, :] + nothing, mask=mask, cache_modifier=".wt")
 
 
 @portable(do_not_specialize=["num_chunks", "rank"])
@@ -223,13 +224,18 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
 
 
 @portable
-def wait_for_all_counts(table, epoch, rank, S: tl.constexpr, R: tl.constexpr, COUNT_LANES: tl.constexpr):
+def wait_for_lines(table, epoch, rank, S: tl.constexpr, R: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Waits for every rank's counts; the poison word. Those of other nodes come through ranks of this one, so that
     these are waited for first.
     """
-    poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, 1, R.GPUS)
-    if poison == 0:
-        poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
+    if S.COMPACT:
+        poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, 1, R.GPUS)
+        if poison == 0:
+            poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
+    else:
+        _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, 1, R.GPUS)
+        if poison == 0:
+            _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
     return poison
 
 
@@ -264,7 +270,7 @@ def forward_kernel(
     places = Places(row_limit, positions_per_rank)
     # D5
     if poison == 0:
-        poison = wait_for_all_counts(table, epoch, rank, S, R, COUNT_LANES)
+        poison = wait_for_lines(table, epoch, rank, S, R, COUNT_LANES)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES

@@ -129,5 +129,5 @@ class OpKernels:
         return LaunchForm(*stages, has_weights, launch.dependent and self.can_depend, self.spans)
 
     def count_lanes(self, threads: int) -> int:
-        """Lanes of a wait for the count and the wire word of every rank, at least the threads of a program."""
-        return max(padded(2 * self.config.world_size), threads)
+        """Lanes of a wait for three words of every rank (COUNTS), at least the threads of a program."""
+        return max(padded(3 * self.config.world_size), threads)

@@ -107,7 +107,7 @@ class NodesEngine(Engine):
             form.read_as(self.config),
             {"OWNERS": self.kernels.placement, "S": self.kernels.shape, "N": numbering},
             RING_WARPS,
-            numbers=(self.config.rank,),
+            numbers=(form.bounds.first_row, self.config.rank),
             num_programs=self.num_programs(form.num_tokens, block_num),
         )
 

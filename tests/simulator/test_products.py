@@ -26,13 +26,13 @@ RUNS = (
 )
 SMALL_PRODUCTS = """
 rank, node and channel numbers, times each other:
-count_words + source * (S.WORLD_SIZE + 1)
-lanes * (WORLD_SIZE + 1)
-rank * (WORLD_SIZE + 1)
-rank * (S.WORLD_SIZE + 1)
-source * (S.WORLD_SIZE + 1)
-source * (WORLD_SIZE + 1)
-sources[:, None] * (WORLD_SIZE + 1)
+count_words + source * (S.WORLD_SIZE + 2)
+lanes * (WORLD_SIZE + 2)
+rank * (WORLD_SIZE + 2)
+rank * (S.WORLD_SIZE + 2)
+source * (S.WORLD_SIZE + 2)
+source * (WORLD_SIZE + 2)
+sources[:, None] * (WORLD_SIZE + 2)
 (rank // R.GPUS) * R.GPUS
 node * R.GPUS + rank % R.GPUS
 rank // GPUS * GPUS + peer % GPUS
@@ -51,7 +51,6 @@ source_node * R.NUM_CHUNKS + chunk
 channel + count * R.CHANNELS
 row numbers, of which a rank has fewer than 2**31:
 source * step.step_tokens
-(lanes - S.WORLD_SIZE) * step.step_tokens
 expert * block_rows + index
 rank * LL.SLOTS
 rank * SLOTS

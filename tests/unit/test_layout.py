@@ -81,7 +81,7 @@ def test_sizes_by_an_independent_formula(config):
             int32,
             int32 * world,
             int32 * world,
-            world * (world + 1) * int64,
+            world * (world + 2) * int64,
             int32 * world,
             rows * topk * int32,
             rows * int32,
