@@ -185,7 +185,7 @@ BOUND_SHIFT = 3
 BOUNDS_FACTOR, BOUNDS_SHIFT, BOUNDS_MASK = 0x2C1B3C6D, 15, (1 << 31) - 1
 """Numbers of the checksum that stands for bounds that differ between ranks (ops/bounds.py)."""
 SPAN_STEPS = 32
-"""Latest steps whose spans are kept."""
+"""Latest steps whose spans are kept, a power of 2."""
 SPAN_PROGRAMS = 512
 """Programs of a launch whose spans are kept, the first ones."""
 SPAN_WORDS = 4

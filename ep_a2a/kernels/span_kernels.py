@@ -48,7 +48,7 @@ def note_time(table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.co
     program = tl.program_id(0)
     if program < KEPT_PROGRAMS:
         lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
-        line = lines + ((step % KEPT_STEPS) * KEPT_PROGRAMS + program) * NUM_SPANS * WORDS_PER_SPAN
+        line = lines + ((step & (KEPT_STEPS - 1)) * KEPT_PROGRAMS + program) * NUM_SPANS * WORDS_PER_SPAN
         if ended >= 0:
             tl.store(line + ended * WORDS_PER_SPAN + 1, now)
         if begun >= 0:
