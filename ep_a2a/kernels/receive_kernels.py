@@ -223,8 +223,8 @@ def counts_from(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
     present = lanes < WORLD_SIZE
     counts = volatile_load(lines + rank, mask=present, other=0)
     starts = volatile_load(lines + WORLD_SIZE, mask=present, other=0)
-    words = volatile_load(lines + WORLD_SIZE + 1, mask=present, other=0)
-    return payload_of(counts), payload_of(starts), payload_of(words)
+    wire_words = volatile_load(lines + WORLD_SIZE + 1, mask=present, other=0)
+    return payload_of(counts), payload_of(starts), payload_of(wire_words)
 
 
 @portable
