@@ -86,10 +86,9 @@ class Received(NamedTuple):
     pad_id: tl.tensor
 
 
-# Ids that are padded at once, of one gap and of all gaps: not timed. They are off the path of rows, since the last
+# Ids that are padded at once, of one gap or of all gaps: not timed. They are off the path of rows, since the last
 # program pads while rows are on their way (2 us at EP2 and 1024 tokens when it did so behind the flags).
 PADDED_IDS = tl.constexpr(512)
-PADDED_IDS_OF_ALL = tl.constexpr(512)
 # More rows than a rank can have received.
 MOVED = tl.constexpr((1 << 31) - 1)
 # Words of COUNTS that are added at once: not timed.
@@ -395,7 +394,7 @@ def pad_gaps(step, old, ids, moved, S: tl.constexpr):
         moved: whether rows of the previous step may lie elsewhere, in gaps of any size and behind all of this step's.
     """
     lanes = tl.arange(0, S.WORLD_LANES)
-    num_ids: tl.constexpr = max(1, PADDED_IDS_OF_ALL // S.WORLD_LANES)
+    num_ids: tl.constexpr = max(1, PADDED_IDS // S.WORLD_LANES)
     present = lanes < S.WORLD_SIZE
     rows_at = address(step.table, RECV_COUNTS, step.rank, S.WORLD_SIZE, tl.int32) + lanes
     old_counts = tl.load(rows_at, mask=present, other=0)
