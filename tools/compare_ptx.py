@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,17 +117,17 @@ def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> No
     ep_sizes = options.ep or EP_SIZES
     every = (*headline_variants(ep_sizes), *node_variants(ep_sizes))
     chosen = [one for one in every if options.match in one[0]]
-    for name, variant, args in chosen[share::shares]:
+    for name, variant in chosen[share::shares]:
         path = target / name
         if options.stage == "ttir":
-            path.with_suffix(".ttir").write_text(ttir_of(variant, args))
+            path.with_suffix(".ttir").write_text(code_for("make_ttgir", variant))
             continue
-        asm = compiled(variant, args, calls_nvshmem="-puts-" in name)
+        asm = compiled(variant, calls_nvshmem="-puts-" in name)
         path.with_suffix(".ptx").write_text(asm["ptx"])
         path.with_suffix(".json").write_text(json.dumps(measures(asm["cubin"])))
 
 
-def compiled(variant: Any, args: tuple[Any, ...], *, calls_nvshmem: bool) -> dict[str, Any]:
+def compiled(variant: Any, *, calls_nvshmem: bool) -> dict[str, Any]:
     """The stages of a variant by name; calls of NVSHMEM stay open, since its bitcode need not be here."""
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -136,49 +136,36 @@ def compiled(variant: Any, args: tuple[Any, ...], *, calls_nvshmem: bool) -> dic
     def parse(self: Any, given: dict[str, Any]) -> Any:
         return dataclasses.replace(original(self, given), ptx_options="--compile-only")
 
-    if calls_nvshmem:
-        CUDABackend.parse_options = parse
-    try:
-        return compile_offline()(
-            variant.kernel, args, variant.constants, variant.num_warps, max_registers=variant.max_registers
-        )
-    finally:
-        CUDABackend.parse_options = original
+    with mock.patch.object(CUDABackend, "parse_options", parse if calls_nvshmem else original):
+        return offline_compile().compile_kernel(variant)
 
 
-def compile_offline() -> Any:
-    """The checkout's function that compiles a kernel for a GPU that is not here; its place differs by commit."""
-    for place in ("tests.offline_compile", "ep_a2a.testing.offline_compile"):
-        with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(place).compile_offline
-    raise SystemExit("the checkout has no compile_offline")
+def offline_compile() -> Any:
+    """The checkout's module that compiles kernels for a GPU that is not here."""
+    return importlib.import_module("tests.offline_compile")
 
 
-def ttir_of(variant: Any, args: tuple[Any, ...]) -> str:
-    """Triton's own code of a variant, before layouts are chosen."""
+def code_for(stage: str, variant: Any) -> str:
+    """The code of a variant that a stage of Triton's backend is given, make_ttgir or make_cubin; it does not run."""
     from triton import knobs
     from triton.backends.nvidia.compiler import CUDABackend
-
-    found: list[str] = []
 
     class Done(Exception):
         pass
 
-    def stop(module: Any, *_: Any) -> None:
-        found.append(str(module))
-        raise Done
+    def stop(code: Any, *_: Any) -> None:
+        raise Done(str(code))
 
-    original, CUDABackend.make_ttgir = CUDABackend.make_ttgir, staticmethod(stop)
-    try:
-        with knobs.compilation.scope(), contextlib.suppress(Done):
-            knobs.compilation.always_compile = True
-            compile_offline()(variant.kernel, args, variant.constants, variant.num_warps)
-    finally:
-        CUDABackend.make_ttgir = original
-    return found[0]
+    with mock.patch.object(CUDABackend, stage, staticmethod(stop)), knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        try:
+            offline_compile().compile_kernel(variant)
+        except Done as done:
+            return str(done)
+    raise AssertionError(f"Triton has not come to {stage}")
 
 
-def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Those of an op inside a node, and of rings between two nodes."""
     for ep_size in ep_sizes:
         for layout in ("rank_major", "compact"):
@@ -188,15 +175,15 @@ def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tup
                 ("combine-fp8", FP8_COMBINE, ("combine",)),
             ):
                 kernels = kernels_of(ep_size, layout=layout, **changes)
-                yield from _named(f"ep{ep_size}-{layout}-{label}", _listed(kernels), part)
+                yield from _named(f"ep{ep_size}-{layout}-{label}", kernels.compiled_kernels(), part)
         kernels = kernels_of(ep_size, layout="expert_major", **FP8_DISPATCH)
-        yield from _named(f"ep{ep_size}-expert_major-cast", _listed(kernels), ("local",))
+        yield from _named(f"ep{ep_size}-expert_major-cast", kernels.compiled_kernels(), ("local",))
         for label, changes in (("bf16", {}), ("cast", NODE_FORMS["cast"])):
             kernels = kernels_of(ep_size, "rings", gpu_per_node=ep_size // 2, **changes)
-            yield from _named(f"ep{ep_size}-rings-{label}", _listed(kernels), ROLES)
+            yield from _named(f"ep{ep_size}-rings-{label}", kernels.compiled_kernels(), ROLES)
 
 
-def node_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def node_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Those of every transport between nodes; on the smallest grid also those of every call, in halves, too."""
     for num_nodes, gpus in GRIDS:
         ep_size = num_nodes * gpus
@@ -205,36 +192,26 @@ def node_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any, tuple[A
         for transport in TRANSPORTS:
             for label, changes in NODE_FORMS.items():
                 kernels = kernels_of(ep_size, transport, gpu_per_node=gpus, **changes)
-                yield from _named(f"ep{num_nodes}x{gpus}-{transport}-{label}", _listed(kernels), ROLES)
+                yield from _named(f"ep{num_nodes}x{gpus}-{transport}-{label}", kernels.compiled_kernels(), ROLES)
             if (num_nodes, gpus) == GRIDS[0]:
                 kernels = kernels_of(ep_size, transport, gpu_per_node=gpus, compiled_calls="all")
                 yield from _named(f"ep{num_nodes}x{gpus}-{transport}-every", every_variant(kernels), ROLES)
 
 
-def _lister(engine: Any) -> Any:
-    """What lists an engine's kernels, in checkouts of any age."""
-    return getattr(engine, "compiled_kernels", None) or engine.variants
-
-
-def _listed(engine: Any, *stages: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """(variant, arguments) of each of an engine's kernels; older checkouts list such pairs."""
-    return [each if isinstance(each, tuple) else (each, each.stand_ins) for each in _lister(engine)(*stages)]
-
-
-def every_variant(kernels: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+def every_variant(engine: Any) -> list[Any]:
     """The variants of whole calls and of halves, each once."""
-    whole = inspect.signature(_lister(kernels)).parameters["stages"].default
-    parts = [whole, *(type(whole)(send, not send) for send in (True, False))]
-    found = [one for part in parts for one in _listed(kernels, part)]
-    return list({id(variant): (variant, args) for variant, args in found}.values())
+    from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+
+    found = [variant for stages in (WHOLE, SEND, RECEIVE) for variant in engine.compiled_kernels(stages)]
+    return list({id(variant): variant for variant in found}.values())
 
 
-def _named(prefix: str, variants: Any, roles: tuple[str, ...]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def _named(prefix: str, variants: Any, roles: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """The variants of these roles, by their place in the list: kernels may be renamed."""
-    for place, (variant, args) in enumerate(variants):
+    for place, variant in enumerate(variants):
         role = next((role for role in ROLES if role in variant.kernel.__name__), "local")
         if role in roles:
-            yield f"{prefix}-{place}-{role}", variant, args
+            yield f"{prefix}-{place}-{role}", variant
 
 
 class MadeUpMemory:
@@ -250,6 +227,9 @@ def kernels_of(ep_size: int, transport: str = "", **changes: Any) -> Any:
     import torch
 
     from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+    from ep_a2a.ops.intra_node import IntraNodeEngine
+    from ep_a2a.ops.rings import RingEngine
+    from ep_a2a.ops.staged import StagedEngine
 
     values: dict[str, Any] = {
         "data_type": torch.bfloat16,
@@ -272,28 +252,14 @@ def kernels_of(ep_size: int, transport: str = "", **changes: Any) -> Any:
         values["data_type"] = getattr(torch, changes["data_type"])
     config = EpDispatchCombineConfig(**values)
     memory = MadeUpMemory(torch.zeros(64, ep_size, dtype=torch.int64))
+    engine: Any
     if transport == "staged":
-        staged = _class(("StagedEngine", "StagedKernels"), "ops.staged")
-        takes_transport = "between_nodes" in inspect.signature(staged.__init__).parameters
-        engine = staged(config, memory, memory, *((memory,) if takes_transport else ()))
-    elif transport:
-        rings = _class(("RingEngine", "InterNodeKernels"), "ops.rings", "kernels.inter_node")
-        engine = rings(config, memory.table, memory.device)
+        engine = StagedEngine(config, memory, memory, memory)
     else:
-        intra = _class(("IntraNodeEngine", "IntraNodeKernels"), "ops.intra_node", "kernels.intra_node")
-        engine = intra(config, memory.table, memory.device)
-    kernels = getattr(engine, "kernels", engine)
-    kernels.num_sms = NUM_SMS
-    kernels.can_depend = kernels._can_depend = True
+        engine = (RingEngine if transport else IntraNodeEngine)(config, memory.table, memory.device)
+    engine.kernels.num_sms = NUM_SMS
+    engine.kernels.can_depend = True
     return engine
-
-
-def _class(names: tuple[str, ...], *modules: str) -> Any:
-    """A class of the checkout, which may have it by one of these names in one of these modules."""
-    for module, name in itertools.product(modules, names):
-        with contextlib.suppress(ImportError, AttributeError):
-            return getattr(importlib.import_module(f"ep_a2a.{module}"), name)
-    raise SystemExit(f"no {names[0]} in ep_a2a.{' or '.join(modules)}")
 
 
 def plain_ptx(text: str) -> str:
@@ -348,15 +314,12 @@ def measures(cubin: bytes) -> dict[str, int]:
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        tool = triton.knobs.nvidia.cuobjdump.path
-        used = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
-        code = subprocess.run([tool, "-sass", path], check=True, capture_output=True, text=True).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", used)}
+        used = offline_compile().resources(cubin, Path(folder))
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", Path(folder) / "kernel.cubin"]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     # "/*0010*/  MOV R1, c[0x0][0x28] ;": the lines between them hold the rest of an instruction's encoding
     instructions = len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", code, flags=re.MULTILINE))
-    return dict(zip(MEASURES, (numbers["REG"], numbers["STACK"], instructions)))
+    return dict(zip(MEASURES, (used["REG"], used["STACK"], instructions)))
 
 
 def report(before: Path, after: Path, stage: str) -> int:

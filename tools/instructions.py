@@ -79,14 +79,14 @@ class Figures(NamedTuple):
     loops: list[tuple[Loop, Work, Work]]
 
 
-def figures_of(variant: Any, args: tuple[Any, ...]) -> Figures:
+def figures_of(variant: Any) -> Figures:
     """Compiles a variant and counts."""
     from triton import knobs
 
     start = _cpu_seconds()
     with knobs.compilation.scope():
         knobs.compilation.always_compile = True
-        cubin = compare_ptx.compiled(variant, args, calls_nvshmem=False)["cubin"]
+        cubin = compare_ptx.compiled(variant, calls_nvshmem=False)["cubin"]
     seconds = _cpu_seconds() - start
     sizes = compare_ptx.measures(cubin)
     blocks = blocks_of(*parse(listing_of(cubin)))
@@ -112,8 +112,8 @@ def _cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def variants(world_size: int) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(name, variant, arguments) of the kernels of an op inside a node, layout rank_major, DeepSeek-V3's shape."""
+def variants(world_size: int) -> Iterator[tuple[str, Any]]:
+    """(name, variant) of the kernels of an op inside a node, layout rank_major, DeepSeek-V3's shape."""
     for max_sms in (0, FEW_SMS):
         for form, changes, roles in FORMS:
             engine = compare_ptx.kernels_of(world_size, layout="rank_major", max_sms=max_sms, **changes)
@@ -126,7 +126,7 @@ def variants(world_size: int) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
                         marks = ["few", *marks]
                     elif constants.get("READ_AHEAD"):
                         marks = ["wide", *marks]
-                    yield "-".join([kernel, form, *marks]), variant, variant.stand_ins
+                    yield "-".join([kernel, form, *marks]), variant
 
 
 def show(found: Iterable[tuple[str, int, Figures]]) -> None:
@@ -216,10 +216,10 @@ def _rounded_up(number: float) -> float:
 def measure_bounds(ranks: int, match: str) -> None:
     """Measures the kernels whose names contain `match`, and writes their bounds."""
     bounds = read_bounds() if BOUNDS.exists() else {}
-    at_most = {name: (variant, args) for name, variant, args in variants(ranks)}
-    for name, variant, args in variants(BASE_RANKS):
+    at_most = dict(variants(ranks))
+    for name, variant in variants(BASE_RANKS):
         if match in name:
-            found = Bound.of(figures_of(variant, args), figures_of(*at_most[name]), ranks)
+            found = Bound.of(figures_of(variant), figures_of(at_most[name]), ranks)
             print(name, found, flush=True)
             write_bounds(bounds | {name: bound_of(found)})
             bounds = read_bounds()
@@ -241,9 +241,9 @@ def main() -> int:
         return 0
     print(f"Triton {triton.__version__}, compute capability 9.0")
     show(
-        (name, world_size, figures_of(variant, args))
+        (name, world_size, figures_of(variant))
         for world_size in options.ranks or WORLD_SIZES
-        for name, variant, args in variants(world_size)
+        for name, variant in variants(world_size)
         if options.match in name
     )
     return 0

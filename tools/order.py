@@ -51,49 +51,28 @@ SECTION = re.compile(r"^## (.+) \((\w+)\)\n((?:(?!## ).+\n)+)", re.MULTILINE)
 MAX_REPEATED_LINES = 20
 
 
-def variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(name, variant, arguments): the headline and others at EP 2; bf16 on 2 x 2 ranks over every transport."""
+def variants() -> Iterator[tuple[str, Any]]:
+    """(name, variant): the headline and others at EP 2; bf16 on 2 x 2 ranks over every transport."""
     yield from compare_ptx.headline_variants((2,))
     yield from _further_variants()
     yield from (each for each in compare_ptx.node_variants((4,)) if "-bf16-" in each[0])
 
 
-def _further_variants() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def _further_variants() -> Iterator[tuple[str, Any]]:
     """Combines that take router weights, the exchange of weights that only combine was given, spans."""
     from ep_a2a.compat.combine_time_weights import exchange_kernel
 
     engine = compare_ptx.kernels_of(2, compiled_calls="all")
     for place, variant in enumerate(engine.compiled_kernels()):
         if variant.named_constants.get("CHECK_INDICES") and variant.named_constants["HAS_WEIGHTS"]:
-            yield f"ep2-weights-{place}-combine", variant, variant.stand_ins
+            yield f"ep2-weights-{place}-combine", variant
     for name, spans in (("ep2-weights-exchange", False), ("ep2-weights-exchange-spans", True)):
-        variant = exchange_kernel(engine.kernels.config, spans=spans)
-        yield name, variant, variant.stand_ins
+        yield name, exchange_kernel(engine.kernels.config, spans=spans)
 
 
-def ptx_of(variant: Any, args: tuple[Any, ...]) -> str:
+def ptx_of(variant: Any) -> str:
     """The PTX of a variant; it is not assembled."""
-    from triton import knobs
-    from triton.backends.nvidia.compiler import CUDABackend
-
-    class Done(Exception):
-        pass
-
-    def stop(_: Any, ptx: str, *__: Any) -> None:
-        raise Done(ptx)
-
-    original, CUDABackend.make_cubin = CUDABackend.make_cubin, stop
-    try:
-        with knobs.compilation.scope():
-            knobs.compilation.always_compile = True
-            compare_ptx.compile_offline()(
-                variant.kernel, args, variant.constants, variant.num_warps, max_registers=variant.max_registers
-            )
-    except Done as done:
-        return str(done)
-    finally:
-        CUDABackend.make_cubin = original
-    raise AssertionError("Triton has not assembled the kernel")
+    return compare_ptx.code_for("make_cubin", variant)
 
 
 def order_of(ptx: str) -> str:
@@ -232,7 +211,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the file")
     options = parser.parse_args()
     path = path_of(INSTALLED)
-    orders = {name: (variant.kernel.__name__, order_of(ptx_of(variant, args))) for name, variant, args in variants()}
+    orders = {name: (variant.kernel.__name__, order_of(ptx_of(variant))) for name, variant in variants()}
     before, after = path.read_text(encoding="utf-8") if path.exists() else "", document_of(orders)
     sys.stdout.writelines(
         difflib.unified_diff(before.splitlines(True), after.splitlines(True), str(path), f"Triton {INSTALLED}")

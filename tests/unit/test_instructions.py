@@ -1,10 +1,10 @@
 """tools/instructions.py: kernels keep to their bounds when compiled for Hopper, and loops are counted right."""
 
 import functools
-from typing import Any
 
 import pytest
 
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from tools import instructions, order
 from tools.instructions import BASE_RANKS, Bound
 from tools.loops import Work, blocks_of, lines_that_load_addresses, loops_of, parse, works_of
@@ -40,9 +40,9 @@ LISTING = """
 
 
 @functools.cache
-def variants(ranks: int) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+def variants(ranks: int) -> dict[str, CompiledKernel]:
     found = list(instructions.variants(ranks))
-    named = {name: (variant, args) for name, variant, args in found}
+    named = dict(found)
     assert len(named) == len(found), "two kernels have one name"
     return named
 
@@ -57,7 +57,7 @@ def test_kernels_keep_to_their_bounds(name):
     if order.INSTALLED != instructions.PINNED:
         pytest.skip(f"bounds of Triton {instructions.PINNED} are on file, and Triton {order.INSTALLED} is installed")
     bound = instructions.read_bounds()[name]
-    base, most = (instructions.figures_of(*variants(ranks)[name]) for ranks in (BASE_RANKS, bound.ranks))
+    base, most = (instructions.figures_of(variants(ranks)[name]) for ranks in (BASE_RANKS, bound.ranks))
     found = Bound.of(base, most, bound.ranks)
     over = {key: value for key, value in found._asdict().items() if value > getattr(bound, key)}
     assert not over, f"{name} may take {bound}"

@@ -1,10 +1,10 @@
 """tools/order.py: the compiled kernels order memory as the file of the installed Triton says."""
 
 import functools
-from typing import Any
 
 import pytest
 
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from tools import order
 
 QUICK = {
@@ -38,8 +38,8 @@ NAMES = list(order.sections_of(FILES[order.PINNED[-1]]))
 
 
 @functools.cache
-def variants() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    return {name: (variant, args) for name, variant, args in order.variants()}
+def variants() -> dict[str, CompiledKernel]:
+    return dict(order.variants())
 
 
 @functools.cache
@@ -59,10 +59,10 @@ def sections() -> dict[str, tuple[str, str]]:
 )
 def test_the_order_is_as_on_file(name: str) -> None:
     kernel, lines = sections()[name]
-    variant, args = variants()[name]
+    variant = variants()[name]
     assert variant.kernel.__name__ == kernel
     remedy = "`python tools/order.py --write` writes what is meant into"
-    assert order.order_of(order.ptx_of(variant, args)) == lines, f"{remedy} {order.path_of(order.INSTALLED)}"
+    assert order.order_of(order.ptx_of(variant)) == lines, f"{remedy} {order.path_of(order.INSTALLED)}"
 
 
 @pytest.mark.parametrize("version", order.PINNED)
