@@ -25,6 +25,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from vllm_kit import pip
+
 KIT = Path(__file__).resolve().parent.parent / ".kit"
 HERE = (
     "apache-tvm-ffi",
@@ -64,11 +66,6 @@ sources += [source for spec in specs for source in spec.sources]
 print(json.dumps([[str(path) for path in paths if path] for paths in (modules, sources, folders)]))
 """
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
-
-
-def pip(*arguments: str) -> None:
-    """Runs pip."""
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
 
 
 def listed(*path: Path) -> list[list[Path]]:

@@ -46,7 +46,7 @@ TESTS = (
 
 
 class StepFailedError(Exception):
-    """A step of a row ended with an error; the text is the end of what it printed."""
+    """A command ended with an error; the text is the end of what it printed."""
 
 
 def lower_bounds() -> list[str]:
@@ -77,7 +77,8 @@ def run(*command: str | Path, cwd: Path) -> str:
         check=False,
     )
     if done.returncode:
-        raise StepFailedError(f"exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
+        shown = " ".join(str(part) for part in command)
+        raise StepFailedError(f"exit code {done.returncode} of {shown}\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
 
 

@@ -11,10 +11,8 @@ installed into an environment of their own.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -25,32 +23,20 @@ from pathlib import Path
 
 from build_wheel import long_description
 from install import CONSTRAINTS
-from install_matrix import ROWS, try_rows
+from install_matrix import ROWS, StepFailedError, run, try_rows
 
 PROJECT = Path(__file__).resolve().parent.parent
 TOOLS = ("build", "twine")
 EXIT_ERROR = 2
 
 
-class ReleaseError(Exception):
+class ReleaseError(StepFailedError):
     """The release cannot be made; the text says what is wrong and what to do."""
-
-
-def run(*command: str | Path, cwd: Path = PROJECT) -> str:
-    """What a command prints; nothing of the checkout or of this environment is on its import path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "PYTHON"))}
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=kept, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        shown = " ".join(str(part) for part in command)
-        raise ReleaseError(f"{shown} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    return done.stdout
 
 
 def check_tree() -> str:
     """The version to be released, of a tree without changes, with a heading in the changelog."""
-    if changed := run("git", "status", "--porcelain"):
+    if changed := run("git", "status", "--porcelain", cwd=PROJECT):
         raise ReleaseError(f"the tree has changes; commit or remove them:\n{changed}")
     found = re.search(r'^__version__ = "(.+)"$', (PROJECT / "ep_a2a" / "__init__.py").read_text(), re.MULTILINE)
     if found is None:
@@ -72,9 +58,10 @@ def build(work: Path) -> list[Path]:
         "--constraint",
         CONSTRAINTS,
         *TOOLS,
+        cwd=work,
     )
     archive = work / "tree.tar"
-    run("git", "archive", "--output", archive, "HEAD")
+    run("git", "archive", "--output", archive, "HEAD", cwd=PROJECT)
     with tarfile.open(archive) as files:
         files.extractall(tree, filter="data")
     (tree / "README.md").write_text(long_description())
@@ -86,7 +73,7 @@ def build(work: Path) -> list[Path]:
 
 def check_contents(wheel: Path) -> None:
     """Raises unless the wheel has every module and every config of the last commit."""
-    listed = run("git", "ls-files", "ep_a2a", "configs").splitlines()
+    listed = run("git", "ls-files", "ep_a2a", "configs", cwd=PROJECT).splitlines()
     wanted = {name if name.startswith("ep_a2a/") else f"ep_a2a/{name}" for name in listed}
     with zipfile.ZipFile(wheel) as archive:
         missing = wanted - set(archive.namelist())
@@ -125,7 +112,7 @@ def main() -> None:
             options.folder.mkdir(parents=True, exist_ok=True)
             for path in files:
                 print(shutil.copy(path, options.folder))
-    except ReleaseError as error:
+    except StepFailedError as error:
         print(f"no release: {error}", file=sys.stderr)
         sys.exit(EXIT_ERROR)
     print(f"ep_a2a {version}: built, checked and tried in {time.monotonic() - started:.0f} s")
