@@ -2,7 +2,6 @@
 
     python tools/compare_ptx.py 989da57 .                     # a git revision, or a folder with a checkout
     python tools/compare_ptx.py 989da57 . --match dispatch    # only variants whose name contains a text
-    python tools/compare_ptx.py 989da57 . --stage ttir        # Triton's own code, which takes seconds
 
 Each checkout compiles through its own host code, offline for compute capability 9.0: variants are those that its op
 would launch, in order. Names, places in files and labels do not count; the order of run-time arguments does. The
@@ -14,8 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
-import itertools
 import json
 import os
 import re
@@ -55,7 +52,6 @@ def main() -> int:
     """Compiles and compares; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs=2, metavar="REVISION_OR_FOLDER")
-    parser.add_argument("--stage", choices=("ptx", "ttir"), default="ptx", help="what is compared")
     parser.add_argument("--match", default="", help="only variants whose name contains this")
     parser.add_argument("--ep", type=int, action="append", choices=EP_SIZES, help="only this EP size; may be repeated")
     parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="processes that compile")
@@ -71,7 +67,7 @@ def main() -> int:
         for folder, target in zip(folders, outputs):
             target.mkdir()
             run_workers(folder, target, options)
-        return report(*outputs, options.stage)
+        return report(*outputs)
 
 
 @contextlib.contextmanager
@@ -94,7 +90,7 @@ def run_workers(folder: Path, target: Path, options: argparse.Namespace) -> None
     """Compiles the variants of a checkout, in processes that import its code."""
     num_workers = options.workers
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(target)]
-    command += ["--stage", options.stage, "--match", options.match]
+    command += ["--match", options.match]
     command += [f"--ep={size}" for size in options.ep or ()]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     workers = [
@@ -119,9 +115,6 @@ def compile_share(folder: Path, target: Path, options: argparse.Namespace) -> No
     chosen = [one for one in every if options.match in one[0]]
     for name, variant in chosen[share::shares]:
         path = target / name
-        if options.stage == "ttir":
-            path.with_suffix(".ttir").write_text(code_for("make_ttgir", variant))
-            continue
         asm = compiled(variant, calls_nvshmem="-puts-" in name)
         path.with_suffix(".ptx").write_text(asm["ptx"])
         path.with_suffix(".json").write_text(json.dumps(measures(asm["cubin"])))
@@ -131,38 +124,15 @@ def compiled(variant: Any, *, calls_nvshmem: bool) -> dict[str, Any]:
     """The stages of a variant by name; calls of NVSHMEM stay open, since its bitcode need not be here."""
     from triton.backends.nvidia.compiler import CUDABackend
 
+    from tests.offline_compile import compile_kernel
+
     original = CUDABackend.parse_options
 
     def parse(self: Any, given: dict[str, Any]) -> Any:
         return dataclasses.replace(original(self, given), ptx_options="--compile-only")
 
     with mock.patch.object(CUDABackend, "parse_options", parse if calls_nvshmem else original):
-        return offline_compile().compile_kernel(variant)
-
-
-def offline_compile() -> Any:
-    """The checkout's module that compiles kernels for a GPU that is not here."""
-    return importlib.import_module("tests.offline_compile")
-
-
-def code_for(stage: str, variant: Any) -> str:
-    """The code of a variant that a stage of Triton's backend is given, make_ttgir or make_cubin; it does not run."""
-    from triton import knobs
-    from triton.backends.nvidia.compiler import CUDABackend
-
-    class Done(Exception):
-        pass
-
-    def stop(code: Any, *_: Any) -> None:
-        raise Done(str(code))
-
-    with mock.patch.object(CUDABackend, stage, staticmethod(stop)), knobs.compilation.scope():
-        knobs.compilation.always_compile = True
-        try:
-            offline_compile().compile_kernel(variant)
-        except Done as done:
-            return str(done)
-    raise AssertionError(f"Triton has not come to {stage}")
+        return compile_kernel(variant)
 
 
 def headline_variants(ep_sizes: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
@@ -271,50 +241,20 @@ def plain_ptx(text: str) -> str:
     entry = re.search(r"\.entry\s+(\w+)", text)
     if entry:
         text = re.sub(rf"\b{entry.group(1)}(?=\b|_param_)", "KERNEL", text)
-    text = _numbered(r"\$L__\w+", "$L", text)
-    return "\n".join(line for line in (re.sub(r"\s+", " ", line).strip() for line in text.splitlines()) if line) + "\n"
-
-
-def plain_ttir(text: str) -> str:
-    """Triton's code without names and places in files."""
-    text = re.sub(r"^#loc.*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\s*\bloc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)", "", text)
-    text = re.sub(r"tt\.func public @\w+", "tt.func public @KERNEL", text)
-    # constants stand where they are used: their order says nothing
-    defined = re.compile(r"^\s*(%[\w.$-]+) = arith\.constant (.*)$", re.MULTILINE)
-    values = {name: f"<{value.strip()}>" for name, value in defined.findall(text)}
-    text = re.sub(r"%[\w.$-]+", lambda match: values.get(match.group(), match.group()), defined.sub("", text))
-    text = _renumbered(text)
-    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
-
-
-def _numbered(pattern: str, prefix: str, text: str) -> str:
-    """Names that match become numbers, in the order in which they first appear."""
+    # labels become numbers, in the order in which they first appear
     numbers: dict[str, int] = {}
-    return re.sub(pattern, lambda match: f"{prefix}{numbers.setdefault(match.group(), len(numbers))}", text)
-
-
-def _renumbered(text: str) -> str:
-    """Values of Triton's code by the order of their definitions: in two regions one name may stand for two values."""
-    numbers: dict[str, str] = {}
-    count = itertools.count()
-
-    def number(match: re.Match[str]) -> str:
-        name, defines = match.groups()
-        if defines:
-            numbers[name] = f"%{next(count)}"
-        return numbers.get(name, name)
-
-    # "%sum = ...", "%sums:2 = ...", "^bb0(%left: i32", but not "tt.return %sum : i32"
-    return re.sub(r"(%[\w.$-]+)(?=(\s=\s|:\d+\s=\s|:\s)?)", number, text)
+    text = re.sub(r"\$L__\w+", lambda match: f"$L{numbers.setdefault(match.group(), len(numbers))}", text)
+    return "\n".join(line for line in (re.sub(r"\s+", " ", line).strip() for line in text.splitlines()) if line) + "\n"
 
 
 def measures(cubin: bytes) -> dict[str, int]:
     """Registers per thread, bytes of stack, and instructions."""
     import triton
 
+    from tests.offline_compile import resources
+
     with tempfile.TemporaryDirectory() as folder:
-        used = offline_compile().resources(cubin, Path(folder))
+        used = resources(cubin, Path(folder))
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", Path(folder) / "kernel.cubin"]
         code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     # "/*0010*/  MOV R1, c[0x0][0x28] ;": the lines between them hold the rest of an instruction's encoding
@@ -322,29 +262,24 @@ def measures(cubin: bytes) -> dict[str, int]:
     return dict(zip(MEASURES, (used["REG"], used["STACK"], instructions)))
 
 
-def report(before: Path, after: Path, stage: str) -> int:
+def report(before: Path, after: Path) -> int:
     """Prints a line per variant; 1 when one differs or has no partner, else 0."""
-    names = [{path.stem for path in folder.glob(f"*.{stage}")} for folder in (before, after)]
-    plain = plain_ptx if stage == "ptx" else plain_ttir
+    names = [{path.stem for path in folder.glob("*.ptx")} for folder in (before, after)]
     width = max((len(name) for name in names[0] | names[1]), default=10)
-    print(f"{'variant':{width}}  equal  " + "  ".join(f"{name:>14}" for name in MEASURES if stage == "ptx"))
+    print(f"{'variant':{width}}  equal  " + "  ".join(f"{name:>14}" for name in MEASURES))
     missing = names[0] ^ names[1]
     bad = sorted(missing)
     for name in sorted(names[0] & names[1]):
-        first, second = (plain((folder / f"{name}.{stage}").read_text()) for folder in (before, after))
-        sizes = [_sizes(folder / f"{name}.json") for folder in (before, after)]
+        first, second = (plain_ptx((folder / f"{name}.ptx").read_text()) for folder in (before, after))
+        sizes = [json.loads((folder / f"{name}.json").read_text()) for folder in (before, after)]
         if first != second:
             bad.append(name)
-        pairs = (f"{sizes[0][key]:>6} {sizes[1][key]:>7}" for key in sizes[0])
+        pairs = (f"{sizes[0][key]:>6} {sizes[1][key]:>7}" for key in MEASURES)
         print(f"{name:{width}}  {'yes' if first == second else 'NO':5}  " + "  ".join(pairs))
     for name in bad:
         print(f"{name}: " + ("only in one of the two" if name in missing else "differs"))
     print(f"{len(names[0] & names[1])} compared, {len(bad)} of them or without a partner differ")
     return 1 if bad or not names[0] else 0
-
-
-def _sizes(path: Path) -> dict[str, int]:
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 if __name__ == "__main__":

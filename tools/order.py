@@ -25,12 +25,14 @@ import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import triton
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
+from tests.offline_compile import compile_kernel  # noqa: E402
 from tools import compare_ptx  # noqa: E402
 
 if TYPE_CHECKING:
@@ -72,7 +74,21 @@ def _further_variants() -> Iterator[tuple[str, Any]]:
 
 def ptx_of(variant: Any) -> str:
     """The PTX of a variant; it is not assembled."""
-    return compare_ptx.code_for("make_cubin", variant)
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    class Done(Exception):
+        pass
+
+    def stop(_: Any, ptx: str, *__: Any) -> None:
+        raise Done(ptx)
+
+    with mock.patch.object(CUDABackend, "make_cubin", stop), triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        try:
+            compile_kernel(variant)
+        except Done as done:
+            return str(done)
+    raise AssertionError("Triton has not assembled the kernel")
 
 
 def order_of(ptx: str) -> str:
