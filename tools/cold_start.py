@@ -63,6 +63,7 @@ def first_calls(context: RankContext, what: str) -> dict[str, Any]:
     called = time.perf_counter()
     found = {"build_secs": built - start, "calls_secs": called - built, "secs": called - start}
     found |= {"kernels": len(hits), "compiled": hits.count(False)}
+    found["device"] = torch.cuda.get_device_name() if context.device.type == "cuda" else "interpreter"
     call_all(context.device, step, SIZES + OTHER_SIZES)
     if len(hits) > found["kernels"]:
         raise AssertionError("a call that was not the first of its form has compiled or loaded a kernel")
@@ -147,7 +148,6 @@ def main() -> None:
         os.environ["TRITON_CACHE_DIR"] = folder
         for cache in ("empty", "warm"):
             line = {"what": what, "cache": cache, "ranks": num_ranks, "triton": triton.__version__}
-            line["device"] = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
             if what == "readme":
                 line |= readme(num_ranks, device)
             else:
