@@ -9,6 +9,8 @@ from tools import instructions, order
 from tools.instructions import BASE_RANKS, Bound
 from tools.loops import Work, blocks_of, lines_that_load_addresses, loops_of, parse, works_of
 
+MOST_TURNS = 3
+
 # One loop over rows. A turn looks at a row; only where it is not there it looks again, after a barrier, and waits. Then
 # it adds the row in an inner loop.
 LISTING = """
@@ -57,16 +59,19 @@ def test_kernels_keep_to_their_bounds(name):
     if order.INSTALLED != instructions.PINNED:
         pytest.skip(f"bounds of Triton {instructions.PINNED} are on file, and Triton {order.INSTALLED} is installed")
     bound = instructions.read_bounds()[name]
-    base, most = (instructions.figures_of(variants(ranks)[name]) for ranks in (BASE_RANKS, bound.ranks))
-    found = Bound.of(base, most, bound.ranks)
-    over = {key: value for key, value in found._asdict().items() if value > getattr(bound, key)}
+    for _ in range(MOST_TURNS):
+        base, most = (instructions.figures_of(variants(ranks)[name]) for ranks in (BASE_RANKS, bound.ranks))
+        found = Bound.of(base, most, bound.ranks)
+        over = {key: value for key, value in found._asdict().items() if value > getattr(bound, key)}
+        # other work on this machine may have begun beside a compilation, and not beside the reference's
+        if over.keys() != {"compile_ratio"}:
+            break
     assert not over, f"{name} may take {bound}"
-    assert most.seconds <= instructions.MOST_SECONDS
 
 
 def test_what_is_over_a_target_is_bound_by_the_figure_of_today():
-    found = Bound(16, 120, 8, 1.1, 1.904)
-    assert instructions.bound_of(found) == Bound(16, 120, 8, 1.15, 1.91)
+    found = Bound(16, 120, 8, 1.1, 1.904, 10.0)
+    assert instructions.bound_of(found) == Bound(16, 120, 8, 1.15, 1.91, 13.0)
 
 
 def test_ways_through_a_loop_are_counted_apart():
