@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -184,14 +185,6 @@ def _named(prefix: str, variants: Any, roles: tuple[str, ...]) -> Iterator[tuple
             yield f"{prefix}-{place}-{role}", variant
 
 
-class MadeUpMemory:
-    """An arena, and memory bound to it, of which no launch is made."""
-
-    def __init__(self, table: Any) -> None:
-        self.table, self.device = table, table.device
-        self.rendezvous = self.between_nodes = None
-
-
 def kernels_of(ep_size: int, transport: str = "", **changes: Any) -> Any:
     """What launches the kernels of an op, as on a Hopper GPU; without a transport, of an op inside a node."""
     import torch
@@ -221,12 +214,14 @@ def kernels_of(ep_size: int, transport: str = "", **changes: Any) -> Any:
     if "data_type" in changes:
         values["data_type"] = getattr(torch, changes["data_type"])
     config = EpDispatchCombineConfig(**values)
-    memory = MadeUpMemory(torch.zeros(64, ep_size, dtype=torch.int64))
+    table = torch.zeros(64, ep_size, dtype=torch.int64)
     engine: Any
     if transport == "staged":
-        engine = StagedEngine(config, memory, memory, memory)
+        # an arena, and memory bound to it, of which no launch is made
+        memory = SimpleNamespace(table=table, device=table.device, rendezvous=None)
+        engine = StagedEngine(config, memory, memory, None)
     else:
-        engine = (RingEngine if transport else IntraNodeEngine)(config, memory.table, memory.device)
+        engine = (RingEngine if transport else IntraNodeEngine)(config, table, table.device)
     engine.kernels.num_sms = NUM_SMS
     engine.kernels.can_depend = True
     return engine
