@@ -117,14 +117,13 @@ class Tile(NamedTuple):
 class LowLatencyDispatch(NamedTuple):
     """Constants of rows with packed flags: their layout and the waits for them.
 
-    SLOTS: tokens per rank at most, TOKEN_LANES the next power of two. COUNT_BITS: bits that hold such a number.
-    SCALE_WORDS: words of scales beside a row; HAS_SCALES: whether they travel. COUNT_LANES, POISON_LANES, SIDE_LANES:
-    lanes of a wait, at least the threads of a program. SPARSE_POLLS: see take_row_block.
+    SLOTS: tokens per rank at most, TOKEN_LANES the next power of two. SCALE_WORDS: words of scales beside a row;
+    HAS_SCALES: whether they travel. COUNT_LANES, POISON_LANES, SIDE_LANES: lanes of a wait, at least the threads of a
+    program. SPARSE_POLLS: see take_row_block.
     """
 
     SLOTS: int
     TOKEN_LANES: int
-    COUNT_BITS: int
     SCALE_WORDS: int
     HAS_SCALES: bool
     COUNT_LANES: int

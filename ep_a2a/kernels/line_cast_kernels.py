@@ -1,4 +1,4 @@
-"""The fp8 cast of combine's rows: lines of words in registers, two values at a time, become e4m3 words and a scale.
+"""The fp8 cast of lines of words in registers: two values at a time become e4m3 words and a scale.
 
 The result is bit-equal to ep_a2a/quantization.py, as that of cast_kernels.py is.
 """
@@ -121,6 +121,20 @@ def largest_pairs(words):
 
 
 @portable
+def largest_of_tiles(tiles, DTYPE: tl.constexpr):
+    """float32: the largest finite magnitude of each place in two tiles of words with elements of DTYPE, or NaN."""
+    if DTYPE == tl.bfloat16:
+        elements = elements_of(larger_pairs(finite_pairs(tiles[0]), finite_pairs(tiles[1])), DTYPE)
+        largest = tl.maximum(tl.abs(elements[0]), tl.abs(elements[1]))
+    else:
+        elements = elements_of(tiles[0], DTYPE) + elements_of(tiles[1], DTYPE)
+        largest = magnitudes_of(elements[0])
+        for each in tl.static_range(1, len(elements)):
+            largest = tl.maximum(largest, magnitudes_of(elements[each]))
+    return largest
+
+
+@portable
 def largest_of(parts, DTYPE: tl.constexpr):
     """float32: the largest finite magnitude of each line, or NaN. parts, DTYPE: as of quantize_lines."""
     if DTYPE == tl.bfloat16:
@@ -151,17 +165,23 @@ def line_scales(parts, LINES: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @portable
+def scaled_words(lines, reciprocals, DTYPE: tl.constexpr):
+    """e4m3 words of lines of words with elements of DTYPE, times each line's reciprocal if not None."""
+    elements, scaled = elements_of(lines, DTYPE), ()
+    for each in tl.static_range(len(elements)):
+        value = elements[each]
+        if reciprocals is not None:
+            value = value * reciprocals[:, None]
+        scaled = scaled + (value,)
+    return e4m3_words(scaled)
+
+
+@portable
 def line_words(parts, reciprocals, DTYPE: tl.constexpr):
-    """e4m3 words of lines of elements, times each line's reciprocal if not None. parts, DTYPE: as of quantize_lines."""
+    """scaled_words of lines in parts. parts, DTYPE: as of quantize_lines."""
     words = ()
     for part in tl.static_range(len(parts)):
-        elements, scaled = elements_of(parts[part], DTYPE), ()
-        for each in tl.static_range(len(elements)):
-            value = elements[each]
-            if reciprocals is not None:
-                value = value * reciprocals[:, None]
-            scaled = scaled + (value,)
-        words = words + (e4m3_words(scaled),)
+        words = words + (scaled_words(parts[part], reciprocals, DTYPE),)
     joined = words[0]
     if len(parts) == 2:
         both = tl.permute(tl.join(words[0], words[1]), (0, 2, 1))

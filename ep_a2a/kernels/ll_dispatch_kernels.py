@@ -22,15 +22,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage
 from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
-from ep_a2a.kernels.ll_send_kernels import (
-    MOST_HELD,
-    SendPlaces,
-    SentToken,
-    bases_of,
-    fixed_peers,
-    own_places,
-    send_token,
-)
+from ep_a2a.kernels.ll_send_kernels import SendPlaces, SentToken, load_row, send_token
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -58,14 +50,11 @@ from ep_a2a.kernels.receive_kernels import (
     receive_nothing,
     wait_counts,
 )
-from ep_a2a.kernels.routing_kernels import field_of, fields_before, fields_of_tile, fields_of_tokens
-from ep_a2a.kernels.send_kernels import load_choices, load_tile
+from ep_a2a.kernels.routing_kernels import ranks_of_tokens, rows_before_token
+from ep_a2a.kernels.send_kernels import load_choices
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
-LOW_LATENCY_SIDES = tl.constexpr(Region.LOW_LATENCY_SIDES.value)
-TOKENS = tl.constexpr(Region.TOKENS.value)
 ROUTES = tl.constexpr(Region.ROUTES.value)
 SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
@@ -108,39 +97,30 @@ def send_rows(
     sender, num_senders = step.program - NUM_FLAG_PROGRAMS, roles.num_senders
     # below the sender of the first two programs, which must find no token
     end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_FLAG_PROGRAMS)
-    tile = sender
     # D1; in flight together with all that decides where the row goes
-    if ROW.GROUP > 0:
-        tile = load_tile(given.x, sender, end, ROW)
+    tiles = load_row(given.x, sender, end, 0, ROW)
     token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, S, FORM.HAS_WEIGHTS)
-    if len(places.peers) == S.WORLD_SIZE:
-        going = fields_of_tokens(given.ids, num_tokens, S, OWNERS, LL.TOKEN_LANES, LL.COUNT_BITS)
-    else:
-        going = fields_of_tile(given.ids, num_tokens, S, OWNERS, LL.TOKEN_LANES, LL.COUNT_BITS)
+    going = ranks_of_tokens(given.ids, num_tokens, S, OWNERS, LL.TOKEN_LANES)
     poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     # D2
     if roles.is_poster & (poison == 0):
         post_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False)
-    counted = tl.where(roles.is_publisher, num_tokens, sender)
-    before = fields_before(going, counted, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
     # D3
     if roles.is_publisher & (poison == 0):
         begin_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-        counts = field_of(before, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, LL.COUNT_BITS)
+        counts = rows_before_token(going, num_tokens, tl.arange(0, S.WORLD_LANES), LL.TOKEN_LANES)
         post_counts(table, counts, step.first_row, step.wire_word, step.epoch, rank, S, False)
         end_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
     if (sender >= 0) & (sender < num_senders):
         next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
     # D4
     for token in range(sender, end, num_senders):
-        loaded = SentToken(token, tile, token_ids, token_weights, before)
-        send_token(given, step, places, loaded, poison, OWNERS, S, ROW, LL, FORM)
+        loaded = SentToken(token, tiles, token_ids, token_weights)
+        send_token(given, step, places, loaded, going, poison, OWNERS, S, ROW, LL, FORM)
         following = token + num_senders
-        if ROW.GROUP > 0:
-            tile = load_tile(given.x, following, end, ROW)
+        tiles = load_row(given.x, following, end, 0, ROW)
         token_ids, token_weights = load_choices(given.ids, given.weights, following, end, S, FORM.HAS_WEIGHTS)
-        before = fields_before(going, following, S.WORLD_SIZE, LL.TOKEN_LANES, LL.COUNT_BITS)
     if (sender >= 0) & (sender < num_senders):
         end_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
     return poison
@@ -202,15 +182,8 @@ def ll_dispatch_kernel(
         num_receivers: the last programs of the grid, which receive.
         S: Shape. OWNERS: ExpertPlacement. ROW: Row. LL: LowLatencyDispatch. FORM: LaunchForm.
     """
-    row_dtype: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
-    own_region: tl.constexpr = LOW_LATENCY_ROWS if S.COMPACT else TOKENS
     # addresses never change, so they may be read before the launch before this one has ended
-    peers = fixed_peers(rank, S)
-    held = peers if S.WORLD_SIZE <= MOST_HELD else (rank,)
     places = SendPlaces(
-        peers,
-        bases_of(table, own_region, LOW_LATENCY_ROWS, held, S.WORLD_SIZE, row_dtype),
-        bases_of(table, LOW_LATENCY_SIDES, LOW_LATENCY_SIDES, held, S.WORLD_SIZE, tl.int64),
         received_places(table, rank, S.WORLD_SIZE, tl.uint8 if ROW.BYTE_SCALES else tl.int32),
         address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32),
         address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32),
@@ -234,8 +207,7 @@ def ll_dispatch_kernel(
     else:
         poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if FORM.RECEIVE:
-        own = own_places(places, table, rank, S.WORLD_SIZE, ROW.BYTE_SCALES)
-        receive_rows(step, own, roles, poison, S, ROW, LL, FORM)
+        receive_rows(step, places.own, roles, poison, S, ROW, LL, FORM)
         finish_stage(table, DISPATCH_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)

@@ -31,8 +31,6 @@ INDICES = tl.constexpr(Region.INDICES.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
 
 POSITION_MASK = tl.constexpr(0x7FFFFFFF)
-# The highest bit of each byte, which marks the zero bytes of v in (v - 0x01010101) & ~v.
-BYTE_SIGNS = tl.constexpr(-0x7F7F7F80)
 # Above any number of words of a row, in a sum with such a number.
 NO_ROW = tl.constexpr(1 << 24)
 
@@ -64,13 +62,9 @@ def judge_beside(side, epoch, index, sides_at, sent, SIDE_WORDS: tl.constexpr):
 
 @portable
 def judge_row(words, side, sides_at, num_late_sides, SIDE_WORDS: tl.constexpr, IS_CAST: tl.constexpr):
-    """The number of words of a row that have not arrived."""
-    if IS_CAST:
-        # no byte of a cast row is 0xFF, and the sender writes bytes: a word is there when none of its bytes is missing
-        late = tl.sub(~words, 0x01010101, sanitize_overflow=False) & words & BYTE_SIGNS
-        num_late = reduce_sum((late != 0).to(tl.int32), 0)
-    else:
-        num_late = reduce_sum((words == EMPTY).to(tl.int32), 0)
+    """The number of words of a row that have not arrived. No word of a cast row is EMPTY."""
+    num_late = reduce_sum((words == EMPTY).to(tl.int32), 0)
+    if not IS_CAST:
         position = reduce_sum(tl.where(sides_at == SIDE_WORDS - 1, payload_of(side), 0), 0)
         num_late = tl.where((position < 0) & (num_late_sides == 0), 0, num_late)
     return num_late

@@ -99,32 +99,6 @@ def word_of_tokens(
 
 
 @portable
-def fields_of_tokens(
-    ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
-):
-    """Return which ranks each of at most TOKENS tokens goes to: words [TOKENS] of fields that are 0 or 1."""
-    fields = ()
-    for first_peer in tl.static_range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
-        fields = fields + (word_of_tokens(ids, num_tokens, first_peer, S, OWNERS, TOKENS, COUNT_BITS),)
-    return fields
-
-
-@portable
-def fields_of_tile(
-    ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
-):
-    """As fields_of_tokens, by one load of all ids: fewer instructions where the ranks take several words."""
-    tokens, choices = tl.arange(0, TOKENS), tl.arange(0, S.TOPK_LANES)
-    mask = (tokens < num_tokens)[:, None] & (choices < S.TOPK)[None, :]
-    experts = tl.load(ids + tokens[:, None] * S.TOPK + choices[None, :], mask=mask, other=-1)
-    fields = ()
-    for first_peer in tl.static_range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
-        bits = fields_of(experts, first_peer, OWNERS, S.WORLD_SIZE, COUNT_BITS)
-        fields = fields + (tl.reduce(bits, 1, either),)
-    return fields
-
-
-@portable
 def fields_of_token(token_ids, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
     """Which ranks the token with these ids [TOPK_LANES] goes to: words of fields that are 0 or 1."""
     fields = ()
@@ -136,7 +110,7 @@ def fields_of_token(token_ids, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, C
 
 @portable
 def fields_before(fields, token, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """Rows per rank of tokens 0 ... token - 1, from fields_of_tokens."""
+    """Rows per rank of tokens 0 ... token - 1. fields: words [TOKENS]."""
     tokens = tl.arange(0, TOKENS)
     before = ()
     for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
@@ -151,8 +125,9 @@ def count_rows(ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: 
     for _word in tl.static_range((S.WORLD_SIZE * COUNT_BITS + 63) // 64):
         sums = sums + (tl.full((TOKENS,), 0, tl.int64),)
     for start in range(first, last, TOKENS):
-        tile = ids + tl.cast(start, tl.int64) * S.TOPK
-        here = fields_of_tokens(tile, last - start, S, OWNERS, TOKENS, COUNT_BITS)
+        tile, here = ids + tl.cast(start, tl.int64) * S.TOPK, ()
+        for first_peer in tl.static_range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
+            here = here + (word_of_tokens(tile, last - start, first_peer, S, OWNERS, TOKENS, COUNT_BITS),)
         sums = plus(sums, here, S.WORLD_SIZE, COUNT_BITS)
     return fields_before(sums, TOKENS, S.WORLD_SIZE, TOKENS, COUNT_BITS)
 
@@ -207,6 +182,33 @@ def field_of(fields, ranks, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
         shift = tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
         found += tl.where(here, ((fields[word] >> shift) & ((1 << COUNT_BITS) - 1)).to(tl.int32), 0)
     return found
+
+
+@portable
+def ranks_of_tokens(ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
+    """Return which ranks each of at most TOKENS tokens goes to: words [TOKENS] with a bit for each rank."""
+    tokens, choices = tl.arange(0, TOKENS), tl.arange(0, S.TOPK_LANES)
+    mask = (tokens < num_tokens)[:, None] & (choices < S.TOPK)[None, :]
+    experts = tl.load(ids + tokens[:, None] * S.TOPK + choices[None, :], mask=mask, other=-1)
+    owners = owner_of(experts, OWNERS)
+    words = ()
+    for first_rank in tl.static_range(0, S.WORLD_SIZE, 32):
+        place = owners - first_rank
+        here = (place >= 0) & (place < 32)
+        bits = tl.where(here, full_like(place, 1) << tl.where(here, place, 0), 0)
+        words = words + (tl.reduce(bits, 1, either),)
+    return words
+
+
+@portable
+def rows_before_token(words, token, ranks, TOKENS: tl.constexpr):
+    """Return how many of tokens 0 ... token - 1 go to each rank of a vector. words: from ranks_of_tokens."""
+    place = (ranks & 31)[None, :]
+    found = words[0][:, None] >> place
+    for each in tl.static_range(1, len(words)):
+        found = tl.where((ranks >= 32 * each)[None, :], words[each][:, None] >> place, found)
+    counted = (tl.arange(0, TOKENS) < token)[:, None]
+    return reduce_sum(tl.where(counted, found & 1, 0), 0)
 
 
 @portable

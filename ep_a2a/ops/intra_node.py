@@ -137,7 +137,6 @@ def low_latency_launch(kernels: OpKernels, form: DispatchForm, stages: Stages, l
     low_latency = LowLatencyDispatch(
         SLOTS=config.low_latency_tokens,
         TOKEN_LANES=padded(config.low_latency_tokens),
-        COUNT_BITS=count_bits(config.low_latency_tokens),
         SCALE_WORDS=config.num_scales,
         HAS_SCALES=config.num_scales > 0 and (casts or form.has_scales),
         COUNT_LANES=kernels.count_lanes(threads),

@@ -44,6 +44,7 @@ channel * R.NODES
 nodes * R.GPUS + rank % R.GPUS
 + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
 peer * R.GPUS
+regions * S.WORLD_SIZE + peers
 program * WORLD_SIZE + ranks
 programs[:, None] * WORLD_SIZE + ranks[None, :]
 chunk numbers of a step:
@@ -53,7 +54,6 @@ row numbers, of which a rank has fewer than 2**31:
 source * step.step_tokens
 expert * block_rows + index
 rank * LL.SLOTS
-rank * SLOTS
 tl.cast(source * step_tokens + index, tl.int64)
 places in a token's line of ranks:
 is_sent - num_below + is_below * num_sent
@@ -69,7 +69,10 @@ groups[:, None] * GROUP + elements[None, :]
 groups[:, None] * ROW.GROUP + elements[None, :]
 groups[:, None, None] * ROW.GROUP + elements
 groups[:, None, None] * words + (lanes // RUN
+groups * words + runs
+lanes // RUN * (2 * RUN)
 tokens * S.TOPK + k
+tokens[:, None] * S.TOPK + choices[None, :]
 % num_blocks) *
 block * E.BLOCK_WORDS
 nothing:

@@ -32,6 +32,7 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "combine_time_weights_kernels.await_words volatile 0": ("expert_major", "late_weights", "random"),
     "combine_time_weights_kernels.await_words volatile 1": ("expert_major", "late_weights", "late"),
     "ll_send_kernels.push wt 0": ("low_latency", "steps", "late"),
+    "ll_send_kernels.push_beside wt 0": ("low_latency", "steps", "late"),
     "ll_send_kernels.push_position barrier 0": ("low_latency_marks", "steps", "late"),
     "ll_send_kernels.push_position scope 0": ("low_latency_marks", "steps", "late"),
     "ll_send_kernels.push_position sem 0": ("low_latency_marks", "steps", "late"),

@@ -9,15 +9,16 @@ import triton.language as tl
 from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.ll_receive_kernels import judge_row
+from ep_a2a.kernels.ll_send_kernels import destinations_of
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.routing_kernels import (
     count_rows,
     field_of,
-    fields_before,
     fields_of_token,
-    fields_of_tokens,
     packed,
     plus,
+    ranks_of_tokens,
+    rows_before_token,
     rows_of_programs_before,
 )
 from ep_a2a.kernels.send_kernels import rows_of
@@ -46,15 +47,15 @@ def num_late(words: list[int], *, cast: bool, position: int = 17, num_late_sides
     return int(out)
 
 
-def test_a_word_of_a_cast_row_waits_for_each_of_its_bytes():
-    """By definition: a byte is missing when it is 0xFF. Words of other rows are missing as a whole."""
+def test_a_word_is_missing_while_all_its_bits_are_set():
+    """Of a row with a cast its position says nothing: it never has the highest bit."""
     rng = random.Random(3)
-    edge = [0x00, 0x01, 0x7E, 0x7F, 0x80, 0x81, 0xFE, 0xFF]
     for _ in range(60):
-        words = [[rng.choice(edge) for _ in range(4)] for _ in range(NUM_WORDS)]
+        words = [[rng.choice([0xFE, *[0xFF] * 6]) for _ in range(4)] for _ in range(NUM_WORDS)]
         values = [as_int32(int.from_bytes(bytes(each), "little")) for each in words]
-        assert num_late(values, cast=True) == sum(0xFF in each for each in words)
-        assert num_late(values, cast=False) == sum(each == [0xFF] * 4 for each in words)
+        missing = sum(each == [0xFF] * 4 for each in words)
+        assert num_late(values, cast=False) == missing
+        assert num_late(values, cast=True, position=WRITTEN_IN_FULL | 17) == missing
 
 
 def test_a_position_with_the_highest_bit_announces_a_row_that_contains_empty():
@@ -97,15 +98,19 @@ def find_rows(
     own_counts = field_of(count_rows(ids, first, last, SHAPE, OWNERS, 8, BITS), ranks, world_size, BITS)
     before_it = rows_of_programs_before(table, 9, own_counts, program, rank, world_size, SHAPE.WORLD_LANES, 1)
     told = packed(before_it, world_size, SHAPE.WORLD_LANES, BITS)
-    going = fields_of_tokens(ids, num_tokens, SHAPE, OWNERS, 64, BITS)
+    going = ranks_of_tokens(ids, num_tokens, SHAPE, OWNERS, 64)
     for token in range(first, last):
         token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
         own = fields_of_token(token_ids, OWNERS, world_size, BITS)
-        few = fields_before(going, token, world_size, 64, BITS)
-        for way, counted in enumerate((alone, told, few)):
+        for way, counted in enumerate((alone, told)):
             rows = rows_of(counted, own, starts, row_limit, rank, world_size, BITS)
             for step in tl.static_range(world_size):
                 tl.store(out + (way * num_tokens + token) * world_size + step, rows[step])
+        line = out + (2 * num_tokens + token) * world_size
+        tl.store(line + ranks, ranks * 0 - 1, mask=ranks < world_size)
+        peers, goes = destinations_of(token_ids, rank, OWNERS, SHAPE)
+        few = tl.load(first_rows + peers) + rows_before_token(going, token, peers, 64)
+        tl.store(line + (peers - rank + world_size) % world_size, few, mask=goes & (few < row_limit))
         alone = plus(alone, own, world_size, BITS)
         told = plus(told, own, world_size, BITS)
 

@@ -8,6 +8,7 @@ from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from tools import order
 
 QUICK = {
+    "ep2-rank_major-cast-0-dispatch",
     "ep2-rank_major-cast-2-dispatch",
     "ep2-compact-bf16-0-dispatch",
     "ep2-compact-cast-3-dispatch",
