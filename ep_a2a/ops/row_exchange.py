@@ -75,7 +75,11 @@ class RowExchange(abc.ABC):
 
 def row_bytes(rows: torch.Tensor) -> torch.Tensor:
     """`rows` `[n, ...]` as uint8 `[n, bytes of a row]`: collectives then need not know the dtype (fp8 has none)."""
-    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    width = math.prod(rows.shape[1:])
+    if rows.shape[0] == 0:
+        # torch takes an empty tensor of any strides for contiguous, and refuses to view some as bytes
+        return rows.new_empty((0, width * rows.itemsize), dtype=torch.uint8)
+    flat = rows.reshape(rows.shape[0], width)
     return flat.resolve_neg().view(torch.uint8)
 
 

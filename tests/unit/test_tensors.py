@@ -22,6 +22,7 @@ from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import InputError
 from ep_a2a.memory.arena import Arena
+from ep_a2a.ops.row_exchange import row_bytes
 from tests.library_stand_ins import FlashInferOneSidedManager, flashinfer_modules
 
 T, H, K, E = 4, 16, 2, 4
@@ -340,3 +341,8 @@ def test_no_call_keeps_the_mode_of_another(name, mode):
         for results in (drive(program(made), mode=MODES[mode]), drive(program(made))):
             for tensor, right in zip(results, expected, strict=True):
                 assert torch.equal(tensor, right)
+
+
+def test_rows_of_an_empty_tensor_become_bytes_whatever_its_strides():
+    rows = torch.empty((0, 2), dtype=torch.int32).as_strided((0, 2), (0, 0))
+    assert row_bytes(rows).shape == (0, 8)
