@@ -110,7 +110,7 @@ def send_rows(
         begin_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
         counts = rows_before_token(going, num_tokens, tl.arange(0, S.WORLD_LANES), LL.TOKEN_LANES)
-        post_counts(table, counts, step.first_row, step.wire_word, step.epoch, rank, S, False)
+        post_counts(table, counts, step.first_row, step.wire_word, step.epoch, rank, S, S.COMPACT)
         end_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
     if (sender >= 0) & (sender < num_senders):
         next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)

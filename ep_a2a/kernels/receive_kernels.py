@@ -280,8 +280,8 @@ def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Return 1 if the ranks' wire words do not fit this rank's step, else 0.
 
     Words of a common bound are equal. Of bounds that differ the rest of each word is, the first row of this rank
-    is the sum of the bounds below it, which makes the places of all ranks exact together, and the checksum compares
-    all bounds with those that this rank was given.
+    is the sum of the bounds below it and R that of all, which makes the places of all ranks exact together, and the
+    checksum compares all bounds with those that this rank was given.
 
     Args:
         step: DispatchStep. words: from wait_counts.
@@ -296,10 +296,12 @@ def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
         _, _, wire_words = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
         bounds = (wire_words & step.bound_mask) >> BOUND_SHIFT
         first_row = reduce_sum(tl.where(ranks < step.rank, bounds, 0), 0)
+        num_rows = tl.minimum(reduce_sum(bounds, 0), step.num_region_rows)
         mixed = ((ranks + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
         weights = mixed ^ (mixed >> BOUNDS_SHIFT) | 1
         checksum = -1 - (reduce_sum(bounds.to(tl.int64) * weights, 0) & BOUNDS_MASK)
-        found = found | ((first_row != step.first_row) | (checksum != step.step_tokens)).to(tl.int32)
+        places = (first_row != step.first_row) | (num_rows != step.row_limit)
+        found = found | (places | (checksum != step.step_tokens)).to(tl.int32)
     return found
 
 

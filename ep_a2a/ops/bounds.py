@@ -56,7 +56,7 @@ def checksum(bounds: Sequence[int]) -> int:
 
     Kernels compute it from the ranks' wire words, and so compare the ranks' lists without a list in device memory. It
     tells lists apart that differ in one entry. Others pass for equal by chance only, one pair of lists in 2**31. Rows
-    lie right even then, since each rank's kernel compares its first row exactly, but R of the ranks may differ.
+    lie right even then, since each rank's kernel compares its first row and R with the ranks' bounds exactly.
     """
     total = 0
     for rank, bound in enumerate(bounds):

@@ -297,6 +297,10 @@ def device_failures(context: RankContext, case: Case) -> None:
         expect(errors.AlternationError, "graph")
 
 
+OF_ONE_CHECKSUM = ([1, 2, 3, 8, 7, 6], [1, 67, 32, 4, 5, 68])
+"""Bounds that ops/bounds.py gives the same checksum: their sums differ."""
+
+
 def bounds_that_differ(context: RankContext, case: Case) -> None:
     """One rank was given another list than the others: it finds out, and tells the others by their next kernel."""
     with arena_of(context, case) as arena:
@@ -307,7 +311,12 @@ def bounds_that_differ(context: RankContext, case: Case) -> None:
         # the first row of rank 0 and the sum are those of the others' list
         swapped = bounds[:1] + bounds[:0:-1]
         other = [*bounds[:-1], case.max_tokens]
+        # with a bound of M - 1 on low-latency steps, ranks take different kernels
+        rising = bounds[::-1]
         pairs = [(swapped, bounds), (other, bounds), (bounds, other), (bounds, case.max_tokens)]
+        pairs.append((rising, [rising[0], *(bound - 1 for bound in rising[1:])]))
+        if case.world_size == len(OF_ONE_CHECKSUM[0]):
+            pairs.append(OF_ONE_CHECKSUM)
         # two ranks have nothing to swap behind rank 0
         for ours, theirs in pairs[case.world_size == 2 :]:
             op.dispatch(tokens, None, None, ids, step_tokens=theirs if context.rank else ours)
