@@ -352,7 +352,7 @@ def _default(
 ) -> Launch:
     """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
-        return Launch(num_tokens, DISPATCH_WARPS, send_rows=_dispatched_rows(config, step_tokens))
+        return Launch(num_tokens + 1, DISPATCH_WARPS, send_rows=_dispatched_rows(config, step_tokens))
     few = step_tokens < FEW_TOKENS + (dispatch_phase(config, step_tokens) is Phase.LOW_LATENCY_DISPATCH)
     if phase is Phase.LOW_LATENCY_DISPATCH:
         # a rank's own rows travel in layout compact only

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.layout import ARRIVAL_SHIFT, Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -26,16 +26,14 @@ from ep_a2a.kernels.primitives import (
     STATE,
     address,
     after_previous_launch,
-    arrive_last,
     begin_stage,
+    dispatch_flag,
     fail,
     finish_stage,
     full_like,
     initial_poison,
     lanes_behind,
     load_poison,
-    poison_of,
-    post_all,
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
@@ -76,6 +74,7 @@ from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
+ARRIVAL_UNIT = tl.constexpr(1 << ARRIVAL_SHIFT)
 INDICES = tl.constexpr(Region.INDICES.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
 SCALES = tl.constexpr(Region.SCALES.value)
@@ -88,16 +87,30 @@ QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
 COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
 WAIT = tl.constexpr(Span.WAIT.value)
 PREPARE = tl.constexpr(Span.PREPARE.value)
-ARRIVE = tl.constexpr(Span.ARRIVE.value)
 POST = tl.constexpr(Span.POST.value)
 ACCEPT_ROWS = tl.constexpr(Span.ACCEPT_ROWS.value)
 FINISH = tl.constexpr(Span.FINISH.value)
 
 
 @portable
+def post_arrival(table, program, num_programs, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+    """Adds this program's share to this rank's word of DISPATCH_FLAGS at every peer; those of a launch make one step.
+
+    Whoever acquires the word with all shares sees what all programs have written before: an addition hands on what the
+    additions before it have released.
+    """
+    peers = tl.arange(0, WORLD_LANES)
+    present = peers < WORLD_SIZE
+    flags = address(table, DISPATCH_FLAGS, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
+    share = tl.where(program == 0, ARRIVAL_UNIT - num_programs + 1, 1)
+    barrier()
+    tl.atomic_add(flags, full_like(peers, share), mask=present, sem="release", scope="sys")
+
+
+@portable
 def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
-    table, rank = step.table, step.rank
+    table, rank, flag = step.table, step.rank, dispatch_flag(step.table, S.WORLD_SIZE)
     begin_span(FORM.SPANS, table, ACCEPT_ROWS, S.WORLD_SIZE)
     # D6
     if poison == 0:
@@ -106,11 +119,11 @@ def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.con
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
-        poison = wait_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, patience)
+        poison = wait_all(table, DISPATCH_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES, True, patience)
     next_span(FORM.SPANS, table, WAIT, FINISH, S.WORLD_SIZE)
     # D7
     if poison != 0:
-        late = lanes_behind(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        late = lanes_behind(table, DISPATCH_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, DISPATCH_PHASE, step.epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
         receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
     finish_stage(table, DISPATCH_RECEIVE, 0, 1, S.WORLD_SIZE)
@@ -207,20 +220,25 @@ def rows_before_program(
 
 @portable
 def publish_counts(
-    ids, step, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr, TILE: tl.constexpr,
-    FORM: tl.constexpr,
+    ids, step, first, before, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Posts how many rows this rank sends; one program does."""
-    # others wait for these counts, so they cannot wait for other programs where programs wait for counts
-    counts_all: tl.constexpr = S.COMPACT or BULK.COUNTS_ALONE
-    if step.program == (0 if counts_all else step.num_programs - 1):
+    """Posts how many rows this rank sends; one program does.
+
+    Args:
+        first: this program's first token. before, first_index, own_counts: from rows_before_program.
+    """
+    # where programs wait for these counts, the one that posts them must not wait for other programs
+    if step.program == (0 if S.COMPACT else step.num_programs - 1):
         begin_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
-        if not counts_all:
+        end = step.num_tokens
+        if not (S.COMPACT or BULK.COUNTS_ALONE):
             counts = first_index + own_counts
         elif TILE.TOKENS > 0:
-            counts = count_by_rank(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
+            counts = first_index + count_by_rank(ids, first, end, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
         else:
-            totals = count_rows(ids, 0, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
+            own = count_rows(ids, first, end, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
+            totals = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
             counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, BULK.COUNT_BITS)
         post_counts(step.table, counts, step.first_row, step.wire_word, step.epoch, step.rank, S, S.COMPACT)
         end_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
@@ -292,7 +310,9 @@ def send_rows(
     """
     table, rank = step.table, step.rank
     program, num_programs = step.program, step.num_programs
-    chunk = (step.num_tokens + num_programs - 1) // num_programs
+    # one program more than bring rows has nothing to do but to count and to wait
+    num_senders = tl.maximum(num_programs - BULK.RECEIVES_ALONE, 1)
+    chunk = (step.num_tokens + num_senders - 1) // num_senders
     first = tl.minimum(program * chunk, step.num_tokens)
     last = tl.minimum(first + chunk, step.num_tokens)
     # D1; a tile of many tokens has no registers left for what is on its way
@@ -309,7 +329,7 @@ def send_rows(
     poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     # D3
     if poison == 0:
-        publish_counts(given.ids, step, first_index, own_counts, OWNERS, S, BULK, TILE, FORM)
+        publish_counts(given.ids, step, first, before, first_index, own_counts, OWNERS, S, BULK, TILE, FORM)
         if S.COMPACT:
             poison = wait_all_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
@@ -320,28 +340,18 @@ def send_rows(
             send_by_tiles(given, step, first, last, loaded, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
         else:
             send_one_by_one(given, step, first, last, loaded, before, bases, OWNERS, S, ROW, LINE, BULK, FORM)
-    next_span(FORM.SPANS, table, QUANT_AND_PUT, ARRIVE, S.WORLD_SIZE)
+    next_span(FORM.SPANS, table, QUANT_AND_PUT, POST, S.WORLD_SIZE)
     return poison
 
 
 @portable
-def finish_sending(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
-    """The last program to come here raises the flags, and receives if the launch does."""
+def finish_sending(step, poison, S: tl.constexpr, FORM: tl.constexpr):
+    """Tells every rank that this program has sent its rows, unless it left some unsent: then the step must not end."""
     # D5
-    is_last, any_poisoned = arrive_last(step.table, step.rank, step.num_programs, poison, S.WORLD_SIZE)
-    # only the last program ends the second one
-    next_span(FORM.SPANS, step.table, ARRIVE, POST, S.WORLD_SIZE)
-    if is_last:
-        poison = tl.full((), 0, tl.int32)
-        if any_poisoned:
-            # a program left its rows unsent, so this step must not look complete to anyone
-            poison += poison_of(step.table, step.rank, S.WORLD_SIZE)
-        else:
-            post_all(step.table, DISPATCH_FLAGS, step.epoch, step.rank, S.WORLD_SIZE, S.WORLD_LANES, True)
-        end_span(FORM.SPANS, step.table, POST, S.WORLD_SIZE)
-        finish_stage(step.table, DISPATCH_SEND, 0, 1, S.WORLD_SIZE)
-        if FORM.RECEIVE:
-            receive_rows(step, poison, S, BULK, FORM)
+    if poison == 0:
+        post_arrival(step.table, step.program, step.num_programs, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+    end_span(FORM.SPANS, step.table, POST, S.WORLD_SIZE)
+    finish_stage(step.table, DISPATCH_SEND, step.program, step.num_programs, S.WORLD_SIZE)
 
 
 @portable(
@@ -383,7 +393,10 @@ def bulk_dispatch_kernel(
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, TILE, FORM)
-        finish_sending(step, poison, S, BULK, FORM)
+        finish_sending(step, poison, S, FORM)
+        if FORM.RECEIVE:
+            if program == num_programs - 1:
+                receive_rows(step, poison, S, BULK, FORM)
     else:
         poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
         receive_rows(step, poison, S, BULK, FORM)

@@ -85,7 +85,8 @@ class BulkDispatch(NamedTuple):
     COUNTS_ALONE: every program counts the rows before its own (redundant scan); else it learns them from the programs
     before it (decoupled look-back), PROGRAM_LANES of them at once. COUNT_BITS: bits that hold any rank's number of
     tokens. COUNT_LANES, POISON_LANES: lanes of a wait, at least the threads of a program. FORWARDED: rows and flags
-    come through another rank of this node (only where the launch does not send).
+    come through another rank of this node (only where the launch does not send). RECEIVES_ALONE: the last program sends
+    no rows, unless it is the only one.
     """
 
     BLOCK_TOKENS: int
@@ -96,6 +97,7 @@ class BulkDispatch(NamedTuple):
     POISON_LANES: int
     PROGRAM_LANES: int
     FORWARDED: bool
+    RECEIVES_ALONE: bool
 
 
 class Tile(NamedTuple):

@@ -167,10 +167,9 @@ class Span(enum.IntEnum):
     RECV_WAIT = 8
     TOPK_REDUCE = 9
     PREPARE = 10
-    ARRIVE = 11
-    POST = 12
-    ACCEPT_ROWS = 13
-    FINISH = 14
+    POST = 11
+    ACCEPT_ROWS = 12
+    FINISH = 13
 
 
 class FlagProgram(enum.IntEnum):
@@ -180,6 +179,11 @@ class FlagProgram(enum.IntEnum):
     FLAG_POSTER = 1
 
 
+STEP_SHIFT = 16
+"""Bits of a stage's counter below the number of steps. They count the programs of a launch that have ended."""
+ARRIVAL_SHIFT = 11
+"""The same of a word of DISPATCH_FLAGS, for programs of a bulk dispatch that have sent: policy.MAX_DISPATCH_PROGRAMS at
+most."""
 BOUND_SHIFT = 3
 """Bits of a wire word (ops/wire_word.py) below the sender's bound."""
 BOUNDS_FACTOR, BOUNDS_SHIFT, BOUNDS_MASK = 0x2C1B3C6D, 15, (1 << 31) - 1

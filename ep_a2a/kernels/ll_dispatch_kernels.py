@@ -32,6 +32,7 @@ from ep_a2a.kernels.primitives import (
     address,
     after_previous_launch,
     begin_stage,
+    dispatch_flag,
     fail,
     finish_stage,
     full_like,
@@ -104,7 +105,7 @@ def send_rows(
     poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     # D2
     if roles.is_poster & (poison == 0):
-        post_all(table, DISPATCH_FLAGS, step.epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, False)
+        post_all(table, DISPATCH_FLAGS, dispatch_flag(table, S.WORLD_SIZE), rank, S.WORLD_SIZE, S.WORLD_LANES, False)
     # D3
     if roles.is_publisher & (poison == 0):
         begin_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
@@ -154,7 +155,9 @@ def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr
         # D7
         poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, S, ROW, LL, FORM)
     if poison != 0:
-        late = lanes_behind(table, DISPATCH_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        late = lanes_behind(
+            table, DISPATCH_FLAGS, dispatch_flag(table, S.WORLD_SIZE), rank, S.WORLD_SIZE, S.WORLD_LANES
+        )
         fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
     if waits:
         end_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)

@@ -20,6 +20,7 @@ import time
 
 import triton.language as tl
 
+from ep_a2a.kernels import layout
 from ep_a2a.kernels.layout import FailureCode, Record, Region, Stage, State, StepPhase
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.target import barrier, on_amd, volatile_load
@@ -29,6 +30,7 @@ STATE = tl.constexpr(Region.STATE.value)
 LIMITS = tl.constexpr(Region.LIMITS.value)
 ERROR_RECORD = tl.constexpr(Region.ERROR_RECORD.value)
 ARRIVED = tl.constexpr(State.ARRIVED.value)
+ARRIVAL_SHIFT = tl.constexpr(layout.ARRIVAL_SHIFT)
 ERROR_CLAIMED = tl.constexpr(State.ERROR_CLAIMED.value)
 NUM_TOKENS = tl.constexpr(State.NUM_TOKENS.value)
 RECORD_CODE = tl.constexpr(Record.CODE.value)
@@ -46,8 +48,8 @@ COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
 
 # A step counter moves on by this when all programs of a launch have arrived; the arrivals count in the lower bits.
-STEP_UNIT = tl.constexpr(1 << 16)
-STEP_SHIFT = tl.constexpr(16)
+STEP_UNIT = tl.constexpr(1 << layout.STEP_SHIFT)
+STEP_SHIFT = tl.constexpr(layout.STEP_SHIFT)
 
 EMPTY = tl.constexpr(-1)
 
@@ -293,6 +295,13 @@ def post_all(
         tl.atomic_xchg(flags, epochs, mask=present, sem="release", scope="sys")
     else:
         tl.atomic_xchg(flags, epochs, mask=present, sem="relaxed", scope="sys")
+
+
+@portable
+def dispatch_flag(table, WORLD_SIZE: tl.constexpr):
+    """The word of DISPATCH_FLAGS of a rank that has sent all rows of the step whose dispatch runs: steps by 2**11."""
+    num_ended = tl.load(table + NUM_REGIONS * WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
+    return ((num_ended + 1) << ARRIVAL_SHIFT).to(tl.int32)
 
 
 @portable

@@ -135,7 +135,7 @@ def forward_turn(
     """
     if pick(unfinished, peer, R.NODE_LANES) > 0:
         count, before = pick(taken, peer, R.NODE_LANES), pick(taken_before, peer, R.NODE_LANES)
-        gone, ended = forward_chunk(table, channel, peer, count, before, places, epoch, rank, S, R, ROW, LINE)
+        gone, ended = forward_chunk(table, channel, peer, count, before, places, rank, S, R, ROW, LINE)
         taken += (here & gone).to(tl.int32)
         unfinished = tl.where(here & ended, 0, unfinished)
         moved += gone.to(tl.int32)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, full_like
+from ep_a2a.kernels.primitives import address, dispatch_flag, full_like
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_ARRIVED,
@@ -144,7 +144,7 @@ def copy_lines(
 
 
 @portable
-def end_stream(table, source_node, channel, num_chunks, epoch, rank, S: tl.constexpr, R: tl.constexpr):
+def end_stream(table, source_node, channel, num_chunks, rank, S: tl.constexpr, R: tl.constexpr):
     """Notes that a channel has forwarded all of a source; the last channel raises the source's flags at this node."""
     chunks = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32) + channel * R.NODES
     tl.store(chunks + source_node, num_chunks)
@@ -157,12 +157,14 @@ def end_stream(table, source_node, channel, num_chunks, epoch, rank, S: tl.const
         members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
         flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + source_node * R.GPUS + rank % R.GPUS
         barrier()
-        tl.atomic_xchg(flags, full_like(local_ranks, epoch), mask=present, sem="release", scope="sys")
+        tl.atomic_xchg(
+            flags, full_like(local_ranks, dispatch_flag(table, S.WORLD_SIZE)), mask=present, sem="release", scope="sys"
+        )
 
 
 @portable
 def forward_chunk(
-    table, channel, peer, count, before, places, epoch, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
+    table, channel, peer, count, before, places, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
     """Forwards a channel's next chunk from node `peer` if it has come.
@@ -183,5 +185,5 @@ def forward_chunk(
         copy_lines(table, slot, peer, channel + count * R.CHANNELS, places, rank, S, R, ROW, LINE)
         give_room(table, peer, channel, before + count + 1, rank, S, R)
         if is_last > 0:
-            end_stream(table, peer, channel, count + 1, epoch, rank, S, R)
+            end_stream(table, peer, channel, count + 1, rank, S, R)
     return has_come, is_last > 0

@@ -36,6 +36,7 @@ from ep_a2a.kernels.primitives import (
     address,
     arrive_last,
     begin_stage,
+    dispatch_flag,
     fail,
     finish_stage,
     full_like,
@@ -240,14 +241,16 @@ def wait_for_lines(table, epoch, rank, S: tl.constexpr, R: tl.constexpr, COUNT_L
 
 
 @portable
-def raise_flags(table, epoch, rank, S: tl.constexpr, R: tl.constexpr):
+def raise_flags(table, rank, S: tl.constexpr, R: tl.constexpr):
     """Raises the flags of all sources whose lines came through this rank, at the ranks of this node."""
     nodes, local_ranks = tl.arange(0, R.NODE_LANES)[:, None], tl.arange(0, R.GPU_LANES)[None, :]
     present = (nodes < R.NODES) & (local_ranks < R.GPUS)
     members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
     flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + nodes * R.GPUS + rank % R.GPUS
     barrier()
-    tl.atomic_xchg(flags, full_like(members, epoch), mask=present, sem="release", scope="sys")
+    tl.atomic_xchg(
+        flags, full_like(members, dispatch_flag(table, S.WORLD_SIZE)), mask=present, sem="release", scope="sys"
+    )
 
 
 @portable(do_not_specialize=["num_chunks", "row_limit", "positions_per_rank", "rank"])
@@ -282,7 +285,7 @@ def forward_kernel(
     is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, S.WORLD_SIZE)
     if is_last:
         if not any_poisoned:
-            raise_flags(table, epoch, rank, S, R)
+            raise_flags(table, rank, S, R)
 
 
 @portable(do_not_specialize=["num_chunks", "rank"])

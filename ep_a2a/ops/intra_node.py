@@ -198,6 +198,7 @@ def _bulk_row(
         COUNT_LANES=kernels.count_lanes(threads),
         POISON_LANES=threads,
         PROGRAM_LANES=max(look_back // padded(config.world_size), 1),
+        RECEIVES_ALONE=launch.send_rows <= 1 and not launch.shares_sm,
     )
     # a scale of a whole row takes the registers of all warps: no tiles
     by_rows = form.casts(config) and config.dispatch_quant == QuantType.FP8_PER_TOKEN

@@ -15,7 +15,17 @@ import torch
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, REMOTE_MIRRORS, FailureCode, OpLayout, Region, Stage, State
+from ep_a2a.kernels.layout import (
+    ARRIVAL_SHIFT,
+    RECORD_HEADER_WORDS,
+    REMOTE_MIRRORS,
+    STEP_SHIFT,
+    FailureCode,
+    OpLayout,
+    Region,
+    Stage,
+    State,
+)
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
@@ -337,11 +347,19 @@ class BoundMemory:
         """
         if is_capturing(self.acquired.local_own.device):
             return {}
-        found = {"flags": self.view(Region.COMBINE_FLAGS if phase == COMBINE_PHASE else Region.DISPATCH_FLAGS)}
-        if phase != COMBINE_PHASE:
+        if phase == COMBINE_PHASE:
+            found = {"flags": self.view(Region.COMBINE_FLAGS)}
+        else:
             # a word that is its own flag has the epoch in its upper half
-            found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32} | found
+            found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32, "flags": self._steps_sent()}
         return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
+
+    def _steps_sent(self) -> torch.Tensor:
+        """By rank, the steps whose rows it has sent; words of DISPATCH_FLAGS hold the lowest bits of their number."""
+        modulus = 1 << 32 - ARRIVAL_SHIFT
+        ended = self.steps[Stage.COMBINE_RECEIVE] >> STEP_SHIFT
+        beyond = (self.view(Region.DISPATCH_FLAGS) >> ARRIVAL_SHIFT) - ended
+        return ended + (beyond + modulus // 2) % modulus - modulus // 2
 
     def choices_of_step(self, code: int) -> tuple[int, ...]:
         """The choices that ranks must share, as each rank sent them in its last step. Synchronise the device before.

@@ -8,13 +8,12 @@ from ep_a2a.kernels.layout import Span
 
 HOST = -1
 """The program number of spans of the host."""
-DISPATCH_NAMES = ("prepare", "quant_and_put", "count_put", "arrive", "post", "wait", "postprocess")
+DISPATCH_NAMES = ("prepare", "quant_and_put", "count_put", "post", "wait", "postprocess")
 COMBINE_NAMES = ("copy_and_put", "recv_wait", "topk_reduce")
 PARTS: dict[Span, tuple[str, str]] = {
     Span.PREPARE: ("prepare", "counts and routes before the first row"),
     Span.QUANT_AND_PUT: ("quant_and_put", "rows"),
-    Span.ARRIVE: ("arrive", "stores are seen, and the program is counted"),
-    Span.POST: ("post", "flags"),
+    Span.POST: ("post", "stores are seen, and the program is counted at every rank"),
     Span.ACCEPT_ROWS: ("postprocess", "counts and padding of rows on their way"),
     Span.FINISH: ("postprocess", "end of the stage"),
     Span.COUNT_PUT: ("count_put", "counts"),

@@ -18,8 +18,7 @@ from ep_a2a.config import (
     EpDispatchCombineKernelType,
     num_owned_experts,
 )
-from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.primitives import STEP_SHIFT
+from ep_a2a.kernels.layout import ARRIVAL_SHIFT, STEP_SHIFT, Region
 from ep_a2a.memory import nvshmem
 from ep_a2a.memory.arena import Arena
 from ep_a2a.memory.node_grid import NodeGrid
@@ -607,9 +606,9 @@ def set_first_epoch(op: EpDispatchCombineOp, case: Case, arena: Arena) -> None:
     """Makes the case's first epoch (uint32) that of the last finished step, on every rank alike; for the wrap."""
 
     def set_epoch() -> None:
-        op.memory.steps.fill_(case.first_epoch << STEP_SHIFT.value)
-        word = (case.first_epoch + (1 << 31)) % (1 << 32) - (1 << 31)
-        for region in (Region.DISPATCH_FLAGS, Region.COMBINE_FLAGS):
+        op.memory.steps.fill_(case.first_epoch << STEP_SHIFT)
+        for region, shift in ((Region.DISPATCH_FLAGS, ARRIVAL_SHIFT), (Region.COMBINE_FLAGS, 0)):
+            word = ((case.first_epoch << shift) + (1 << 31)) % (1 << 32) - (1 << 31)
             op.memory.view(region).fill_(word)
 
     if case.first_epoch:

@@ -14,8 +14,8 @@ from tests.cases.op_cases import Case
 
 NUM_STEPS = 3
 NAMES = {"dispatch": {*DISPATCH_NAMES}, "combine": {*COMBINE_NAMES}}
-BULK_NAMES = {"arrive", "post"}
-"""What a low-latency dispatch has not: no program arrives behind its rows, and flags are posted before them."""
+BULK_NAMES = {"post"}
+"""What a low-latency dispatch has not: it posts flags before its rows."""
 CLOCK_SLACK_US = 50.0
 """How far apart the clocks of two GPUs may be taken to be; on CPU they are one."""
 

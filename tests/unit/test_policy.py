@@ -81,9 +81,9 @@ def test_interpreted_launches_are_few_programs_and_the_callers_if_it_asks_for_fe
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 131])
-def test_dispatch_has_one_program_per_token(num_tokens):
+def test_dispatch_has_a_program_per_token_and_one_that_receives(num_tokens):
     launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
-    assert launch.num_programs == max(1, num_tokens)
+    assert launch.num_programs == num_tokens + 1
 
 
 @pytest.mark.parametrize("phase", Phase)
