@@ -243,7 +243,8 @@ def rows_of_programs_before(
     """
     ranks = tl.arange(0, WORLD_LANES)
     posted_at = address(table, CHUNK_COUNTS, rank, WORLD_SIZE, tl.int64)
-    tl.store(posted_at + program * WORLD_SIZE + ranks, flagged(own, epoch), mask=ranks < WORLD_SIZE)
+    words_at = posted_at + program * WORLD_SIZE + ranks
+    tl.store(words_at, flagged(own, epoch), mask=ranks < WORLD_SIZE, cache_modifier=".wt")
     before = tl.full((PROGRAM_LANES, WORLD_LANES), 0, tl.int32)
     for start in range(0, program, PROGRAM_LANES):
         programs = start + tl.arange(0, PROGRAM_LANES)

@@ -15,6 +15,9 @@ ANOTHER_BARRIER = "another barrier, or a reduction over all threads, always lies
 RESIDENCY = "it orders no accesses: no thread may wait for another rank once the next launch takes places"
 RECORD = "the host reads the record of a failure only when the launch has ended"
 CLOCK = "it orders a look at the clock, not at memory"
+RELEASED_LATER = (
+    "its program's share of the step releases it; only a program that fails has none (device-failures-look-back)"
+)
 LAUNCH_ENDS = "its launch waits for nobody, and what it stores lands when it ends"
 
 SITES = {site.key: site for site in ordering_sites()}
@@ -110,6 +113,7 @@ NOT_NOTICED = {
     "ring_forward_kernels.end_stream barrier 0": ANOTHER_BARRIER,
     "ring_forward_kernels.end_stream barrier 1": ANOTHER_BARRIER,
     "ring_kernels.store_channel barrier 0": ANOTHER_BARRIER,
+    "routing_kernels.rows_of_programs_before wt 0": RELEASED_LATER,
     "span_kernels.note_time barrier 0": CLOCK,
     "staged_kernels.pass_on_counts wt 0": LAUNCH_ENDS,
     "staged_kernels.pass_on_counts wt 1": LAUNCH_ENDS,
