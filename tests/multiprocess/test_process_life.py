@@ -93,7 +93,7 @@ def disagree_before_the_flags(context: RankContext, case: Case) -> None:
         if context.rank:
             raised(ConfigMismatchError, lambda: step(4), "step_tokens")
         else:
-            with pytest.raises(KeyboardInterrupt), interrupting("post_arrival"):
+            with pytest.raises(KeyboardInterrupt), interrupting("post_counts"):
                 step(3)
         op.reset()
 
