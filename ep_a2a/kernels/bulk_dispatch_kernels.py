@@ -34,6 +34,7 @@ from ep_a2a.kernels.primitives import (
     initial_poison,
     lanes_behind,
     load_poison,
+    share_of,
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
@@ -102,7 +103,7 @@ def post_arrival(table, program, num_programs, rank, WORLD_SIZE: tl.constexpr, W
     peers = tl.arange(0, WORLD_LANES)
     present = peers < WORLD_SIZE
     flags = address(table, DISPATCH_FLAGS, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
-    share = tl.where(program == 0, ARRIVAL_UNIT - num_programs + 1, 1)
+    share = share_of(ARRIVAL_UNIT, program, num_programs)
     barrier()
     tl.atomic_add(flags, full_like(peers, share), mask=present, sem="release", scope="sys")
 

@@ -231,6 +231,12 @@ def initial_poison(
 
 
 @portable
+def share_of(unit, program, num_programs):
+    """What a program adds to a word that counts steps by `unit`: the shares of a launch's programs make one unit."""
+    return tl.where(program == 0, unit - num_programs + 1, 1)
+
+
+@portable
 def finish_stage(
     table, stage: tl.constexpr, program, num_programs, WORLD_SIZE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr = False,
@@ -240,7 +246,7 @@ def finish_stage(
     With DEPENDENT_LAUNCH, the next launch is set up once every program has come here.
     """
     counter = table + NUM_REGIONS * WORLD_SIZE + stage
-    share = tl.where(program == 0, STEP_UNIT - num_programs + 1, 1)
+    share = share_of(STEP_UNIT, program, num_programs)
     # one thread arrives for its program: behind the barrier, none of them waits for another rank
     barrier()
     if DEPENDENT_LAUNCH:
@@ -345,7 +351,7 @@ def wait_all(
     table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
     ORDERS: tl.constexpr, PATIENCE: tl.constexpr, WITHIN: tl.constexpr = 0,
 ):  # fmt: skip
-    """Waits until every peer's flag has reached `epoch`. 0 when all came, else the poison word.
+    """Waits until every peer's flag has reached `epoch`, or dispatch_flag. 0 when all came, else the poison word.
 
     All threads of a program leave with one verdict: arrival is a reduction over all lanes. ORDERS: as in post_all.
     PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is waited for; 0 for all ranks.
