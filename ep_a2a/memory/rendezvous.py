@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import os
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from ep_a2a.memory.peers import Peers
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _telling: ContextVar[tuple[Rendezvous, ...]] = ContextVar("telling", default=())
 """Those whose `telling` this thread is in. Meetings of some ranks may be held meanwhile."""
@@ -192,9 +194,9 @@ class Rendezvous:
                     # of a meeting of some ranks, which counts them in its own way
                     if isinstance(error, RankTimeoutError):
                         raise absent from error
-                except (EpA2AError, RuntimeError):
-                    # a meeting that others' errors end too; this rank raises its own, below
-                    pass
+                except (EpA2AError, RuntimeError) as other:
+                    # this rank raises its own, below
+                    logger.debug("the meeting ended by another rank's error, too: %s", other)
             raise
         finally:
             _telling.reset(token)
