@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 REASON = (
     "ep_a2a exchanges tokens with other ranks by a call that runs between two graphs. Drop fullgraph=True from "
-    "torch.compile, or wrap the whole exchange in a torch.library.custom_op, which a graph can hold"
+    "torch.compile, or call ep_a2a.autograd, whose operators a graph can hold"
 )
 
 

@@ -20,6 +20,8 @@ QUICK = (
     "multiprocess/test_contributing.py",
     # interfaces of other projects
     "multiprocess/test_mori.py::test_the_complete_program",
+    # gradients, with inputs that each rank freezes
+    "multiprocess/test_autograd.py::test_two_layers_and_an_unused_dispatch",
     # the pools of ranks that all of these stand on
     "multiprocess/test_launch.py",
     # an error of one rank, at ten lines by seed of each kind of call

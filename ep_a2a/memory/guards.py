@@ -56,7 +56,7 @@ def _refuse_gradients(call: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             raise InputError(
                 f"tensors without gradients, which {call.__name__} does not hand on",
                 f"{name} that requires grad",
-                f"Call it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach().",
+                f"Call ep_a2a.autograd, which has gradients, or call under torch.no_grad(), or pass {name}.detach().",
             )
 
 

@@ -8,7 +8,9 @@ A subclass checks the arguments of a call (`_prepare_dispatch`, `_prepare_combin
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, InputError, StateError, max_tokens_name
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+OPS: weakref.WeakValueDictionary[int, BaseOp] = weakref.WeakValueDictionary()
+"""The process's ops by number, as operators of torch name them."""
+_numbers = itertools.count()
 OWN_LAUNCH = (-1, -1, -1)
 """Launch numbers of a call that lets the op choose them."""
 
@@ -49,6 +54,8 @@ class BaseOp(abc.ABC):
     def __init__(self, config: EpDispatchCombineConfig, device: torch.device, streams: StreamOrder) -> None:
         self.config = config
         self.device = device
+        self.number = next(_numbers)
+        OPS[self.number] = self
         self.streams = streams
         self.open_step: Step | None = None
         self._process = OwnProcess()

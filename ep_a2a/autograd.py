@@ -1,0 +1,327 @@
+"""Dispatch and combine with gradients, as operators of torch that graphs of torch.compile hold.
+
+    received = autograd.dispatch(op, tokens, weights, ids)
+    results = experts(received.rows, received.weights, received.ids)
+    output = autograd.combine(op, results, received)
+
+The backward of a dispatch is a combine, and that of a combine a dispatch, over the same routes: rows of a backward come
+where those of the forward lay. Each operator is a whole exchange: it makes the missing half of the step itself, copies
+its results out of the op's memory, and leaves the op ready for any other call. So operators may come in any order, as
+long as it is one order on all ranks.
+
+Two rules keep that order. torch runs backward in the reverse order of forward, over the same operators on all ranks,
+because each one has an input that requires grad whatever a rank freezes. A compiler keeps the order, because operators
+have side effects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence  # noqa: TC003  torch reads the annotations of operators
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_a2a.config import ALIGNMENT_BYTES, Layout, QuantType
+from ep_a2a.effects import keep_order, register
+from ep_a2a.errors import ClosedError, UnsupportedError
+from ep_a2a.memory.guards import outside_modes
+from ep_a2a.ops.base_op import OPS, BaseOp
+from ep_a2a.ops.bounds import num_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ep_a2a.interface import DispatchResult
+    from ep_a2a.ops.bounds import StepTokens
+
+NO_TOKEN = -1
+"""The id in rows without a token."""
+
+with outside_modes():
+    ANCHOR = torch.zeros((), requires_grad=True)
+"""An input of each dispatch that requires grad, so that all ranks run its backward. It gets no gradient."""
+
+
+class Routes(NamedTuple):
+    """What combine, and the backward of both, repeat of a dispatch.
+
+    Attributes:
+        ids, step_tokens, tag: as given to dispatch, step_tokens as a list.
+        link: an empty tensor by which the backward of combine leads to that of dispatch, whatever lies between.
+    """
+
+    ids: Tensor
+    link: Tensor
+    step_tokens: list[int]
+    tag: int
+
+
+class Received(NamedTuple):
+    """The rows that a dispatch brought to this rank, ascending by (source rank, source token). They are the caller's.
+
+    R is `op.num_rows(step_tokens)`. Rows without a token hold zeros, and ids -1. In layout compact they come last; in
+    rank_major they come last in each source's part.
+
+    Attributes:
+        rows: [R, H] of the op's dtype.
+        weights: [R, K] float32. None if dispatch was given none.
+        ids: [R, K] int32, all K expert ids of the row's token.
+        num_rows: [1] int32, the rows that hold a token.
+        routes: for combine.
+    """
+
+    rows: Tensor
+    weights: Tensor | None
+    ids: Tensor
+    num_rows: Tensor
+    routes: Routes
+
+
+def dispatch(
+    op: BaseOp,
+    tokens: Tensor,
+    weights: Tensor | None,
+    ids: Tensor,
+    *,
+    step_tokens: StepTokens | None = None,
+    max_num_tokens: StepTokens | None = None,
+    tag: int = 0,
+) -> Received:
+    """Send each token once to every distinct rank that owns one of its experts. Has gradients in tokens and weights.
+
+    All ranks make the same calls of this module in the same order, and backward on the same ones: a result that one
+    rank uses for its loss, all ranks use. It runs on the current stream.
+
+    Args:
+        op: of layout compact or rank_major, without casts. Keep it open until backward has run.
+        tokens: [T, H] of the op's dtype.
+        weights: [T, K] float32, or None on all ranks.
+        ids: [T, K] int32 global expert ids. An id outside [0, num_experts) is a dropped slot.
+        step_tokens, max_num_tokens: by either name, the most tokens of any rank, or of each, as in `op.dispatch`;
+            equal on all ranks. None is the most that the op takes.
+        tag: a number of this call, as in `op.dispatch`, by which ranks that are in different calls find out.
+
+    Raises:
+        UnsupportedError: gradients cannot travel through this op.
+        ClosedError: the op has been closed; also in backward.
+        EpA2AError: as of `op.dispatch` and `op.combine`; also in backward.
+    """
+    _check(op)
+    given = op._bound_given(step_tokens, max_num_tokens)  # noqa: SLF001  one rule for both interfaces
+    bounds = [given] if isinstance(given, int) else list(given)
+    most = num_rows(op.config, given)
+    rows, row_weights, row_ids, count, link = torch.ops.ep_a2a.dispatch(
+        tokens, weights, ids, ANCHOR, op.number, bounds, most, tag
+    )
+    routes = Routes(ids, link, bounds, tag)
+    return Received(rows, None if weights is None else row_weights, row_ids, count, routes)
+
+
+def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
+    """Add, for each of this rank's tokens, the rows of the ranks that it went to. Has gradients in rows.
+
+    The same rules hold as for `dispatch`. A result may be combined several times, or not at all, on all ranks.
+
+    Args:
+        op: that of the dispatch.
+        rows: [R, H] in the order of `received.rows`: of each row the weighted sum over this rank's experts. Rows
+            without a token may hold anything; their gradients are zeros.
+        received: of the dispatch.
+
+    Returns:
+        [T, H] of the op's dtype; zeros for a token without a valid expert.
+
+    Raises:
+        UnsupportedError, ClosedError, EpA2AError: as of `dispatch`.
+    """
+    _check(op)
+    ids, link, bounds, tag = received.routes
+    most = num_rows(op.config, bounds[0] if len(bounds) == 1 else bounds)
+    return torch.ops.ep_a2a.combine(rows, ids, link, op.number, bounds, most, tag)  # type: ignore[no-any-return]
+
+
+def _check(op: BaseOp) -> None:
+    """Raise if gradients cannot travel through the op."""
+    config = op.config
+    if config.layout == Layout.EXPERT_MAJOR:
+        raise UnsupportedError(
+            "layout compact or rank_major for gradients", "expert_major", "Sort the received rows by expert yourself."
+        )
+    casts = config.dispatch_quant, config.combine_quant
+    if casts != (QuantType.NONE, QuantType.NONE) or config.data_type != config.combined_dtype or config.local_ids:
+        raise UnsupportedError(
+            "an op without casts and local_ids for gradients",
+            f"dispatch_quant {casts[0]}, combine_quant {casts[1]}, {config.data_type} to {config.combined_dtype}, "
+            f"local_ids {config.local_ids}",
+            "Make another op for training.",
+        )
+
+
+class _Exchange(NamedTuple):
+    """The two halves of an operator's step, on one op."""
+
+    op: BaseOp
+    step_tokens: list[int]
+    tag: int
+
+    def dispatch(self, tokens: Tensor, weights: Tensor | None, ids: Tensor) -> DispatchResult:
+        bounds = self.step_tokens[0] if len(self.step_tokens) == 1 else self.step_tokens
+        weights = None if weights is None else _whole(weights)
+        return self.op.dispatch(
+            _whole(tokens), weights, None, _whole(ids), step_tokens=bounds, pad_id=NO_TOKEN, tag=self.tag
+        )
+
+    def combine(self, rows: Tensor, weights: Tensor | None, ids: Tensor, out: Tensor) -> Tensor | None:
+        """Writes the sums to `out`; returns those of the weights. Raises errors that the op knows of by then."""
+        weights = None if weights is None else _whole(weights)
+        sums = self.op.combine(_whole(rows), weights, _whole(ids), out=out).weights
+        self.op.check()
+        return None if sums is None else sums[: len(ids)].clone()
+
+    def send(self, tokens: Tensor, weights: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """A dispatch as a whole step. Returns copies of the rows, their weights, ids and number."""
+        got = self.dispatch(tokens, weights, ids)
+        row_ids = got.indices.flatten(0, -2).clone()
+        holds = (row_ids != NO_TOKEN).any(-1, keepdim=True)
+        rows = torch.where(holds, got.tokens.flatten(0, -2), 0)
+        row_weights = None if got.weights is None else torch.where(holds, got.weights.flatten(0, -2), 0)
+        count = got.total_recv.clone()
+        # ends the step: the rows that come back are of no use
+        self.combine(rows, None, ids, torch.empty_like(tokens, memory_format=torch.contiguous_format))
+        return rows, row_weights, row_ids, count
+
+    def bring_back(self, rows: Tensor, weights: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A combine as a whole step. Returns the sums of rows and of weights."""
+        out = rows.new_empty((len(ids), rows.shape[-1]))
+        # makes the routes anew: nobody reads the rows that it sends
+        self.dispatch(out, None, ids)
+        sums = self.combine(rows, weights, ids, out)
+        return out, sums
+
+
+@contextlib.contextmanager
+def _exchange(number: int, step_tokens: Sequence[int], tag: int) -> Iterator[_Exchange]:
+    op = OPS.get(number)
+    if op is None or op.closed:
+        raise ClosedError(
+            "an op that stays open until backward has run", "a closed one", "Close it behind the last backward."
+        )
+    with torch.no_grad():
+        yield _Exchange(op, list(step_tokens), tag)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor as calls of an op take it: contiguous and aligned, as gradients and slices need not be."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT_BYTES else tensor
+
+
+@torch.library.custom_op("ep_a2a::dispatch", mutates_args=())
+def _dispatch(
+    tokens: Tensor,
+    weights: Tensor | None,
+    ids: Tensor,
+    anchor: Tensor,
+    op: int,
+    step_tokens: Sequence[int],
+    num_rows: int,
+    tag: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with _exchange(op, step_tokens, tag) as exchange:
+        rows, row_weights, row_ids, count = exchange.send(tokens, weights, ids)
+        if row_weights is None:
+            row_weights = rows.new_empty((len(rows), 0), dtype=torch.float32)
+        return rows, row_weights, row_ids, count, rows.new_empty(0)
+
+
+@torch.library.custom_op("ep_a2a::combine", mutates_args=())
+def _combine(
+    rows: Tensor, ids: Tensor, link: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, tag: int
+) -> Tensor:
+    with _exchange(op, step_tokens, tag) as exchange:
+        return exchange.bring_back(rows, None, ids)[0]
+
+
+@torch.library.custom_op("ep_a2a::dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    rows: Tensor, weights: Tensor, ids: Tensor, op: int, step_tokens: Sequence[int], tag: int
+) -> tuple[Tensor, Tensor]:
+    with _exchange(op, step_tokens, tag) as exchange:
+        sums, weight_sums = exchange.bring_back(rows, weights if weights.shape[-1] else None, ids)
+        return sums, weights.new_empty((len(ids), 0)) if weight_sums is None else weight_sums
+
+
+@torch.library.custom_op("ep_a2a::combine_backward", mutates_args=())
+def _combine_backward(
+    grad: Tensor, ids: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, tag: int
+) -> Tensor:
+    with _exchange(op, step_tokens, tag) as exchange:
+        return exchange.send(grad, None, ids)[0]
+
+
+@_dispatch.register_fake
+def _(tokens: Tensor, weights: Tensor | None, ids: Tensor, anchor: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
+    keep_order()
+    topk, num_rows = ids.shape[1], numbers[2]
+    return (
+        tokens.new_empty((num_rows, tokens.shape[1])),
+        tokens.new_empty((num_rows, 0 if weights is None else topk), dtype=torch.float32),
+        ids.new_empty((num_rows, topk)),
+        ids.new_empty(1),
+        tokens.new_empty(0),
+    )
+
+
+@_combine.register_fake
+def _(rows: Tensor, ids: Tensor, *_: Any) -> Tensor:
+    keep_order()
+    return rows.new_empty((ids.shape[0], rows.shape[1]))
+
+
+@_dispatch_backward.register_fake
+def _(rows: Tensor, weights: Tensor, ids: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return rows.new_empty((ids.shape[0], rows.shape[1])), weights.new_empty((ids.shape[0], weights.shape[1]))
+
+
+@_combine_backward.register_fake
+def _(grad: Tensor, ids: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, tag: int) -> Tensor:
+    return grad.new_empty((num_rows, grad.shape[1]))
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, weights, ids, _, ctx.op, ctx.step_tokens, _, ctx.tag = inputs
+    ctx.has_weights = weights is not None
+    ctx.mark_non_differentiable(output[2], output[3])
+    ctx.save_for_backward(ids)
+
+
+def _back_to_tokens(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
+    (ids,) = ctx.saved_tensors
+    grads = torch.ops.ep_a2a.dispatch_backward(rows, weights, ids, ctx.op, ctx.step_tokens, ctx.tag)
+    return grads[0], grads[1] if ctx.has_weights else None, *(None,) * 6
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ids, _, ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag = inputs
+    ctx.save_for_backward(ids)
+
+
+def _back_to_rows(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (ids,) = ctx.saved_tensors
+    rows = torch.ops.ep_a2a.combine_backward(grad, ids, ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag)
+    return rows, None, rows.new_empty(0), *(None,) * 4
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise UnsupportedError(
+        "first derivatives only", "a derivative of gradients", "Call backward or grad without create_graph=True."
+    )
+
+
+_dispatch.register_autograd(_back_to_tokens, setup_context=_save_dispatch)
+_combine.register_autograd(_back_to_rows, setup_context=_save_combine)
+_dispatch_backward.register_autograd(_no_second_derivative)
+_combine_backward.register_autograd(_no_second_derivative)
+register("dispatch", "combine", "dispatch_backward", "combine_backward")

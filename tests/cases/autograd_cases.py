@@ -1,0 +1,310 @@
+"""Bodies of the tests of ep_a2a.autograd: a layer over ranks against a dense layer on each rank's own tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ep_a2a
+from ep_a2a import autograd
+from ep_a2a.errors import ClosedError, ConfigMismatchError, EpA2AError, RankTimeoutError, UnsupportedError
+from ep_a2a.ops.base_op import BaseOp
+from ep_a2a.testing import RankContext
+
+HIDDEN, TOPK, MAX_TOKENS = 16, 3, 6
+Layer = Callable[..., Tensor]
+
+
+def make(context: RankContext, **kwargs: Any) -> BaseOp:
+    sizes = {"hidden_size": HIDDEN, "topk": TOPK, "max_tokens": MAX_TOKENS, "dtype": torch.float32}
+    sizes |= {"num_experts": 2 * context.world_size + 1}  # the first rank owns one more
+    return ep_a2a.make_op(context.group, **sizes | {"device": context.device} | kwargs)
+
+
+@dataclass
+class Inputs:
+    """What a rank gives to a layer. Experts: all of them, the rank's own as a leaf, and the number of the first."""
+
+    tokens: Tensor
+    weights: Tensor
+    ids: Tensor
+    experts: Tensor
+    own: Tensor
+    first: int
+
+    @classmethod
+    def of(cls, op: BaseOp, num_tokens: int, seed: int = 0) -> Inputs:
+        config, device = op.config, op.device
+        shared, own = (torch.Generator().manual_seed(seed + each) for each in (0, 1 + config.rank))
+        experts = torch.randn(config.total_experts, HIDDEN, HIDDEN, generator=shared) / HIDDEN**0.5
+        tokens, weights = (torch.randn(num_tokens, size, generator=own) for size in (HIDDEN, TOPK))
+        ids = torch.rand(num_tokens, config.total_experts, generator=own).topk(TOPK).indices.int()
+        # dropped slots, and a token that goes nowhere
+        ids[::2, 1] = -1
+        ids[3:4] = -1
+        first, last = config.first_expert, config.first_expert + config.num_local_experts
+        leaves = [each.to(device).requires_grad_() for each in (tokens, weights, experts[first:last].clone())]
+        return cls(leaves[0], leaves[1], ids.to(device), experts.to(device), leaves[2], first)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.tokens, self.weights, self.own]
+
+
+def moe(op: BaseOp, tokens: Tensor, weights: Tensor, ids: Tensor, own: Tensor, first: int, **kwargs: Any) -> Tensor:
+    """A layer over ranks."""
+    received = autograd.dispatch(op, tokens, weights, ids, **kwargs)
+    assert received.weights is not None
+    return autograd.combine(op, experts_on(received.rows, received.weights, received.ids, own, first), received)
+
+
+def experts_on(rows: Tensor, weights: Tensor, ids: Tensor, experts: Tensor, first: int = 0) -> Tensor:
+    results = torch.zeros_like(rows)
+    for number in range(len(experts)):
+        gate = (weights * (ids == first + number)).sum(-1, keepdim=True)
+        results = results + gate * torch.tanh(rows @ experts[number])
+    return results
+
+
+def dense_grads(given: Inputs, group: Any, factor: int = 1) -> tuple[Tensor, list[Tensor]]:
+    """The result of dense layers, and the gradients of its `loss` for tokens, weights and the rank's own experts."""
+    leaves = [each.detach().clone().requires_grad_() for each in (given.tokens, given.weights, given.experts)]
+    result = factor * experts_on(leaves[0], leaves[1], given.ids, leaves[2])
+    grads = list(torch.autograd.grad(loss(result), leaves))
+    of_all = grads[2].cpu()
+    dist.all_reduce(of_all, group=group)
+    grads[2] = of_all.to(grads[2].device)[given.first : given.first + len(given.own)]
+    return result.detach(), grads
+
+
+def loss(result: Tensor) -> Tensor:
+    return (result * torch.linspace(-1, 1, HIDDEN, device=result.device)).sum()
+
+
+def agree(got: list[Tensor], want: list[Tensor]) -> None:
+    for each, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-5)
+
+
+def uneven(rank: int) -> int:
+    """Tokens of a rank: none on rank 1."""
+    return (5, 0, 6, 1, 4)[rank]
+
+
+def dense(context: RankContext, layout: str) -> None:
+    """A layer and its gradients are those of the dense layer, to the bit in every run, also with bounds by rank."""
+    with make(context, layout=layout) as op:
+        given = Inputs.of(op, uneven(context.rank))
+        bounds = [uneven(rank) for rank in range(context.world_size)]
+        want, want_grads = dense_grads(given, context.group)
+        first = None
+        for step_tokens in (None, MAX_TOKENS, bounds, bounds):
+            result = moe(op, given.tokens, given.weights, given.ids, given.own, given.first, max_num_tokens=step_tokens)
+            grads = torch.autograd.grad(loss(result), given.leaves)
+            agree([result, *grads], [want, *want_grads])
+            first = first or grads[:2]
+            assert all(map(torch.equal, grads, first))
+            assert not op.has_open_step
+            # calls of the op itself go on beside
+            with torch.no_grad():
+                rows = op.dispatch(given.tokens, None, None, given.ids).tokens
+                op.combine(rows, None, None)
+
+
+def rows_without_a_token(context: RankContext) -> None:
+    """They are zeros both ways, and may hold anything for combine. Without weights there are none."""
+    with make(context) as op:
+        given = Inputs.of(op, uneven(context.rank))
+        received = autograd.dispatch(op, given.tokens, None, given.ids)
+        assert received.weights is None
+        num_rows = int(received.num_rows)
+        assert len(received.rows) == MAX_TOKENS * context.world_size > num_rows
+        assert not received.rows[num_rows:].any()
+        assert (received.ids[num_rows:] == -1).all()
+        rows = received.rows.detach().clone()
+        rows[num_rows:] = torch.nan
+        result = autograd.combine(op, rows.requires_grad_(), received)
+        (grad,) = torch.autograd.grad(result.sum(), rows, retain_graph=True)
+        assert (grad[:num_rows] == 1).all()
+        assert not grad[num_rows:].any()
+        # what does not reach the rows reaches the dispatch: all ranks run its backward
+        torch.autograd.grad(result.sum(), given.tokens, allow_unused=True)
+
+
+def several(context: RankContext, frozen: str) -> None:
+    """An unused dispatch beside two equal layers, each rank with other frozen inputs."""
+    with make(context) as op:
+        given = Inputs.of(op, uneven(context.rank))
+        _, want = dense_grads(given, context.group, 2)
+        first = {"inputs": context.rank, "all": 0, "none": 3}[frozen]
+        for leaf in given.leaves[first:] if frozen == "inputs" else given.leaves[first:3]:
+            leaf.requires_grad_(False)
+        two_layers(op, given).backward()
+        agree([each.grad for each in given.leaves if each.grad is not None], want[: len(want) if first > 2 else first])
+
+
+def two_layers(op: BaseOp, given: Inputs) -> Tensor:
+    autograd.dispatch(op, given.tokens, given.weights, given.ids)
+    layer = functools.partial(moe, op, given.tokens, given.weights, given.ids, given.own, given.first)
+    return loss(layer() + layer())
+
+
+def skipped_experts(context: RankContext) -> None:
+    """A rank whose experts take no part in its graph runs backward with the others."""
+    with make(context) as op:
+        given = Inputs.of(op, uneven(context.rank))
+        received = autograd.dispatch(op, given.tokens, given.weights, given.ids)
+        rows = received.rows if context.rank == 0 else torch.zeros_like(received.rows)
+        result = autograd.combine(op, rows, received)
+        result.sum().backward()
+        owned_by_first = (given.ids >= 0) & (given.ids < 3)
+        want = owned_by_first.any(-1, keepdim=True).float().expand(-1, HIDDEN)
+        assert torch.equal(given.tokens.grad, want)
+
+
+def checkpointed(context: RankContext, reentrant: bool) -> None:
+    """Layers that recompute their forward in backward."""
+    with make(context) as op:
+        given = Inputs.of(op, uneven(context.rank))
+        _, want = dense_grads(given, context.group, 2)
+        args = given.tokens, given.weights, given.ids, given.own, given.first
+        layers = [functools.partial(moe, op, tag=tag) for tag in (1, 2)]
+        loss(sum(checkpoint(layer, *args, use_reentrant=reentrant) for layer in layers)).backward()
+        agree([leaf.grad for leaf in given.leaves], want)
+
+
+def another_order(context: RankContext) -> None:
+    """Ranks whose backward takes layers in another order are told the tags."""
+    with make(context) as op:
+        given = Inputs.of(op, 2)
+        args = given.tokens, given.weights, given.ids, given.own, given.first
+        results = [moe(op, *args, tag=tag).sum() for tag in (1, 2)]
+        with pytest.raises(ConfigMismatchError, match="tag"):
+            results[context.rank].backward()
+        dist.barrier(context.group)
+        op.reset()
+
+
+def on_one_rank(context: RankContext) -> None:
+    """A backward on one rank alone ends with the name of the others."""
+    with make(context) as op:
+        given = Inputs.of(op, 2)
+        total = moe(op, given.tokens, given.weights, given.ids, given.own, given.first).sum()
+        op.set_timeout(1.0)
+        if context.rank == 0:
+            with pytest.raises(RankTimeoutError, match="rank 1") as error:
+                total.backward()
+            assert error.value.late_ranks == (1,)
+        dist.barrier(context.group)
+        op.reset()
+
+
+def refusals(context: RankContext) -> None:
+    """Errors that a rank finds by itself, each of one line."""
+    row = torch.zeros(1, HIDDEN), None, torch.zeros(1, TOPK)
+    cast = make(context, quant="fp8_per_token", dtype=torch.bfloat16)
+    with cast, refused(UnsupportedError, "without casts .* fp8_per_token.* Make another op"):
+        autograd.dispatch(cast, *row)
+    by_expert = make(context, layout="expert_major")
+    with by_expert, refused(UnsupportedError, "layout compact or rank_major"):
+        autograd.dispatch(by_expert, *row)
+    op = make(context)
+    given = Inputs.of(op, 2)
+    args = given.tokens, given.weights, given.ids, given.own, given.first
+    (grad,) = torch.autograd.grad(loss(moe(op, *args)), given.tokens, create_graph=True)
+    with refused(UnsupportedError, "first derivatives .* create_graph"):
+        grad.sum().backward()
+    with refused(EpA2AError, "indices of dtype torch.int32"):
+        autograd.dispatch(op, given.tokens, given.weights, given.ids.float().requires_grad_())
+    with refused(EpA2AError, "step_tokens, or its older name"):
+        moe(op, *args, step_tokens=3, max_num_tokens=3)
+    result = moe(op, *args)
+    op.close()
+    with refused(ClosedError, "until backward has run; got a closed one. Close it"):
+        result.sum().backward()
+    with refused(ClosedError, "got a closed one"):
+        moe(op, *args)
+    op = make(context)
+    result = moe(op, *args)
+    dist.barrier(context.group)
+    op.close()
+    del op
+    with refused(ClosedError, "got a closed one"):
+        result.sum().backward()
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], match: str) -> Iterator[None]:
+    with pytest.raises(kind, match=match) as error:
+        yield
+    assert len(str(error.value).splitlines()) == 2  # the last names the section of the documentation
+
+
+def operators(context: RankContext) -> None:
+    """torch's own checks of each operator, which calls all of them alike on every rank."""
+    with make(context) as op:
+        given = Inputs.of(op, 5 - context.rank)
+        tokens, weights = given.tokens, given.weights
+        most = MAX_TOKENS * context.world_size
+        rows, row_weights = torch.randn(most, HIDDEN, device=op.device), torch.randn(most, TOPK, device=op.device)
+        numbers = op.number, [MAX_TOKENS], most, 0
+        link = tokens.detach().new_empty(0)
+        calls = torch.ops.ep_a2a
+        frozen = tokens.detach()
+        for operator, args in (
+            (calls.dispatch, (tokens, weights, given.ids, autograd.ANCHOR, *numbers)),
+            (calls.dispatch, (frozen, None, given.ids, autograd.ANCHOR, *numbers)),
+            (calls.combine, (rows.clone().requires_grad_(), given.ids, link, *numbers)),
+            (calls.dispatch_backward, (rows, row_weights, given.ids, op.number, [MAX_TOKENS], 0)),
+            (calls.combine_backward, (frozen, given.ids, *numbers)),
+        ):
+            torch.library.opcheck(operator.default, args)
+
+
+def compiled(context: RankContext, backend: str, dynamic: bool) -> None:
+    """Two layers and an unused dispatch in one graph: results, gradients, and the order of calls in backward."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with make(context) as op:
+        calls: list[str] = []
+        for name in ("send", "bring_back"):
+            noted(name, calls)
+
+        def layers(tokens: Tensor, weights: Tensor, ids: Tensor, own: Tensor) -> Tensor:
+            autograd.dispatch(op, tokens, weights, ids, tag=1)
+            return moe(op, tokens, weights, ids, own, first, tag=2) + moe(op, tokens, weights, ids, own, first, tag=3)
+
+        first = op.config.first_expert
+        layer = torch.compile(layers, fullgraph=True, backend=backend, dynamic=dynamic)
+        for step in range(2 if dynamic else 1):
+            given = Inputs.of(op, 5 - context.rank - step, seed=step)
+            want, want_grads = dense_grads(given, context.group, 2)
+            calls.clear()
+            result = layer(given.tokens, given.weights, given.ids, given.own)
+            grads = torch.autograd.grad(loss(result), given.leaves)
+            agree([result, *grads], [want, *want_grads])
+            assert " ".join(calls) == "send1 send2 bring_back2 send3 bring_back3 send3 bring_back3 send2 bring_back2"
+
+
+def noted(name: str, calls: list[str]) -> None:
+    """Lets the operators note their calls, with tags."""
+    kind: Any = autograd._Exchange
+    real = getattr(kind, name)
+    real = getattr(real, "noted", real)
+
+    def note(self: Any, *args: Any) -> Any:
+        calls.append(f"{name}{self.tag}")
+        return real(self, *args)
+
+    note.noted = real  # type: ignore[attr-defined]
+    setattr(kind, name, note)

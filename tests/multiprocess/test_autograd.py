@@ -1,0 +1,44 @@
+"""Gradients of exchanges on CPU processes, against dense layers."""
+
+from typing import Any
+
+import pytest
+
+from tests.cases import autograd_cases as cases
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("layout", ["compact", "rank_major"])
+def test_against_the_dense_layer(ranks: Any, world_size: int, layout: str) -> None:
+    ranks(cases.dense, world_size, layout)
+
+
+@pytest.mark.parametrize("frozen", ["inputs", "all", "none"])
+def test_two_layers_and_an_unused_dispatch(ranks: Any, frozen: str) -> None:
+    ranks(cases.several, 2, frozen)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(ranks: Any, reentrant: bool) -> None:
+    ranks(cases.checkpointed, 2, reentrant)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        cases.rows_without_a_token,
+        cases.skipped_experts,
+        cases.another_order,
+        cases.on_one_rank,
+        cases.refusals,
+        cases.operators,
+    ],
+)
+def test_special(ranks: Any, body: Any) -> None:
+    ranks(body, 2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_in_one_graph(ranks: Any, backend: str, dynamic: bool) -> None:
+    ranks(cases.compiled, 2, backend, dynamic)
