@@ -1,17 +1,26 @@
 """Dispatch and combine with gradients, as operators of torch that graphs of torch.compile hold.
 
+.. code-block:: python
+
     received = autograd.dispatch(op, tokens, weights, ids)
     results = experts(received.rows, received.weights, received.ids)
     output = autograd.combine(op, results, received)
 
 The backward of a dispatch is a combine, and that of a combine a dispatch, over the same routes: rows of a backward come
-where those of the forward lay. Each operator is a whole exchange: it makes the missing half of the step itself, copies
-its results out of the op's memory, and leaves the op ready for any other call. So operators may come in any order, as
-long as it is one order on all ranks.
+where those of the forward lay. Each operator copies its results out of the op's memory and leaves the op ready for any
+other call. A combine takes up the step of its dispatch, if nothing has come between; else it repeats the dispatch. A
+dispatch in the same memory ends a step that has not been combined. So operators may come in any order, as long as it is
+one order on all ranks. A CUDA graph that captures a dispatch captures its combine, too.
 
 Two rules keep that order. torch runs backward in the reverse order of forward, over the same operators on all ranks,
 because each one has an input that requires grad whatever a rank freezes. A compiler keeps the order, because operators
-have side effects.
+have side effects. Activation checkpoints repeat the exchanges of their forward. Inside torch.compile, which repeats no
+side effects, they save them:
+
+.. code-block:: python
+
+    saved = [torch.ops.ep_a2a.dispatch.default, torch.ops.ep_a2a.combine.default]
+    checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, saved))
 """
 
 from __future__ import annotations
@@ -139,7 +148,8 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
     _check(op)
     ids, link, bounds, tag = received.routes
     most = num_rows(op.config, bounds[0] if len(bounds) == 1 else bounds)
-    return torch.ops.ep_a2a.combine(rows, ids, link, op.number, bounds, most, tag)  # type: ignore[no-any-return]
+    numbers = op.number, bounds, most, tag
+    return torch.ops.ep_a2a.combine(rows, ids, received.num_rows, link, *numbers)  # type: ignore[no-any-return]
 
 
 def _check(op: BaseOp) -> None:
@@ -173,32 +183,40 @@ class _Exchange(NamedTuple):
             _whole(tokens), weights, None, _whole(ids), step_tokens=bounds, pad_id=NO_TOKEN, tag=self.tag
         )
 
-    def combine(self, rows: Tensor, weights: Tensor | None, ids: Tensor, out: Tensor) -> Tensor | None:
-        """Writes the sums to `out`; returns those of the weights. Raises errors that the op knows of by then."""
-        weights = None if weights is None else _whole(weights)
-        sums = self.op.combine(_whole(rows), weights, _whole(ids), out=out).weights
-        self.op.check()
-        return None if sums is None else sums[: len(ids)].clone()
+    def send(
+        self, tokens: Tensor, weights: Tensor | None, ids: Tensor, token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Dispatch, and leave the step. Returns copies of the rows, their weights, ids and number.
 
-    def send(self, tokens: Tensor, weights: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """A dispatch as a whole step. Returns copies of the rows, their weights, ids and number."""
+        The number is the step's token, unless one is given: that of the dispatch whose routes this one repeats.
+        """
         got = self.dispatch(tokens, weights, ids)
+        count = got.total_recv.clone()
+        self.op.leave_step(count if token is None else token)
         row_ids = got.indices.flatten(0, -2).clone()
         holds = (row_ids != NO_TOKEN).any(-1, keepdim=True)
         rows = torch.where(holds, got.tokens.flatten(0, -2), 0)
         row_weights = None if got.weights is None else torch.where(holds, got.weights.flatten(0, -2), 0)
-        count = got.total_recv.clone()
-        # ends the step: the rows that come back are of no use
-        self.combine(rows, None, ids, torch.empty_like(tokens, memory_format=torch.contiguous_format))
+        # raises what the op knows by now
+        self.op.check()
         return rows, row_weights, row_ids, count
 
-    def bring_back(self, rows: Tensor, weights: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A combine as a whole step. Returns the sums of rows and of weights."""
+    def bring_back(
+        self, rows: Tensor, weights: Tensor | None, ids: Tensor, token: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Combine the step with this token, or one that repeats it. Returns the sums of rows and of weights."""
         out = rows.new_empty((len(ids), rows.shape[-1]))
-        # makes the routes anew: nobody reads the rows that it sends
-        self.dispatch(out, None, ids)
-        sums = self.combine(rows, weights, ids, out)
-        return out, sums
+        if not self.op.take_up_step(token):
+            # for the routes: nobody reads the rows
+            self.dispatch(out, None, ids)
+        weights = None if weights is None else _whole(weights)
+        try:
+            sums = self.op.combine(_whole(rows), weights, _whole(ids), out=out).weights
+        finally:
+            if self.op.open_step is not None:
+                self.op.leave_step(token)  # refused
+        self.op.check()
+        return out, None if sums is None else sums[: len(ids)].clone()
 
 
 @contextlib.contextmanager
@@ -238,27 +256,34 @@ def _dispatch(
 
 @torch.library.custom_op("ep_a2a::combine", mutates_args=())
 def _combine(
-    rows: Tensor, ids: Tensor, link: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, tag: int
+    rows: Tensor,
+    ids: Tensor,
+    token: Tensor,
+    link: Tensor,
+    op: int,
+    step_tokens: Sequence[int],
+    num_rows: int,
+    tag: int,
 ) -> Tensor:
     with _exchange(op, step_tokens, tag) as exchange:
-        return exchange.bring_back(rows, None, ids)[0]
+        return exchange.bring_back(rows, None, ids, token)[0]
 
 
 @torch.library.custom_op("ep_a2a::dispatch_backward", mutates_args=())
 def _dispatch_backward(
-    rows: Tensor, weights: Tensor, ids: Tensor, op: int, step_tokens: Sequence[int], tag: int
+    rows: Tensor, weights: Tensor, ids: Tensor, token: Tensor, op: int, step_tokens: Sequence[int], tag: int
 ) -> tuple[Tensor, Tensor]:
     with _exchange(op, step_tokens, tag) as exchange:
-        sums, weight_sums = exchange.bring_back(rows, weights if weights.shape[-1] else None, ids)
+        sums, weight_sums = exchange.bring_back(rows, weights if weights.shape[-1] else None, ids, token)
         return sums, weights.new_empty((len(ids), 0)) if weight_sums is None else weight_sums
 
 
 @torch.library.custom_op("ep_a2a::combine_backward", mutates_args=())
 def _combine_backward(
-    grad: Tensor, ids: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, tag: int
+    grad: Tensor, ids: Tensor, token: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, tag: int
 ) -> Tensor:
     with _exchange(op, step_tokens, tag) as exchange:
-        return exchange.send(grad, None, ids)[0]
+        return exchange.send(grad, None, ids, token)[0]
 
 
 @_dispatch.register_fake
@@ -286,7 +311,7 @@ def _(rows: Tensor, weights: Tensor, ids: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 
 @_combine_backward.register_fake
-def _(grad: Tensor, ids: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, tag: int) -> Tensor:
+def _(grad: Tensor, ids: Tensor, token: Tensor, op: int, step_tokens: Sequence[int], num_rows: int, _: int) -> Tensor:
     return grad.new_empty((num_rows, grad.shape[1]))
 
 
@@ -294,24 +319,23 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, weights, ids, _, ctx.op, ctx.step_tokens, _, ctx.tag = inputs
     ctx.has_weights = weights is not None
     ctx.mark_non_differentiable(output[2], output[3])
-    ctx.save_for_backward(ids)
+    ctx.save_for_backward(ids, output[3])
 
 
 def _back_to_tokens(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
-    (ids,) = ctx.saved_tensors
-    grads = torch.ops.ep_a2a.dispatch_backward(rows, weights, ids, ctx.op, ctx.step_tokens, ctx.tag)
+    grads = torch.ops.ep_a2a.dispatch_backward(rows, weights, *ctx.saved_tensors, ctx.op, ctx.step_tokens, ctx.tag)
     return grads[0], grads[1] if ctx.has_weights else None, *(None,) * 6
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ids, _, ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag = inputs
-    ctx.save_for_backward(ids)
+    _, ids, token, _, ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag = inputs
+    ctx.save_for_backward(ids, token)
 
 
 def _back_to_rows(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    (ids,) = ctx.saved_tensors
-    rows = torch.ops.ep_a2a.combine_backward(grad, ids, ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag)
-    return rows, None, rows.new_empty(0), *(None,) * 4
+    numbers = ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag
+    rows = torch.ops.ep_a2a.combine_backward(grad, *ctx.saved_tensors, *numbers)
+    return rows, None, None, rows.new_empty(0), *(None,) * 4
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> Any:

@@ -199,7 +199,7 @@ class SharedBlocks:
         self.local: dict[str, list[torch.Tensor]] = {}
         self.streams = StreamOrder()
         self._fill_bytes: dict[str, int] = {}
-        self._user: weakref.ref[object] | None = None
+        self._user: weakref.ref[Any] | None = None
         self._was_left_open = False
 
     def refill(self) -> None:
@@ -247,7 +247,7 @@ class SharedBlocks:
         return sum(block.numel() for blocks in self.local.values() for block in blocks)
 
     def enter(self, op: object) -> None:
-        """Mark the memory as used by a step of an op.
+        """Mark the memory as used by a step of an op, after the end of a step that another one has left.
 
         Raises:
             AlternationError: another op's step is not over.
@@ -260,7 +260,7 @@ class SharedBlocks:
                 "an op that shared it was closed or dropped in the middle of a step",
                 "Call reset() of this op on every rank.",
             )
-        if user is not None and user is not op:
+        if user is not None and user is not op and not user.end_left_step():
             raise AlternationError(
                 "one op at a time to be between dispatch and combine in the memory that ops of one index share",
                 "dispatch of a second op before combine of the first",

@@ -58,6 +58,7 @@ class BaseOp(abc.ABC):
         OPS[self.number] = self
         self.streams = streams
         self.open_step: Step | None = None
+        self._left: tuple[torch.Tensor, Step] | None = None
         self._process = OwnProcess()
         # the call that launches, and its thread; the name stays behind if an exception of another kind ends the call
         self._launching: str | None = None
@@ -234,6 +235,8 @@ class BaseOp(abc.ABC):
     def _dispatch(self, name: str, step: Step, stages: Stages, wish: LaunchWish = NO_WISH) -> DispatchResult:
         """Check and launch a dispatch, or its first half; open the step."""
         self._require_ready()
+        if self._left is not None:
+            self.end_left_step()
         if self.open_step is not None:
             raise AlternationError(f"{self.open_step.next_call} next", name)
         self._prepare_dispatch(step)
@@ -297,8 +300,36 @@ class BaseOp(abc.ABC):
 
     def _end_step(self) -> None:
         """Close the step, so that the next call is dispatch."""
-        self.open_step = None
+        self.open_step = self._left = None
         self._launching = None
+
+    def leave_step(self, token: torch.Tensor) -> None:
+        """Close the open step for callers: `take_up_step` opens it again, and any dispatch in its memory ends it first.
+
+        Args:
+            token: what tells the step from others, by its address: equal calls on all ranks have one each.
+        """
+        assert self.open_step is not None
+        self._left, self.open_step = (token, self.open_step), None
+
+    def take_up_step(self, token: torch.Tensor) -> bool:
+        """Whether the step with this token was left, and is open now."""
+        left = self._left
+        # the token that is held keeps its address to itself
+        if left is None or left[0].data_ptr() != token.data_ptr():
+            return False
+        self.open_step, self._left = left[1], None
+        return True
+
+    def end_left_step(self) -> bool:
+        """Combine a step that was left; nobody needs the sums. Returns whether there was one: equal on all ranks."""
+        if self._left is None:
+            return False
+        self.open_step, self._left = self._left[1], None
+        tokens = self.open_step.dispatched.tokens
+        out = tokens.new_empty(self.open_step.num_tokens, tokens.shape[-1])
+        self.combine(tokens.new_empty(tokens.shape), None, None, out=out)
+        return True
 
     @property
     def has_open_step(self) -> bool:

@@ -340,7 +340,8 @@ class EpDispatchCombineOp(BaseOp):
     def _close(self) -> None:
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.device)  # running kernels may yet fail
-        if self.has_open_step or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):
+        is_open = self.has_open_step or self._left is not None
+        if is_open or (not self.arena.closed and (self.memory.record_words[0] or self.memory.poisoned)):
             self.memory.acquired.shared_blocks.spoil()
         self._end_step()
         self.memory.acquired.user = None

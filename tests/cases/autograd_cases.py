@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ep_a2a
 from ep_a2a import autograd
-from ep_a2a.errors import ClosedError, ConfigMismatchError, EpA2AError, RankTimeoutError, UnsupportedError
+from ep_a2a.errors import ClosedError, ConfigMismatchError, EpA2AError, RankTimeoutError, ShapeError, UnsupportedError
 from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.testing import RankContext
+from tests.cases.manager_cases import kwargs_of
+from tests.cases.op_cases import Case
 
 HIDDEN, TOPK, MAX_TOKENS = 16, 3, 6
 Layer = Callable[..., Tensor]
@@ -158,6 +160,87 @@ def two_layers(op: BaseOp, given: Inputs) -> Tensor:
     return loss(layer() + layer())
 
 
+def halves(context: RankContext) -> None:
+    """A combine takes up the step of its dispatch; a step that something displaces is repeated, none stays open."""
+    manager = ep_a2a.create_manager("ep_a2a", context.group)
+    manager.device = context.device
+    case = Case(context.world_size, HIDDEN, TOPK, 2 * context.world_size, MAX_TOKENS, torch.float32)
+    # two ops in the same memory
+    op, other = (
+        manager.get_handle(kwargs_of(replace(case, layout=layout), context.rank))
+        for layout in ("compact", "rank_major")
+    )
+    given = Inputs.of(op, uneven(context.rank))
+    result, want = dense_grads(given, context.group)
+    calls: list[str] = []
+
+    def layer(between: Callable[[], object]) -> None:
+        """Runs `between` between all calls of a layer."""
+
+        def in_backward(_: Tensor) -> None:
+            between()
+
+        received = autograd.dispatch(op, given.tokens, given.weights, given.ids)
+        assert received.weights is not None
+        assert op.open_step is None
+        between()
+        rows = experts_on(received.rows, received.weights, received.ids, given.own, given.first)
+        combined = autograd.combine(op, rows, received)
+        between()
+        rows.register_hook(in_backward)
+        agree([combined, *torch.autograd.grad(loss(combined), given.leaves)], [result, *want])
+
+    def inference() -> None:
+        with torch.no_grad():
+            op.combine(op.dispatch(given.tokens, None, None, given.ids).tokens, None, None)
+
+    def refused_rows() -> None:
+        with pytest.raises(ShapeError):
+            autograd.combine(op, given.tokens.new_zeros(1, HIDDEN), autograd.dispatch(op, *unrouted))
+
+    def in_turn() -> None:
+        received = autograd.dispatch(other, *unrouted)
+        autograd.combine(other, received.rows, received)
+
+    unrouted = given.tokens, given.weights, torch.full_like(given.ids, -1)
+    for each in (op, other):
+        for name in ("dispatch", "combine"):
+            setattr(each, name, functools.partial(_noting, getattr(each, name), name[0], calls))
+    for between, expected in (
+        (lambda: None, "dcdc"),
+        (lambda: autograd.dispatch(op, *unrouted), "dcdcdcdcdcdcdc"),
+        (lambda: autograd.dispatch(other, *unrouted), "dcdcdcdcdcdcdc"),
+        (in_turn, "dcdcdcdcdcdcdc"),
+        (inference, "dcdcdcdcdcdcdc"),
+        (refused_rows, "dcdcdcdcdcdcdc"),
+        (lambda: op.reset(), "ddcddc"),
+    ):
+        calls.clear()
+        layer(between)
+        assert "".join(calls) == expected, (expected, calls)
+    manager.destroy()
+
+
+def _noting(call: Callable[..., Any], name: str, calls: list[str], *args: Any, **kwargs: Any) -> Any:
+    result = call(*args, **kwargs)
+    calls.append(name)
+    return result
+
+
+def on_another_backend(context: RankContext, backend: str, num_nodes: int) -> None:
+    """A layer on ops of other backends, and between nodes."""
+    with ep_a2a.create_manager(backend, context.group) as manager:
+        manager.device = context.device
+        case = Case(context.world_size, HIDDEN, TOPK, 2 * context.world_size, MAX_TOKENS, torch.float32)
+        per_node = context.world_size // num_nodes
+        op = manager.get_handle(kwargs_of(case, context.rank, gpu_per_node=per_node))
+        given = Inputs.of(op, uneven(context.rank))
+        result, want = dense_grads(given, context.group)
+        combined = moe(op, given.tokens, given.weights, given.ids, given.own, given.first)
+        agree([combined, *torch.autograd.grad(loss(combined), given.leaves)], [result, *want])
+        del op
+
+
 def skipped_experts(context: RankContext) -> None:
     """A rank whose experts take no part in its graph runs backward with the others."""
     with make(context) as op:
@@ -189,7 +272,7 @@ def another_order(context: RankContext) -> None:
         args = given.tokens, given.weights, given.ids, given.own, given.first
         results = [moe(op, *args, tag=tag).sum() for tag in (1, 2)]
         with pytest.raises(ConfigMismatchError, match="tag"):
-            results[context.rank].backward()
+            backward(op, results[context.rank])
         dist.barrier(context.group)
         op.reset()
 
@@ -202,10 +285,18 @@ def on_one_rank(context: RankContext) -> None:
         op.set_timeout(1.0)
         if context.rank == 0:
             with pytest.raises(RankTimeoutError, match="rank 1") as error:
-                total.backward()
+                backward(op, total)
             assert error.value.late_ranks == (1,)
         dist.barrier(context.group)
         op.reset()
+
+
+def backward(op: BaseOp, total: Tensor) -> None:
+    """Backward, and the error that the device finds in it."""
+    total.backward()
+    if op.device.type == "cuda":
+        torch.cuda.synchronize()
+    op.check()
 
 
 def refusals(context: RankContext) -> None:
@@ -257,15 +348,15 @@ def operators(context: RankContext) -> None:
         most = MAX_TOKENS * context.world_size
         rows, row_weights = torch.randn(most, HIDDEN, device=op.device), torch.randn(most, TOPK, device=op.device)
         numbers = op.number, [MAX_TOKENS], most, 0
-        link = tokens.detach().new_empty(0)
+        link, token = tokens.detach().new_empty(0), given.ids.new_zeros(1)
         calls = torch.ops.ep_a2a
         frozen = tokens.detach()
         for operator, args in (
             (calls.dispatch, (tokens, weights, given.ids, autograd.ANCHOR, *numbers)),
             (calls.dispatch, (frozen, None, given.ids, autograd.ANCHOR, *numbers)),
-            (calls.combine, (rows.clone().requires_grad_(), given.ids, link, *numbers)),
-            (calls.dispatch_backward, (rows, row_weights, given.ids, op.number, [MAX_TOKENS], 0)),
-            (calls.combine_backward, (frozen, given.ids, *numbers)),
+            (calls.combine, (rows.clone().requires_grad_(), given.ids, token, link, *numbers)),
+            (calls.dispatch_backward, (rows, row_weights, given.ids, token, op.number, [MAX_TOKENS], 0)),
+            (calls.combine_backward, (frozen, given.ids, token, *numbers)),
         ):
             torch.library.opcheck(operator.default, args)
 
@@ -294,6 +385,60 @@ def compiled(context: RankContext, backend: str, dynamic: bool) -> None:
             grads = torch.autograd.grad(loss(result), given.leaves)
             agree([result, *grads], [want, *want_grads])
             assert " ".join(calls) == "send1 send2 bring_back2 send3 bring_back3 send3 bring_back3 send2 bring_back2"
+
+
+def compiled_once(context: RankContext, backend: str) -> None:
+    """One compiled layer on two ops, without gradients, and in a checkpoint that saves what was received."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    layer = torch.compile(moe, fullgraph=True, backend=backend)
+    saved = [torch.ops.ep_a2a.dispatch.default, torch.ops.ep_a2a.combine.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def in_a_checkpoint(*args: Any) -> Tensor:
+        return checkpoint(moe, *args, use_reentrant=False, context_fn=contexts)
+
+    with make(context) as op, make(context) as other:
+        for each in (op, other, op):
+            given = Inputs.of(each, uneven(context.rank))
+            result, want = dense_grads(given, context.group)
+            args = each, given.tokens, given.weights, given.ids, given.own, given.first
+            for form in (layer, in_a_checkpoint):
+                combined = form(*args)
+                agree([combined, *torch.autograd.grad(loss(combined), given.leaves)], [result, *want])
+            with torch.no_grad():
+                agree([layer(*args)], [result])
+            with torch.inference_mode():
+                agree([layer(*args)], [result])
+
+
+def captured(context: RankContext) -> None:
+    """Forward and backward of two layers in one CUDA graph, replayed with other inputs."""
+    with make(context) as op:
+        given = Inputs.of(op, uneven(context.rank))
+
+        def step() -> list[Tensor]:
+            args = given.tokens, given.weights, given.ids, given.own, given.first
+            result = moe(op, *args) + moe(op, *args)
+            return [result, *torch.autograd.grad(loss(result), given.leaves)]
+
+        for _ in range(2):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = step()
+        for seed in range(3):
+            other = Inputs.of(op, uneven(context.rank), seed)
+            given.experts = other.experts
+            for mine, new in zip([*given.leaves, given.ids], [*other.leaves, other.ids], strict=True):
+                mine.detach().copy_(new.detach())
+            graph.replay()
+            torch.cuda.synchronize()
+            want, want_grads = dense_grads(given, context.group, 2)
+            agree(got, [want, *want_grads])
+        agree(step(), [want, *want_grads])
 
 
 def noted(name: str, calls: list[str]) -> None:

@@ -27,6 +27,7 @@ def test_checkpoints(ranks: Any, reentrant: bool) -> None:
     "body",
     [
         cases.rows_without_a_token,
+        cases.halves,
         cases.skipped_experts,
         cases.another_order,
         cases.on_one_rank,
@@ -38,7 +39,16 @@ def test_special(ranks: Any, body: Any) -> None:
     ranks(body, 2)
 
 
+@pytest.mark.parametrize(("backend", "num_nodes"), [("ep_a2a", 2), ("naive", 1), ("allgather_reducescatter", 1)])
+def test_another_backend(ranks: Any, backend: str, num_nodes: int) -> None:
+    ranks(cases.on_another_backend, 2, backend, num_nodes)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_in_one_graph(ranks: Any, backend: str, dynamic: bool) -> None:
     ranks(cases.compiled, 2, backend, dynamic)
+
+
+def test_compiled_once(ranks: Any) -> None:
+    ranks(cases.compiled_once, 2, "aot_eager")
