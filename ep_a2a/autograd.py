@@ -42,6 +42,7 @@ from ep_a2a.ops.bounds import num_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.bounds import StepTokens
 
@@ -117,7 +118,7 @@ def dispatch(
         ClosedError: the op has been closed; also in backward.
         EpA2AError: as of `op.dispatch` and `op.combine`; also in backward.
     """
-    _check(op)
+    check_gradients(op.config)
     given = op._bound_given(step_tokens, max_num_tokens)  # noqa: SLF001  one rule for both interfaces
     bounds = [given] if isinstance(given, int) else list(given)
     most = num_rows(op.config, given)
@@ -145,16 +146,15 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
     Raises:
         UnsupportedError, ClosedError, EpA2AError: as of `dispatch`.
     """
-    _check(op)
+    check_gradients(op.config)
     ids, link, bounds, tag = received.routes
     most = num_rows(op.config, bounds[0] if len(bounds) == 1 else bounds)
     numbers = op.number, bounds, most, tag
     return torch.ops.ep_a2a.combine(rows, ids, received.num_rows, link, *numbers)  # type: ignore[no-any-return]
 
 
-def _check(op: BaseOp) -> None:
-    """Raise if gradients cannot travel through the op."""
-    config = op.config
+def check_gradients(config: EpDispatchCombineConfig) -> None:
+    """Raise UnsupportedError if gradients cannot travel through an op of this config."""
     if config.layout == Layout.EXPERT_MAJOR:
         raise UnsupportedError(
             "layout compact or rank_major for gradients", "expert_major", "Sort the received rows by expert yourself."

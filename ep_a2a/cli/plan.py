@@ -16,6 +16,7 @@ COMBINE_QUANT = "Cast of combine: none (default), fp8_blockwise, fp8_direct_cast
 RECV = "Cap on received rows; default: none."
 FLAGGED = "Most tokens of a rank in the low-latency dispatch; default: 128."
 NODES = "Predict exchanges between numbers of nodes, separated by commas."
+TRAINING = "Also what a layer of ep_a2a.autograd keeps."
 DTYPE = "bfloat16, float16, float32; default: the model's, else bfloat16."
 
 
@@ -38,6 +39,7 @@ def plan(
     scale_format: Annotated[str | None, typer.Option(help="float32 (default), ue8m0, float32_power_of_two.")] = None,
     max_total_recv_tokens: Annotated[int | None, opt.number(RECV, opt.MOST_TOKENS, least=0)] = None,
     flagged_max_tokens: Annotated[int | None, opt.number(FLAGGED, opt.MOST_TOKENS, least=0)] = None,
+    training: Annotated[bool, typer.Option("--training", help=TRAINING)] = False,
     nodes: Annotated[Any, opt.numbers(NODES)] = None,
     nic_gbps: Annotated[
         float | None, typer.Option(help="With --nodes: rate of each GPU's NIC, Gb/s; default: 400.")

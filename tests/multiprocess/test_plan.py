@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from ep_a2a import autograd
 from ep_a2a.commands.plan.model import model_of
-from ep_a2a.commands.plan.sizes import plan_of
+from ep_a2a.commands.plan.sizes import for_training, plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, vllm_plan
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
@@ -73,6 +74,32 @@ def test_copies_are_planned(ranks):
     changes = {"max_num_tokens_per_dp_rank": 9}
     plan = plan_of([config_from_handle_kwargs(kwargs_of(r, **changes), topology_internode=False) for r in range(2)])
     assert ranks(copied, WORLD_SIZE) == [sum(part.num_bytes for part in plan.later[1:])] * 2
+
+
+def trained(context: RankContext) -> dict[str, int]:
+    """Bytes that a layer of ep_a2a.autograd keeps, by what they are; it allocates none of the op's."""
+    with create_manager("ep_a2a", context.group) as manager:
+        manager.device = context.device
+        op = manager.get_handle(kwargs_of(context.rank, max_num_tokens_per_dp_rank=9))
+        before = manager.arena.num_bytes
+        ids = torch.arange(9 * TOPK, dtype=torch.int32).reshape(9, TOPK)
+        tokens, weights = torch.ones(9, HIDDEN_DIM, dtype=torch.bfloat16, requires_grad=True), torch.ones(9, TOPK)
+        received = autograd.dispatch(op, tokens, weights, ids)
+        autograd.combine(op, received.rows, received).sum().backward()
+        assert manager.arena.num_bytes == before
+        assert received.weights is not None
+        sides = received.weights.nbytes + received.ids.nbytes
+        given = tokens.nbytes + weights.nbytes + ids.nbytes
+        return dict(zip(KEPT, (received.rows.nbytes, sides, ids.nbytes, given), strict=True))
+
+
+KEPT = ("received_rows", "received_weights_and_ids", "ids", "in_a_checkpoint")
+
+
+def test_what_training_keeps_is_planned(ranks):
+    changes = {"max_num_tokens_per_dp_rank": 9}
+    plan = plan_of([config_from_handle_kwargs(kwargs_of(r, **changes), topology_internode=False) for r in range(2)])
+    assert ranks(trained, WORLD_SIZE) == [for_training(plan).kept] * 2
 
 
 def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict[str, Any]) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ep_a2a.compat.deep_ep_sizes import DeepEpHints, deep_ep_hints, edition
 from ep_a2a.config import Layout
 from ep_a2a.kernels.layout import OpLayout, Region
 from ep_a2a.kernels.ring_shape import Rings
+from ep_a2a.ops.bounds import num_rows
 from ep_a2a.ops.memory import block_sizes
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.layout import Field
 
-WEIGHT_BYTES = 4
+WEIGHT_BYTES = ID_BYTES = 4
 OWN_PARTS = frozenset({"flagged_region", "control", "local"})
 """Parts that an op shares with no other."""
 
@@ -57,12 +58,14 @@ class Plan:
         parts: what rank 0 allocates when the op is built.
         later: parts that only certain calls allocate, at their first use; the arena counts them then.
         bytes_by_rank: of each rank when the op is built; what a manager's `num_buffer_bytes` is with this op alone.
+        kept: for training, what each layer keeps on a rank from forward to backward, beside the op; see `for_training`.
     """
 
     config: EpDispatchCombineConfig
     parts: tuple[Part, ...]
     later: tuple[Part, ...]
     bytes_by_rank: tuple[int, ...]
+    kept: dict[str, int] | None = None
 
     def as_json_object(self) -> dict[str, Any]:
         """Plain values; all sizes in bytes, with what alignment adds."""
@@ -74,6 +77,7 @@ class Plan:
             "bytes_allocated_later": {part.name: part.num_bytes for part in self.later},
             "bytes_by_rank": list(self.bytes_by_rank),
             "bytes_of_all_gpus": sum(self.bytes_by_rank),
+            **({} if self.kept is None else {"bytes_kept_per_layer": self.kept}),
             "deep_ep_hints": {"edition": edition(), **asdict(self.deep_ep_hints)},
         }
 
@@ -112,6 +116,32 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
     )
     by_rank = tuple(block_sizes(each).num_bytes for each in configs)
     return Plan(config, parts, () if brings_own_rows else _later(config), by_rank)
+
+
+def for_training(plan: Plan) -> Plan:
+    """Returns the plan of an op whose calls are those of ep_a2a.autograd.
+
+    Such calls allocate nothing later. Each layer keeps what its dispatch returns, with all of a step's tokens on each
+    rank; or inside an activation checkpoint, which dispatches again, what the dispatch was given.
+
+    Raises:
+        UnsupportedError: gradients cannot travel through the op.
+    """
+    # a torch that is too old for gradients is not too old for plans
+    from ep_a2a.autograd import check_gradients
+
+    check_gradients(plan.config)
+    config, row_bytes = plan.config, plan.config.hidden_dim * plan.config.data_type.itemsize
+    slot_bytes = config.topk * (WEIGHT_BYTES + ID_BYTES)
+    tokens = config.max_num_inp_token_per_rank
+    rows = num_rows(config, tokens)
+    kept = {
+        "received_rows": rows * row_bytes,
+        "received_weights_and_ids": rows * slot_bytes,
+        "ids": tokens * config.topk * ID_BYTES,
+        "in_a_checkpoint": tokens * (row_bytes + slot_bytes),
+    }
+    return replace(plan, later=(), kept=kept)
 
 
 def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:
