@@ -26,7 +26,7 @@ TIMEOUT_SECS = 3600
 LOWEST = "lowest"
 ROWS = {LOWEST: "3.11"} | {f"newest-{python}": python for python in ("3.12", "3.13", "3.14")}
 """The Python of each row."""
-SHOWN = ("torch", "triton", "numpy", "typer", "rich")
+SHOWN = ("torch", "triton", "numpy", "filelock", "typer", "rich")
 VERSIONS = f"from importlib.metadata import version; print(*map(version, {SHOWN}))"
 WHERE = "import ep_a2a; print(ep_a2a.__file__)"
 TESTS = (

@@ -73,7 +73,7 @@ class CompiledKernel:
     _tensors: tuple[int, ...] = field(default=(), init=False)
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> tuple[Hashable, ...]:
         """All that the compiled code depends on."""
         constants = tuple(self.constants.items())
         return self.kernel, self.operands, constants, self.num_warps, self.max_registers, self.shares_sm, self.puts
@@ -127,31 +127,45 @@ class CompiledKernel:
             UntrustedFolderError: Triton's cache is not this user's alone.
             MissingPackageError: NVSHMEM's device functions are not installed.
         """
-        if self.is_compiled:
-            return
+        if not self.is_compiled:
+            self.refuse_capture()
+            self.load(self.build())
+
+    def refuse_capture(self) -> None:
+        """Returns where no graph is being captured on the current stream.
+
+        Raises:
+            StateError: one is; code cannot be loaded then.
+        """
         if torch.cuda.is_current_stream_capturing():
             raise StateError(
                 "a form of the call that has run before a graph captures it", "its first use",
                 "Make the call once outside of the capture: kernels are compiled then.",
             )  # fmt: skip
-        constants = as_constexprs(self.constants)
+
+    def build(self) -> Any:
+        """Compiles the kernel, or finds it in Triton's cache: what `load` takes. Threads may build at the same time."""
         linked = {}
         if self.puts:
             linked = {"extern_libs": {"libnvshmem_device": str(nvshmem.device_library(torch.device("cuda")))}}
-        compiled = self.kernel.warmup(
+        return self.kernel.warmup(
             *self.stand_ins,
             grid=(1,),
-            **constants,
+            **as_constexprs(self.constants),
             num_warps=self.num_warps,
             launch_pdl=self.named_constants.get("DEPENDENT_LAUNCH", False),
             maxnreg=self.max_registers,
             **linked,
         )
+
+    def load(self, compiled: Any) -> None:
+        """Loads what `build` returned onto the current device."""
         part(compiled, "_init_handles")()
         if self.shares_sm:
             prefer_shared_memory(part(compiled, "function"))
         if self.puts:
             nvshmem.load_into(part(compiled, "module"))
+        constants = as_constexprs(self.constants)
         self._tensors = tuple(place for place, dtype in enumerate(self.operands) if isinstance(dtype, torch.dtype))
         self._trailing = tuple(constants[name] for name in self.kernel.arg_names[len(self.stand_ins) :])
         registers = -(-int(part(compiled, "n_regs")) // REGISTER_GRANULARITY) * REGISTER_GRANULARITY

@@ -44,10 +44,12 @@ def _check_peer_access(device: torch.device, indices: list[int]) -> None:
 
 def _allocate_torch_symmetric(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:
     import torch.distributed._symmetric_memory as symm_mem
+    from torch._C._distributed_c10d import _SymmetricMemory as allocator
 
     def allocate() -> torch.Tensor:
         try:
-            tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+            # symm_mem.empty does the same, but works out strides by a function that imports sympy, which takes seconds
+            tensor = allocator.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
             tensor.zero_()
             torch.cuda.synchronize(device)
         except RuntimeError as cause:

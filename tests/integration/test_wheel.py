@@ -90,7 +90,7 @@ def test_what_it_says_of_itself(wheel):
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
     needed = [text for text in metadata.get_all("Requires-Dist") or [] if "extra ==" not in text]
-    assert {text.split(">=")[0] for text in needed} == {"torch", "triton", "numpy", "typer", "rich"}
+    assert {text.split(">=")[0] for text in needed} == {"torch", "triton", "numpy", "filelock", "typer", "rich"}
     assert metadata["License-File"] == "LICENSE"
     shown = metadata.get_payload()
     assert shown.startswith("# ep_a2a")

@@ -1,58 +1,68 @@
-"""Who compiles which kernel first, and messages of long compilations, with kernels that are made up."""
+"""Who compiles which kernel first and once, and messages of long compilations, with kernels that are made up."""
 
 import io
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import filelock
 import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a import clock
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.kernels import compilation
-from ep_a2a.kernels.compilation import ANNOUNCE_AFTER_SECS, LOADING_SECS, compile_all
+from ep_a2a.kernels.compilation import compile_all
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.portable import portable
 from tests.cases.configs import deepseek_v3
 
-LONG_SECS = ANNOUNCE_AFTER_SECS + 1
-
-
-class Time:
-    """Stands in for the clock; passes only while a kernel is compiled."""
-
-    now = 0.0
-
 
 @dataclass
 class FakeKernel:
-    """Takes `secs` to compile."""
+    """Is built by a call of `work`."""
 
     name: str
-    secs: float = 0.0
+    work: Callable[[], object] = lambda: None
     is_compiled: bool = False
-    seen: list[str] | None = None
+    seen: list[str] = field(default_factory=list)
 
-    def compile(self) -> None:
-        Time.now += self.secs
+    @property
+    def kernel(self) -> SimpleNamespace:
+        return SimpleNamespace(cache_key="")
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.kernel, self.name
+
+    def refuse_capture(self) -> None:
+        pass
+
+    def build(self) -> str:
+        self.work()
+        self.seen.append(self.name)
+        return self.name
+
+    def load(self, built: str) -> None:
+        assert built == self.name
         self.is_compiled = True
-        if self.seen is not None:
-            self.seen.append(self.name)
 
 
 @pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> io.StringIO:
     """The terminal of a program that has set no logging up: pytest has handlers."""
     stderr = io.StringIO()
     stderr.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(compilation, "sys", SimpleNamespace(stderr=stderr))
-    monkeypatch.setattr(clock, "now", lambda: Time.now)
     monkeypatch.setattr(compilation, "logger", logging.Logger("alone"))  # noqa: LOG001
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/cache")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return stderr
 
 
@@ -67,24 +77,86 @@ def compiled(kernels: Sequence[FakeKernel], config: EpDispatchCombineConfig | No
     assert all(kernel.is_compiled for kernel in kernels)
 
 
-def long_compilation() -> list[FakeKernel]:
-    done = FakeKernel("dispatch", LONG_SECS, is_compiled=True)
-    return [done, FakeKernel("dispatch", LONG_SECS), *(FakeKernel(name, LONG_SECS) for name in ("count", "combine"))]
+class LongCompilation:
+    """Kernels of which two are not built before the message about them has been given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said = threading.Event()
+        announce = compilation._announce
+
+        def announce_and_go_on(kernels: Any) -> None:
+            announce(kernels)
+            self.said.set()
+
+        monkeypatch.setattr(compilation, "wait", self.wait)
+        monkeypatch.setattr(compilation, "_announce", announce_and_go_on)
+
+    def wait(self, started: Iterable[Future[Any]], _: float) -> SimpleNamespace:
+        first, *rest = started
+        first.result()
+        return SimpleNamespace(not_done=rest)
+
+    def run(self, config: EpDispatchCombineConfig | None = None) -> None:
+        late = [FakeKernel(name, self.said.wait) for name in ("count", "combine")]
+        compiled([FakeKernel("dispatch", is_compiled=True), FakeKernel("dispatch"), *late], config)
 
 
-def test_a_long_compilation_is_announced_once(terminal: io.StringIO) -> None:
-    compiled(long_compilation())
+@pytest.fixture
+def long_compilation(monkeypatch: pytest.MonkeyPatch) -> LongCompilation:
+    return LongCompilation(monkeypatch)
+
+
+def test_a_long_compilation_is_announced_once(
+    terminal: io.StringIO, tmp_path: Path, long_compilation: LongCompilation
+) -> None:
+    long_compilation.run()
     assert terminal.getvalue() == (
         "ep_a2a: compiling for the first use: 2 of 3 kernels are left (combine, count); "
-        "/somewhere/cache keeps them, so the next start is quick\n"
+        f"{tmp_path} keeps them, so the next start is quick\n"
     )
 
 
-@pytest.mark.parametrize(("num_kernels", "secs"), [(2, ANNOUNCE_AFTER_SECS), (100, LOADING_SECS), (0, 0.0)])
-def test_nothing_is_said_where_nothing_takes_long(terminal: io.StringIO, num_kernels: int, secs: float) -> None:
-    """Of many kernels in a warm cache each is quick."""
-    compiled([FakeKernel("quick", secs) for _ in range(num_kernels)])
+def test_nothing_is_said_where_nothing_takes_long(terminal: io.StringIO) -> None:
+    compiled([FakeKernel(str(place)) for place in range(100)])
     assert terminal.getvalue() == ""
+
+
+def test_an_error_ends_the_compilation() -> None:
+    kernels = [FakeKernel("good"), FakeKernel("bad", lambda: 1 // 0), FakeKernel("good")]
+    with pytest.raises(ZeroDivisionError):
+        compile_all([cast("CompiledKernel", kernel) for kernel in kernels], config_of(0, 4))
+
+
+def test_a_kernel_that_another_process_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its lock is taken first; whoever waits for it builds when it is free, or when patience ends."""
+    compiled([FakeKernel("one")])
+    (lock,) = tmp_path.glob("ep_a2a-*.lock")
+    waits = threading.Event()
+    acquire = filelock.FileLock.acquire
+
+    def acquire_and_tell(self: Any, *args: Any, **options: Any) -> Any:
+        waits.set()
+        return acquire(self, *args, **options)
+
+    kernel = FakeKernel("one")
+    with ThreadPoolExecutor(1) as other:
+        with filelock.FileLock(lock):
+            monkeypatch.setattr(filelock.FileLock, "acquire", acquire_and_tell)
+            building = other.submit(compiled, [kernel])
+            assert waits.wait(30)
+            assert kernel.seen == []
+        building.result()
+        monkeypatch.setattr(compilation, "LOCK_PATIENCE_SECS", 0.0)
+        with filelock.FileLock(lock):
+            other.submit(compiled, [FakeKernel("one")]).result()
+
+
+def test_a_cache_without_locks_is_used_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def acquire(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    compiled([FakeKernel("one"), FakeKernel("two")])
 
 
 @pytest.mark.parametrize(
@@ -105,25 +177,34 @@ def test_ranks_of_a_node_compile_their_shares_first(rank: int, gpu_per_node: int
 @pytest.mark.parametrize(
     ("rank", "gpu_per_node", "speaks"), [(0, 8, True), (4, 4, True), (1, 8, False), (3, 4, False), (5, 4, False)]
 )
-def test_the_first_rank_of_each_node_speaks(terminal: io.StringIO, rank: int, gpu_per_node: int, speaks: bool) -> None:
-    compiled(long_compilation(), config_of(rank, gpu_per_node))
+def test_the_first_rank_of_each_node_speaks(
+    terminal: io.StringIO, long_compilation: LongCompilation, rank: int, gpu_per_node: int, speaks: bool
+) -> None:
+    if not speaks:
+        long_compilation.said.set()
+    long_compilation.run(config_of(rank, gpu_per_node))
     assert ("compiling" in terminal.getvalue()) == speaks
 
 
-def test_without_a_terminal_only_those_who_ask_read_it(monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO) -> None:
+def test_without_a_terminal_only_those_who_ask_read_it(
+    monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO, long_compilation: LongCompilation
+) -> None:
     terminal.isatty = lambda: False  # type: ignore[method-assign]
-    compiled(long_compilation())
+    long_compilation.run()
     assert terminal.getvalue() == ""
     monkeypatch.setenv("EP_A2A_LOG_LEVEL", "info")
-    compiled(long_compilation())
+    long_compilation.said.clear()
+    long_compilation.run()
     assert "compiling" in terminal.getvalue()
 
 
-def test_what_logging_shows_is_not_written_again(monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO) -> None:
+def test_what_logging_shows_is_not_written_again(
+    monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO, long_compilation: LongCompilation
+) -> None:
     logger, shown = logging.Logger("own", logging.INFO), io.StringIO()  # noqa: LOG001
     logger.addHandler(logging.StreamHandler(shown))
     monkeypatch.setattr(compilation, "logger", logger)
-    compiled(long_compilation())
+    long_compilation.run()
     assert terminal.getvalue() == ""
     assert shown.getvalue().startswith("compiling for the first use")
 
