@@ -2,11 +2,12 @@
 
     python tools/ab_bench.py OLD NEW --rounds 5 --json rows.jsonl -- --ranks 2 --layout rank_major --contenders ep_a2a
 
-OLD and NEW are folders with a checkout. Everything behind `--` goes to `ep-a2a bench`. The first run of each checkout
-compiles its kernels; its times do not count. Then every round runs OLD and NEW once, in alternating order. Each figure
-of a checkout is its median over the rounds. With `-- --shared-gpu` all ranks of both use one GPU, one checkout at a
-time. The script exits with 1 where NEW is slower than OLD by more than
-`--tolerance` per cent, or where nothing could be compared.
+OLD and NEW are folders with a checkout. `--set FILE:NAME=VALUE`, which may be repeated, gives NEW another value of a
+constant, in a copy: so a checkout is compared with itself. Everything behind `--` goes to `ep-a2a bench`. The first run
+of each checkout compiles its kernels; its times do not count. Then every round runs OLD and NEW once, in alternating
+order. Each figure of a checkout is its median over the rounds. With `-- --shared-gpu` all ranks of both use one GPU,
+one checkout at a time. The script exits with 1 where NEW is slower than OLD by more than `--tolerance` per cent, or
+where nothing could be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,10 +39,31 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=2.0, help="per cent")
     parser.add_argument("--json", type=Path, help="file for the raw rows of all rounds")
+    parser.add_argument("--set", action="append", default=[], metavar="FILE:NAME=VALUE", help="a constant of NEW")
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options, bench = parser.parse_args(arguments[:at]), arguments[at + 1 :]
-    folders = dict(zip(NAMES, (options.old.resolve(), options.new.resolve())))
+    with tempfile.TemporaryDirectory() as copy:
+        new = with_constants(options.new.resolve(), options.set, Path(copy))
+        return compare(options, dict(zip(NAMES, (options.old.resolve(), new))), bench)
+
+
+def with_constants(checkout: Path, settings: list[str], copy: Path) -> Path:
+    """The checkout, or `copy`, which then gets the checkout's package with these constants."""
+    if not settings:
+        return checkout
+    shutil.copytree(checkout / "ep_a2a", copy / "ep_a2a", ignore=shutil.ignore_patterns("__pycache__"))
+    for setting in settings:
+        file, name, value = re.fullmatch(r"([^:]+):(\w+)=(.+)", setting).groups()
+        text, found = re.subn(rf"^{name} = .*$", f"{name} = {value}", (copy / file).read_text(), flags=re.MULTILINE)
+        if found != 1:
+            raise SystemExit(f"{file} sets {name} {found} times, expected once")
+        (copy / file).write_text(text)
+    return copy
+
+
+def compare(options: argparse.Namespace, folders: dict[str, Path], bench: list[str]) -> int:
+    """Times both folders in turn; the exit code."""
     # Nothing is timed yet, and compilation takes the host; on a shared GPU the two would fill each other's share.
     with ThreadPoolExecutor(1 if "--shared-gpu" in bench else len(NAMES)) as both:
         list(both.map(lambda folder: run_bench(folder, bench), folders.values()))
