@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM_TIMEOUT_SECS = 240
 WITH_A_DEATH = "go_on_example"
 """The example that kills a rank of its own; CPU only."""
+TRAINING = "train_moe"
 EXAMPLES = ("mori_complete_example", "ep_group_example", "direct_api_example", "deep_ep_example")
 
 

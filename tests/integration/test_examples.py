@@ -1,17 +1,26 @@
 """The examples on CPU; each checks itself."""
 
 import itertools
+import re
 import runpy
 import sys
 
 import pytest
 import torch
 
-from tests.integration.programs import EXAMPLES, PROGRAM_TIMEOUT_SECS, ROOT, WITH_A_DEATH, run_example, succeeded
+from tests.integration.programs import (
+    EXAMPLES,
+    PROGRAM_TIMEOUT_SECS,
+    ROOT,
+    TRAINING,
+    WITH_A_DEATH,
+    run_example,
+    succeeded,
+)
 
 
 def test_all_examples_are_run() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*EXAMPLES, WITH_A_DEATH}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*EXAMPLES, TRAINING, WITH_A_DEATH}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -33,6 +42,21 @@ def test_the_others_go_on_after_deaths(num_ranks: int, victims: tuple[int, ...],
     assert printed.count(f"ranks {sorted(victims)} are gone") == num_left
     assert printed.count(f"of {num_left}, lost experts {lost}") == num_left
     assert "before and after" in printed
+
+
+def test_training_has_the_losses_of_a_dense_model() -> None:
+    """On any number of ranks; the text is that of the documentation."""
+    dense, *spread = (
+        [
+            float(loss)
+            for loss in re.findall(r"loss ([\d.]+)", succeeded(run_example(TRAINING, *options, "--steps", "20")))
+        ]
+        for options in (("--ranks", "1", "--dense"), ("--ranks", "2"), ("--ranks", "4"))
+    )
+    assert len(dense) == 20
+    assert dense[-1] < 0.8 * dense[0]
+    for losses in spread:
+        assert losses == pytest.approx(dense, rel=1e-5)
 
 
 def test_group_example_with_ranks_that_do_not_divide_the_experts() -> None:
@@ -61,6 +85,7 @@ def test_group_example_on_other_backends(backend: str) -> None:
         ("mori_complete_example", ("--max-tokens", "0")),
         ("mori_complete_example", ("--experts-per-rank", "0")),
         ("mori_complete_example", ("--topk", "0")),
+        *((TRAINING, options) for options in (("--ranks", "3"), ("--steps", "0"), ("--ranks", "2", "--dense"))),
         (WITH_A_DEATH, ("--ranks", "2")),
         (WITH_A_DEATH, ("--ranks", "9")),
         (WITH_A_DEATH, ("--secs", "0")),
