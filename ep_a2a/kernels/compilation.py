@@ -85,10 +85,11 @@ def _lock_of(kernel: CompiledKernel) -> str:
 
 def _build(kernel: CompiledKernel, lock: str) -> Any:
     with contextlib.ExitStack() as held:
-        # some network file systems have no locks: then each process compiles
-        with contextlib.suppress(filelock.Timeout, NotImplementedError, OSError):
+        try:
             os.makedirs(os.path.dirname(lock), exist_ok=True)
             held.enter_context(filelock.FileLock(lock, LOCK_PATIENCE_SECS))
+        except (NotImplementedError, OSError) as error:  # patience has ended, or the file system has no locks
+            logger.info("%s is compiled without its lock, perhaps by several processes: %s", kernel.name, error)
         return kernel.build()
 
 
