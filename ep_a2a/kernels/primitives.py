@@ -232,7 +232,7 @@ def initial_poison(
 
 @portable
 def share_of(unit, program, num_programs):
-    """What a program adds to a word that counts steps by `unit`: the shares of a launch's programs make one unit."""
+    """Returns what a program adds to a word that counts steps by `unit`; a launch's programs add one unit together."""
     return tl.where(program == 0, unit - num_programs + 1, 1)
 
 
