@@ -235,8 +235,7 @@ class BaseOp(abc.ABC):
     def _dispatch(self, name: str, step: Step, stages: Stages, wish: LaunchWish = NO_WISH) -> DispatchResult:
         """Check and launch a dispatch, or its first half; open the step."""
         self._require_ready()
-        if self._left is not None:
-            self.end_left_step()
+        self.end_left_step()
         if self.open_step is not None:
             raise AlternationError(f"{self.open_step.next_call} next", name)
         self._prepare_dispatch(step)
