@@ -3,8 +3,9 @@
 .. code-block:: python
 
     received = autograd.dispatch(op, tokens, weights, ids)
-    results = experts(received.rows, received.weights, received.ids)
-    output = autograd.combine(op, results, received)
+    groups = autograd.group(op, received)
+    results = experts(groups.rows, groups.ends)
+    output = autograd.combine(op, autograd.ungroup(results, groups, received), received)
 
 The backward of a dispatch is a combine, and that of a combine a dispatch, over the same routes: rows of a backward come
 where those of the forward lay. Each operator copies its results out of the op's memory and leaves the op ready for any
@@ -40,7 +41,7 @@ from ep_a2a.ops.base_op import OPS, BaseOp
 from ep_a2a.ops.bounds import num_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import DispatchResult
@@ -153,11 +154,80 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
     return torch.ops.ep_a2a.combine(rows, ids, received.num_rows, link, *numbers)  # type: ignore[no-any-return]
 
 
+class Groups(NamedTuple):
+    """Received rows by expert, as grouped products take them.
+
+    Attributes:
+        rows: [R * K, H], a row for each slot of this rank's experts, ascending by expert, then as received. Zeros
+            behind them.
+        ends: [E] int32, for each expert of this rank the end of its rows: `offs` of torch's grouped products.
+        order: [R * K] int64, the received slot of each row.
+        valid: [R * K] bool, which rows have one of this rank's experts.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    order: Tensor
+    valid: Tensor
+
+
+def group(op: BaseOp, received: Received) -> Groups:
+    """Sort received rows by expert, a row for each slot. Has gradients in `received.rows`. The host waits for nothing.
+
+    Args:
+        op: that of the dispatch.
+        received: of the dispatch.
+    """
+    num_experts, topk = op.config.num_local_experts, received.ids.shape[1]
+    local = received.ids - op.config.first_expert
+    own = (local >= 0) & (local < num_experts)
+    experts, order = torch.where(own, local, num_experts).flatten().sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)
+    valid = experts < num_experts
+    # a grouped product leaves what it likes behind the last row, in results and gradients
+    rows = torch.where(valid[:, None], received.rows[order // topk], 0)
+    return Groups(rows, ends, order, valid)
+
+
+def ungroup(results: Tensor, groups: Groups, received: Received) -> Tensor:
+    """Add the experts' results for each received row, as combine takes them. Has gradients in results and weights.
+
+    A result times its weight is rounded to the results' dtype. A row's products are added in float32, in ascending
+    slots, and rounded once.
+
+    Args:
+        results: [R * K, H], the expert's result for each row of `groups`. Rows behind the last may hold anything.
+        groups: of the same dispatch.
+        received: of the dispatch; without weights results are added as they are.
+
+    Returns:
+        [R, H] of the results' dtype.
+    """
+    order, valid = groups.order, groups.valid
+    if received.weights is not None:
+        weights = torch.where(valid, received.weights.flatten()[order], 0)
+        results = (results * weights[:, None]).to(results.dtype)
+    places = order.argsort().view(received.ids.shape)
+    products = (torch.where(valid[place, None], results[place], 0) for place in places.unbind(1))
+    return _sum_slots(products)
+
+
+def _sum_slots(rows: Iterable[Tensor]) -> Tensor:
+    """The sum of a token's slots, in float32 and in their order, rounded once."""
+    first, *others = rows
+    total = first.float()
+    for each in others:
+        total = total + each.float()
+    return total.to(first.dtype)
+
+
 def check_gradients(config: EpDispatchCombineConfig) -> None:
     """Raise UnsupportedError if gradients cannot travel through an op of this config."""
     if config.layout == Layout.EXPERT_MAJOR:
         raise UnsupportedError(
-            "layout compact or rank_major for gradients", "expert_major", "Sort the received rows by expert yourself."
+            "layout compact or rank_major for gradients",
+            "expert_major",
+            "ep_a2a.autograd.group sorts received rows by expert.",
         )
     casts = config.dispatch_quant, config.combine_quant
     if casts != (QuantType.NONE, QuantType.NONE) or config.data_type != config.combined_dtype or config.local_ids:
