@@ -35,17 +35,20 @@ from torch import Tensor
 
 from ep_a2a.config import ALIGNMENT_BYTES, Layout, QuantType
 from ep_a2a.effects import keep_order, register
-from ep_a2a.errors import ClosedError, UnsupportedError
+from ep_a2a.errors import ClosedError, UnknownNameError, UnsupportedError
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.base_op import OPS, BaseOp
 from ep_a2a.ops.bounds import num_rows
+from ep_a2a.slots import Groups, by_slot, group, sum_slots, ungroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.interface import DispatchResult
     from ep_a2a.ops.bounds import StepTokens
+
+__all__ = ["Groups", "Received", "Routes", "combine", "dispatch", "group", "ungroup"]
 
 NO_TOKEN = -1
 """The id in rows without a token."""
@@ -59,7 +62,8 @@ class Routes(NamedTuple):
     """What combine, and the backward of both, repeat of a dispatch.
 
     Attributes:
-        ids, step_tokens, tag: as given to dispatch, step_tokens as a list.
+        ids, step_tokens, tag: as given to dispatch, step_tokens as a list; with reduction="slots" those of rows.
+        num_slots: the rows that each token was sent as.
         link: an empty tensor by which the backward of combine leads to that of dispatch, whatever lies between.
     """
 
@@ -67,6 +71,7 @@ class Routes(NamedTuple):
     link: Tensor
     step_tokens: list[int]
     tag: int
+    num_slots: int
 
 
 class Received(NamedTuple):
@@ -99,6 +104,7 @@ def dispatch(
     step_tokens: StepTokens | None = None,
     max_num_tokens: StepTokens | None = None,
     tag: int = 0,
+    reduction: str = "ranks",
 ) -> Received:
     """Send each token once to every distinct rank that owns one of its experts. Has gradients in tokens and weights.
 
@@ -113,8 +119,13 @@ def dispatch(
         step_tokens, max_num_tokens: by either name, the most tokens of any rank, or of each, as in `op.dispatch`;
             equal on all ranks. None is the most that the op takes.
         tag: a number of this call, as in `op.dispatch`, by which ranks that are in different calls find out.
+        reduction: "ranks", or "slots" for results and gradients of tokens whose bits do not depend on the EP size, if
+            those of the experts' rows do not. The op then has topk 1 and room for K * T tokens: each slot is sent as a
+            token of its own, so K is 1 in what is received, and `combine` adds a token's K rows in float32, in
+            ascending slots, and rounds once.
 
     Raises:
+        UnknownNameError: another reduction.
         UnsupportedError: gradients cannot travel through this op.
         ClosedError: the op has been closed; also in backward.
         EpA2AError: as of `op.dispatch` and `op.combine`; also in backward.
@@ -122,11 +133,19 @@ def dispatch(
     check_gradients(op.config)
     given = op._bound_given(step_tokens, max_num_tokens)  # noqa: SLF001  one rule for both interfaces
     bounds = [given] if isinstance(given, int) else list(given)
-    most = num_rows(op.config, given)
+    num_slots = 1
+    if reduction == "slots":
+        if step_tokens is not None or max_num_tokens is not None:
+            bounds = [each * ids.shape[1] for each in bounds]
+        num_slots = ids.shape[1]
+        tokens, weights, ids = by_slot(op.config, tokens, weights, ids)
+    elif reduction != "ranks":
+        raise UnknownNameError("ranks or slots", repr(reduction), field="reduction")
+    most = num_rows(op.config, _bound(bounds))
     rows, row_weights, row_ids, count, link = torch.ops.ep_a2a.dispatch(
         tokens, weights, ids, ANCHOR, op.number, bounds, most, tag
     )
-    routes = Routes(ids, link, bounds, tag)
+    routes = Routes(ids, link, bounds, tag, num_slots)
     return Received(rows, None if weights is None else row_weights, row_ids, count, routes)
 
 
@@ -148,77 +167,15 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
         UnsupportedError, ClosedError, EpA2AError: as of `dispatch`.
     """
     check_gradients(op.config)
-    ids, link, bounds, tag = received.routes
-    most = num_rows(op.config, bounds[0] if len(bounds) == 1 else bounds)
-    numbers = op.number, bounds, most, tag
-    return torch.ops.ep_a2a.combine(rows, ids, received.num_rows, link, *numbers)  # type: ignore[no-any-return]
+    ids, link, bounds, tag, num_slots = received.routes
+    numbers = op.number, bounds, num_rows(op.config, _bound(bounds)), tag
+    sums: Tensor = torch.ops.ep_a2a.combine(rows, ids, received.num_rows, link, *numbers)
+    rows = sums.view(len(ids) // num_slots, num_slots, sums.shape[1])
+    return sums if num_slots == 1 else sum_slots(rows.unbind(1))
 
 
-class Groups(NamedTuple):
-    """Received rows by expert, as grouped products take them.
-
-    Attributes:
-        rows: [R * K, H], a row for each slot of this rank's experts, ascending by expert, then as received. Zeros
-            behind them.
-        ends: [E] int32, for each expert of this rank the end of its rows: `offs` of torch's grouped products.
-        order: [R * K] int64, the received slot of each row.
-        valid: [R * K] bool, which rows have one of this rank's experts.
-    """
-
-    rows: Tensor
-    ends: Tensor
-    order: Tensor
-    valid: Tensor
-
-
-def group(op: BaseOp, received: Received) -> Groups:
-    """Sort received rows by expert, a row for each slot. Has gradients in `received.rows`. The host waits for nothing.
-
-    Args:
-        op: that of the dispatch.
-        received: of the dispatch.
-    """
-    num_experts, topk = op.config.num_local_experts, received.ids.shape[1]
-    local = received.ids - op.config.first_expert
-    own = (local >= 0) & (local < num_experts)
-    experts, order = torch.where(own, local, num_experts).flatten().sort(stable=True)
-    ends = torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)
-    valid = experts < num_experts
-    # a grouped product leaves what it likes behind the last row, in results and gradients
-    rows = torch.where(valid[:, None], received.rows[order // topk], 0)
-    return Groups(rows, ends, order, valid)
-
-
-def ungroup(results: Tensor, groups: Groups, received: Received) -> Tensor:
-    """Add the experts' results for each received row, as combine takes them. Has gradients in results and weights.
-
-    A result times its weight is rounded to the results' dtype. A row's products are added in float32, in ascending
-    slots, and rounded once.
-
-    Args:
-        results: [R * K, H], the expert's result for each row of `groups`. Rows behind the last may hold anything.
-        groups: of the same dispatch.
-        received: of the dispatch; without weights results are added as they are.
-
-    Returns:
-        [R, H] of the results' dtype.
-    """
-    order, valid = groups.order, groups.valid
-    if received.weights is not None:
-        weights = torch.where(valid, received.weights.flatten()[order], 0)
-        results = (results * weights[:, None]).to(results.dtype)
-    places = order.argsort().view(received.ids.shape)
-    products = (torch.where(valid[place, None], results[place], 0) for place in places.unbind(1))
-    return _sum_slots(products)
-
-
-def _sum_slots(rows: Iterable[Tensor]) -> Tensor:
-    """The sum of a token's slots, in float32 and in their order, rounded once."""
-    first, *others = rows
-    total = first.float()
-    for each in others:
-        total = total + each.float()
-    return total.to(first.dtype)
+def _bound(step_tokens: list[int]) -> StepTokens:
+    return step_tokens[0] if len(step_tokens) == 1 else step_tokens
 
 
 def check_gradients(config: EpDispatchCombineConfig) -> None:
@@ -227,7 +184,7 @@ def check_gradients(config: EpDispatchCombineConfig) -> None:
         raise UnsupportedError(
             "layout compact or rank_major for gradients",
             "expert_major",
-            "ep_a2a.autograd.group sorts received rows by expert.",
+            "Sort received rows by ep_a2a.autograd.group.",
         )
     casts = config.dispatch_quant, config.combine_quant
     if casts != (QuantType.NONE, QuantType.NONE) or config.data_type != config.combined_dtype or config.local_ids:
@@ -247,10 +204,10 @@ class _Exchange(NamedTuple):
     tag: int
 
     def dispatch(self, tokens: Tensor, weights: Tensor | None, ids: Tensor) -> DispatchResult:
-        bounds = self.step_tokens[0] if len(self.step_tokens) == 1 else self.step_tokens
         weights = None if weights is None else _whole(weights)
+        bound = _bound(self.step_tokens)
         return self.op.dispatch(
-            _whole(tokens), weights, None, _whole(ids), step_tokens=bounds, pad_id=NO_TOKEN, tag=self.tag
+            _whole(tokens), weights, None, _whole(ids), step_tokens=bound, pad_id=NO_TOKEN, tag=self.tag
         )
 
     def send(

@@ -17,7 +17,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ep_a2a
 from ep_a2a import autograd
-from ep_a2a.errors import ClosedError, ConfigMismatchError, EpA2AError, RankTimeoutError, ShapeError, UnsupportedError
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigMismatchError,
+    EpA2AError,
+    RankTimeoutError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
@@ -133,6 +141,41 @@ def dense(context: RankContext, layout: str) -> None:
             with torch.no_grad():
                 rows = op.dispatch(given.tokens, None, None, given.ids).tokens
                 op.combine(rows, None, None)
+
+
+def slots(context: RankContext, layout: str) -> None:
+    """With reduction="slots" bits are those of slots added one by one on one rank, whatever the number of ranks."""
+    num_experts, dtype = 7, torch.bfloat16
+    sizes = {"topk": 1, "max_tokens": TOPK * MAX_TOKENS, "num_experts": num_experts, "dtype": dtype, "layout": layout}
+    with make(context, **sizes) as op:
+        drawn = torch.Generator().manual_seed(context.rank)
+        tokens, weights = (torch.randn(uneven(context.rank), size, generator=drawn) for size in (HIDDEN, TOPK))
+        ids = torch.rand(len(tokens), num_experts, generator=drawn).topk(TOPK).indices.int()
+        ids[::2, 1], ids[3:4], ids[1:2] = -1, num_experts, 2
+        leaves = [each.to(op.device).requires_grad_() for each in (tokens.to(dtype), weights)]
+        ids = ids.to(op.device)
+
+        def expert(rows: Tensor, own: Tensor) -> Tensor:
+            """Elementwise, so that a row's bits depend on nothing else."""
+            return rows * (own + 0.3).to(dtype)[:, None] + rows * rows
+
+        wide = leaves[0].float()
+        total = torch.zeros_like(wide)
+        for slot in range(TOPK):
+            own, weight = ids[:, slot], leaves[1][:, slot, None]
+            product = (expert(wide.to(dtype), own) * weight).to(dtype)
+            total = total + torch.where(((own >= 0) & (own < num_experts))[:, None], product, 0).float()
+        want = total.to(dtype)
+        want_grads = torch.autograd.grad(loss(want), leaves)
+        bounds = [uneven(rank) for rank in range(context.world_size)]
+        for step_tokens in (None, MAX_TOKENS, bounds):
+            received = autograd.dispatch(op, *leaves, ids, step_tokens=step_tokens, reduction="slots")
+            groups = autograd.group(op, received)
+            results = expert(groups.rows, received.ids[groups.order, 0])
+            result = autograd.combine(op, autograd.ungroup(results, groups, received), received)
+            grads = torch.autograd.grad(loss(result), leaves)
+            for got, wanted in zip([result, *grads], [want, *want_grads], strict=True):
+                assert torch.equal(got, wanted)
 
 
 def rows_without_a_token(context: RankContext) -> None:
@@ -319,9 +362,13 @@ def refusals(context: RankContext) -> None:
     with cast, refused(UnsupportedError, "without casts .* fp8_per_token.* Make another op"):
         autograd.dispatch(cast, *row)
     by_expert = make(context, layout="expert_major")
-    with by_expert, refused(UnsupportedError, "layout compact or rank_major.* autograd.group"):
+    with by_expert, refused(UnsupportedError, "layout compact or rank_major.* by ep_a2a.autograd.group"):
         autograd.dispatch(by_expert, *row)
     op = make(context)
+    with refused(UnsupportedError, 'topk 1 for reduction="slots"; got topk 3. Make one'):
+        autograd.dispatch(op, *row, reduction="slots")
+    with refused(UnknownNameError, "reduction ranks or slots; got 'slot'"):
+        autograd.dispatch(op, *row, reduction="slot")
     given = Inputs.of(op, 2)
     args = given.tokens, given.weights, given.ids, given.own, given.first
     (grad,) = torch.autograd.grad(loss(moe(op, *args)), given.tokens, create_graph=True)

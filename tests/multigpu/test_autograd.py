@@ -10,6 +10,7 @@ from tests.multiprocess.test_autograd import (  # noqa: F401
     test_checkpoints,
     test_compiled_once,
     test_in_one_graph,
+    test_slots_have_equal_bits_at_any_ep_size,
     test_special,
     test_two_layers_and_an_unused_dispatch,
 )

@@ -13,6 +13,13 @@ def test_against_the_dense_layer(ranks: Any, world_size: int, layout: str) -> No
     ranks(cases.dense, world_size, layout)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "compact"), (2, "rank_major"), (4, "compact"), (5, "rank_major")]
+)
+def test_slots_have_equal_bits_at_any_ep_size(ranks: Any, world_size: int, layout: str) -> None:
+    ranks(cases.slots, world_size, layout)
+
+
 @pytest.mark.parametrize(("world_size", "frozen"), [(2, "inputs"), (2, "all"), (2, "none"), (4, "inputs"), (5, "none")])
 def test_two_layers_and_an_unused_dispatch(ranks: Any, world_size: int, frozen: str) -> None:
     ranks(cases.several, world_size, frozen)

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ep_a2a.memory", "ep_a2a.topology", "ep_a2a.shmem", "ep_a2a.graph_breaks", "ep_a2a.effects"),
     ("ep_a2a.kernels",),
     ("ep_a2a.ops", "ep_a2a.telemetry"),
-    ("ep_a2a.autograd", "ep_a2a.managers"),
+    ("ep_a2a.autograd", "ep_a2a.slots", "ep_a2a.managers"),
     ("ep_a2a.parallel",),
     ("ep_a2a.integrations", "ep_a2a.compat"),
     ("ep_a2a.testing",),

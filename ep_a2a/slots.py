@@ -1,0 +1,100 @@
+"""Slots of tokens, in plain torch with gradients: received rows by expert, and sums of slots in their order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ep_a2a.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from ep_a2a.autograd import Received
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.ops.base_op import BaseOp
+
+
+class Groups(NamedTuple):
+    """Received rows by expert, as grouped products take them.
+
+    Attributes:
+        rows: [R * K, H], a row for each slot of this rank's experts, ascending by expert, then as received. Zeros
+            behind them.
+        ends: [E] int32, for each expert of this rank the end of its rows: `offs` of torch's grouped products.
+        order: [R * K] int64, the received slot of each row.
+        valid: [R * K] bool, which rows have one of this rank's experts.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    order: Tensor
+    valid: Tensor
+
+
+def group(op: BaseOp, received: Received) -> Groups:
+    """Sort received rows by expert, a row for each slot. Has gradients in `received.rows`. The host waits for nothing.
+
+    Args:
+        op: that of the dispatch.
+        received: of the dispatch.
+    """
+    num_experts, topk = op.config.num_local_experts, received.ids.shape[1]
+    local = received.ids - op.config.first_expert
+    own = (local >= 0) & (local < num_experts)
+    experts, order = torch.where(own, local, num_experts).flatten().sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)
+    valid = experts < num_experts
+    # behind the last row grouped products leave anything, in results and gradients
+    rows = torch.where(valid[:, None], received.rows[order // topk], 0)
+    return Groups(rows, ends, order, valid)
+
+
+def ungroup(results: Tensor, groups: Groups, received: Received) -> Tensor:
+    """Add the experts' results for each received row, as combine takes them. Has gradients in results and weights.
+
+    A result times its weight is rounded to the results' dtype. A row's products are added in float32, in ascending
+    slots, and rounded once.
+
+    Args:
+        results: [R * K, H], the expert's result for each row of `groups`. Rows behind the last may hold anything.
+        groups: of the same dispatch.
+        received: of the dispatch; without weights results are added as they are.
+
+    Returns:
+        [R, H] of the results' dtype.
+    """
+    order, valid = groups.order, groups.valid
+    if received.weights is not None:
+        weights = torch.where(valid, received.weights.flatten()[order], 0)
+        results = (results * weights[:, None]).to(results.dtype)
+    places = order.argsort().view(received.ids.shape)
+    products = (torch.where(valid[place, None], results[place], 0) for place in places.unbind(1))
+    return sum_slots(products)
+
+
+def by_slot(
+    config: EpDispatchCombineConfig, tokens: Tensor, weights: Tensor | None, ids: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Each slot as a token of one expert. Gradients of a token's slots are added in float32, and rounded once."""
+    if config.topk != 1:
+        raise UnsupportedError(
+            'an op of topk 1 for reduction="slots"',
+            f"topk {config.topk}",
+            "Make one whose max_tokens is the most tokens of a rank times their slots.",
+        )
+    wide = tokens.float()
+    copies = torch.stack([wide.to(tokens.dtype) for _ in range(ids.shape[1])], 1).flatten(0, 1)
+    return copies, None if weights is None else weights.reshape(-1, 1), ids.reshape(-1, 1)
+
+
+def sum_slots(rows: Iterable[Tensor]) -> Tensor:
+    """The sum of a token's slots, in float32 and in their order, rounded once."""
+    first, *others = rows
+    total = first.float()
+    for each in others:
+        total = total + each.float()
+    return total.to(first.dtype)
