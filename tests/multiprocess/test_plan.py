@@ -1,9 +1,13 @@
 """What `ep-a2a plan` says is what ops allocate, to the byte: built among real processes."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ep_a2a import autograd
 from ep_a2a.commands.plan.model import model_of
@@ -84,13 +88,47 @@ def trained(context: RankContext) -> dict[str, int]:
         before = manager.arena.num_bytes
         ids = torch.arange(9 * TOPK, dtype=torch.int32).reshape(9, TOPK)
         tokens, weights = torch.ones(9, HIDDEN_DIM, dtype=torch.bfloat16, requires_grad=True), torch.ones(9, TOPK)
-        received = autograd.dispatch(op, tokens, weights, ids)
-        autograd.combine(op, received.rows, received).sum().backward()
+        kept: list[autograd.Received] = []
+
+        def layer(tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            received = autograd.dispatch(op, tokens, weights, ids)
+            assert received.weights is not None
+            kept[:] = [received]
+            return autograd.combine(op, (received.rows * received.weights[:, :1]).to(torch.bfloat16), received)
+
+        with Made() as made:
+            result = layer(tokens, weights, ids)
+        sides = kept[0].weights.nbytes + kept[0].ids.nbytes
+        received = kept[0].rows.nbytes, sides
+        assert made.num_bytes() == result.nbytes + sum(received) + kept[0].num_rows.nbytes
+        result.sum().backward()
+        with Made() as made:
+            result = checkpoint(layer, tokens, weights, ids, use_reentrant=False)
+        kept.clear()
+        assert made.num_bytes() == result.nbytes
+        result.sum().backward()
         assert manager.arena.num_bytes == before
-        assert received.weights is not None
-        sides = received.weights.nbytes + received.ids.nbytes
         given = tokens.nbytes + weights.nbytes + ids.nbytes
-        return dict(zip(KEPT, (received.rows.nbytes, sides, ids.nbytes, given), strict=True))
+        return dict(zip(KEPT, (*received, ids.nbytes, given), strict=True))
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes that operators allocate, and that are still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for each in results if isinstance(results, tuple) else (results,):
+            storage = each.untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return results
+
+    def num_bytes(self) -> int:
+        gc.collect()
+        return sum(num_bytes for storage, num_bytes in self._storages.values() if not storage.expired())
 
 
 KEPT = ("received_rows", "received_weights_and_ids", "ids", "in_a_checkpoint")
