@@ -39,6 +39,7 @@ from ep_a2a.errors import ClosedError, UnknownNameError, UnsupportedError
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.base_op import OPS, BaseOp
 from ep_a2a.ops.bounds import num_rows
+from ep_a2a.quantization import dequantize
 from ep_a2a.slots import Groups, by_slot, group, sum_slots, ungroup
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Routes(NamedTuple):
 
     Attributes:
         ids, step_tokens, tag: as given to dispatch, step_tokens as a list; with reduction="slots" those of rows.
+        back: the number of the op that takes gradients back.
         num_slots: the rows that each token was sent as.
         link: an empty tensor by which the backward of combine leads to that of dispatch, whatever lies between.
     """
@@ -72,6 +74,7 @@ class Routes(NamedTuple):
     step_tokens: list[int]
     tag: int
     num_slots: int
+    back: int
 
 
 class Received(NamedTuple):
@@ -105,6 +108,7 @@ def dispatch(
     max_num_tokens: StepTokens | None = None,
     tag: int = 0,
     reduction: str = "ranks",
+    back: BaseOp | None = None,
 ) -> Received:
     """Send each token once to every distinct rank that owns one of its experts. Has gradients in tokens and weights.
 
@@ -112,7 +116,7 @@ def dispatch(
     rank uses for its loss, all ranks use. It runs on the current stream.
 
     Args:
-        op: of layout compact or rank_major, without casts. Keep it open until backward has run.
+        op: of layout compact or rank_major. Keep it open until backward has run.
         tokens: [T, H] of the op's dtype.
         weights: [T, K] float32, or None on all ranks.
         ids: [T, K] int32 global expert ids. An id outside [0, num_experts) is a dropped slot.
@@ -123,6 +127,9 @@ def dispatch(
             those of the experts' rows do not. The op then has topk 1 and room for K * T tokens: each slot is sent as a
             token of its own, so K is 1 in what is received, and `combine` adds a token's K rows in float32, in
             ascending slots, and rounds once.
+        back: an op of the same sizes, which exchanges gradients; None is `op`, if that has no casts. So rows may travel
+            in fp8 and gradients in the tokens' dtype: received rows are as after the cast, and gradients as without it.
+            Two handles of a manager share their memory.
 
     Raises:
         UnknownNameError: another reduction.
@@ -130,7 +137,7 @@ def dispatch(
         ClosedError: the op has been closed; also in backward.
         EpA2AError: as of `op.dispatch` and `op.combine`; also in backward.
     """
-    check_gradients(op.config)
+    back = _checked_back(op, back)
     given = op._bound_given(step_tokens, max_num_tokens)  # noqa: SLF001  one rule for both interfaces
     bounds = [given] if isinstance(given, int) else list(given)
     num_slots = 1
@@ -143,9 +150,9 @@ def dispatch(
         raise UnknownNameError("ranks or slots", repr(reduction), field="reduction")
     most = num_rows(op.config, _bound(bounds))
     rows, row_weights, row_ids, count, link = torch.ops.ep_a2a.dispatch(
-        tokens, weights, ids, ANCHOR, op.number, bounds, most, tag
+        tokens, weights, ids, ANCHOR, [op.number, back.number], bounds, most, tag
     )
-    routes = Routes(ids, link, bounds, tag, num_slots)
+    routes = Routes(ids, link, bounds, tag, num_slots, back.number)
     return Received(rows, None if weights is None else row_weights, row_ids, count, routes)
 
 
@@ -167,8 +174,8 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
         UnsupportedError, ClosedError, EpA2AError: as of `dispatch`.
     """
     check_gradients(op.config)
-    ids, link, bounds, tag, num_slots = received.routes
-    numbers = op.number, bounds, num_rows(op.config, _bound(bounds)), tag
+    ids, link, bounds, tag, num_slots, back = received.routes
+    numbers = [op.number, back], bounds, num_rows(op.config, _bound(bounds)), tag
     sums: Tensor = torch.ops.ep_a2a.combine(rows, ids, received.num_rows, link, *numbers)
     rows = sums.view(len(ids) // num_slots, num_slots, sums.shape[1])
     return sums if num_slots == 1 else sum_slots(rows.unbind(1))
@@ -186,14 +193,39 @@ def check_gradients(config: EpDispatchCombineConfig) -> None:
             "expert_major",
             "Sort received rows by ep_a2a.autograd.group.",
         )
-    casts = config.dispatch_quant, config.combine_quant
-    if casts != (QuantType.NONE, QuantType.NONE) or config.data_type != config.combined_dtype or config.local_ids:
+    if config.takes_scale or config.data_type != config.combined_dtype or config.local_ids:
         raise UnsupportedError(
-            "an op without casts and local_ids for gradients",
-            f"dispatch_quant {casts[0]}, combine_quant {casts[1]}, {config.data_type} to {config.combined_dtype}, "
-            f"local_ids {config.local_ids}",
+            "an op without a given scale, local_ids and another dtype of results for gradients",
+            f"dispatch_quant {config.dispatch_quant}, local_ids {config.local_ids}, {config.data_type} to "
+            f"{config.combined_dtype}",
             "Make another op for training.",
         )
+
+
+SIZES = (
+    *("rank", "world_size", "hidden_dim", "topk", "total_experts", "max_num_inp_token_per_rank"),
+    *("max_num_recv_tokens", "layout", "data_type"),
+)
+"""Fields in which an op and that of its gradients are equal."""
+
+
+def _checked_back(op: BaseOp, back: BaseOp | None) -> BaseOp:
+    check_gradients(op.config)
+    if back is None:
+        casts = op.config.dispatch_quant, op.config.combine_quant
+        if casts != (QuantType.NONE, QuantType.NONE):
+            raise UnsupportedError(
+                "an op for gradients beside one with casts",
+                f"dispatch_quant {casts[0]}, combine_quant {casts[1]}",
+                "Pass back=, an op of the same sizes without casts.",
+            )
+        return op
+    check_gradients(back.config)
+    for name in SIZES:
+        sizes = getattr(op.config, name), getattr(back.config, name)
+        if sizes[0] != sizes[1]:
+            raise UnsupportedError(f"back of the op's {name} {sizes[0]}", str(sizes[1]), "Pass an op of equal sizes.")
+    return back
 
 
 class _Exchange(NamedTuple):
@@ -222,7 +254,10 @@ class _Exchange(NamedTuple):
         self.op.leave_step(count if token is None else token)
         row_ids = got.indices.flatten(0, -2).clone()
         holds = (row_ids != NO_TOKEN).any(-1, keepdim=True)
-        rows = torch.where(holds, got.tokens.flatten(0, -2), 0)
+        rows, config = got.tokens.flatten(0, -2), self.op.config
+        if got.scales is not None:
+            rows = dequantize(rows, got.scales.flatten(0, -2), config.dispatch_quant, config.data_type)
+        rows = torch.where(holds, rows, 0)
         row_weights = None if got.weights is None else torch.where(holds, got.weights.flatten(0, -2), 0)
         # raises what the op knows by now
         self.op.check()
@@ -269,12 +304,12 @@ def _dispatch(
     weights: Tensor | None,
     ids: Tensor,
     anchor: Tensor,
-    op: int,
+    ops: Sequence[int],
     step_tokens: Sequence[int],
     num_rows: int,
     tag: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with _exchange(op, step_tokens, tag) as exchange:
+    with _exchange(ops[0], step_tokens, tag) as exchange:
         rows, row_weights, row_ids, count = exchange.send(tokens, weights, ids)
         if row_weights is None:
             row_weights = rows.new_empty((len(rows), 0), dtype=torch.float32)
@@ -287,12 +322,12 @@ def _combine(
     ids: Tensor,
     token: Tensor,
     link: Tensor,
-    op: int,
+    ops: Sequence[int],
     step_tokens: Sequence[int],
     num_rows: int,
     tag: int,
 ) -> Tensor:
-    with _exchange(op, step_tokens, tag) as exchange:
+    with _exchange(ops[0], step_tokens, tag) as exchange:
         return exchange.bring_back(rows, None, ids, token)[0]
 
 
@@ -343,24 +378,24 @@ def _(grad: Tensor, ids: Tensor, token: Tensor, op: int, step_tokens: Sequence[i
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weights, ids, _, ctx.op, ctx.step_tokens, _, ctx.tag = inputs
+    _, weights, ids, _, (_, ctx.back), ctx.step_tokens, _, ctx.tag = inputs
     ctx.has_weights = weights is not None
     ctx.mark_non_differentiable(output[2], output[3])
     ctx.save_for_backward(ids, output[3])
 
 
 def _back_to_tokens(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
-    grads = torch.ops.ep_a2a.dispatch_backward(rows, weights, *ctx.saved_tensors, ctx.op, ctx.step_tokens, ctx.tag)
+    grads = torch.ops.ep_a2a.dispatch_backward(rows, weights, *ctx.saved_tensors, ctx.back, ctx.step_tokens, ctx.tag)
     return grads[0], grads[1] if ctx.has_weights else None, *(None,) * 6
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ids, token, _, ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag = inputs
+    _, ids, token, _, (_, ctx.back), ctx.step_tokens, ctx.num_rows, ctx.tag = inputs
     ctx.save_for_backward(ids, token)
 
 
 def _back_to_rows(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    numbers = ctx.op, ctx.step_tokens, ctx.num_rows, ctx.tag
+    numbers = ctx.back, ctx.step_tokens, ctx.num_rows, ctx.tag
     rows = torch.ops.ep_a2a.combine_backward(grad, *ctx.saved_tensors, *numbers)
     return rows, None, None, rows.new_empty(0), *(None,) * 4
 

@@ -325,9 +325,9 @@ class BaseOp(abc.ABC):
         if self._left is None:
             return False
         self.open_step, self._left = self._left[1], None
-        tokens = self.open_step.dispatched.tokens
-        out = tokens.new_empty(self.open_step.num_tokens, tokens.shape[-1])
-        self.combine(tokens.new_empty(tokens.shape), None, None, out=out)
+        tokens, dtype = self.open_step.dispatched.tokens, self.config.combined_dtype
+        out = tokens.new_empty(self.open_step.num_tokens, tokens.shape[-1], dtype=dtype)
+        self.combine(tokens.new_empty(tokens.shape, dtype=dtype), None, None, out=out)
         return True
 
     @property

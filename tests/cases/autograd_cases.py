@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ep_a2a
 from ep_a2a import autograd
+from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import (
     ClosedError,
     ConfigMismatchError,
@@ -27,6 +28,7 @@ from ep_a2a.errors import (
     UnsupportedError,
 )
 from ep_a2a.ops.base_op import BaseOp
+from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import kwargs_of
 from tests.cases.op_cases import Case
@@ -56,8 +58,11 @@ class Inputs:
     def of(cls, op: BaseOp, num_tokens: int, seed: int = 0) -> Inputs:
         config, device = op.config, op.device
         shared, own = (torch.Generator().manual_seed(seed + each) for each in (0, 1 + config.rank))
-        experts = torch.randn(config.total_experts, HIDDEN, HIDDEN, generator=shared) / HIDDEN**0.5
-        tokens, weights = (torch.randn(num_tokens, size, generator=own) for size in (HIDDEN, TOPK))
+        experts = (
+            torch.randn(config.total_experts, config.hidden_dim, config.hidden_dim, generator=shared)
+            / config.hidden_dim**0.5
+        )
+        tokens, weights = (torch.randn(num_tokens, size, generator=own) for size in (config.hidden_dim, TOPK))
         ids = torch.rand(num_tokens, config.total_experts, generator=own).topk(TOPK).indices.int()
         # dropped slots, and a token that goes nowhere
         ids[::2, 1] = -1
@@ -69,6 +74,11 @@ class Inputs:
     @property
     def leaves(self) -> list[Tensor]:
         return [self.tokens, self.weights, self.own]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Those of a layer, behind the op."""
+        return self.tokens, self.weights, self.ids, self.own, self.first
 
 
 def moe(op: BaseOp, tokens: Tensor, weights: Tensor, ids: Tensor, own: Tensor, first: int, **kwargs: Any) -> Tensor:
@@ -109,7 +119,7 @@ def dense_grads(given: Inputs, group: Any, factor: int = 1) -> tuple[Tensor, lis
 
 
 def loss(result: Tensor) -> Tensor:
-    return (result * torch.linspace(-1, 1, HIDDEN, device=result.device)).sum()
+    return (result * torch.linspace(-1, 1, result.shape[-1], device=result.device)).sum()
 
 
 def agree(got: list[Tensor], want: list[Tensor]) -> None:
@@ -128,7 +138,7 @@ def dense(context: RankContext, layout: str) -> None:
         given = Inputs.of(op, uneven(context.rank))
         bounds = [uneven(rank) for rank in range(context.world_size)]
         want, want_grads = dense_grads(given, context.group)
-        args = given.tokens, given.weights, given.ids, given.own, given.first
+        args = given.args
         first = {}
         for layer, step_tokens in itertools.product((moe, grouped), (None, MAX_TOKENS, bounds, bounds)):
             result = layer(op, *args, max_num_tokens=step_tokens)
@@ -212,7 +222,7 @@ def several(context: RankContext, frozen: str) -> None:
 
 def two_layers(op: BaseOp, given: Inputs) -> Tensor:
     autograd.dispatch(op, given.tokens, given.weights, given.ids)
-    layer = functools.partial(moe, op, given.tokens, given.weights, given.ids, given.own, given.first)
+    layer = functools.partial(moe, op, *given.args)
     return loss(layer() + layer())
 
 
@@ -292,9 +302,32 @@ def on_another_backend(context: RankContext, backend: str, num_nodes: int) -> No
         op = manager.get_handle(kwargs_of(case, context.rank, gpu_per_node=per_node))
         given = Inputs.of(op, uneven(context.rank))
         result, want = dense_grads(given, context.group)
-        combined = moe(op, given.tokens, given.weights, given.ids, given.own, given.first)
+        combined = moe(op, *given.args)
         agree([combined, *torch.autograd.grad(loss(combined), given.leaves)], [result, *want])
         del op
+
+
+def cast(context: RankContext, quant: str, combine_quant: str) -> None:
+    """Rows travel in fp8, gradients as they are: a layer of rounded tokens, in memory that the two ops share."""
+    with ep_a2a.create_manager("ep_a2a", context.group) as manager:
+        manager.device = context.device
+        case = Case(context.world_size, 128, TOPK, 2 * context.world_size, MAX_TOKENS, torch.float32)
+        back = manager.get_handle(kwargs_of(case, context.rank))
+        num_bytes = manager.num_buffer_bytes
+        changes = {"quant_dtype": FP8_DTYPE, "dispatch_quant_type": quant, "quant_type": combine_quant}
+        op = manager.get_handle(kwargs_of(case, context.rank, **changes))
+        # the op's own control, and its low-latency region
+        assert manager.num_buffer_bytes < 2 * num_bytes
+        given = Inputs.of(op, uneven(context.rank))
+        rounded = dequantize(*quantize(given.tokens.detach(), quant), quant)
+        result, want = dense_grads(replace(given, tokens=rounded), context.group)
+        layers = [moe(op, *given.args, back=back) for _ in range(2)]
+        for combined in layers:
+            grads = torch.autograd.grad(loss(combined), given.leaves)
+            agree(list(grads), want)
+            tolerance = 1e-5 if combine_quant == "none" else 7e-2
+            torch.testing.assert_close(combined, result, rtol=tolerance, atol=tolerance)
+        del op, back
 
 
 def skipped_experts(context: RankContext) -> None:
@@ -315,7 +348,7 @@ def checkpointed(context: RankContext, reentrant: bool) -> None:
     with make(context) as op:
         given = Inputs.of(op, uneven(context.rank))
         _, want = dense_grads(given, context.group, 2)
-        args = given.tokens, given.weights, given.ids, given.own, given.first
+        args = given.args
         layers = [functools.partial(moe, op, tag=tag) for tag in (1, 2)]
         loss(sum(checkpoint(layer, *args, use_reentrant=reentrant) for layer in layers)).backward()
         agree([leaf.grad for leaf in given.leaves], want)
@@ -325,7 +358,7 @@ def another_order(context: RankContext) -> None:
     """Ranks whose backward takes layers in another order are told the tags."""
     with make(context) as op:
         given = Inputs.of(op, 2)
-        args = given.tokens, given.weights, given.ids, given.own, given.first
+        args = given.args
         results = [moe(op, *args, tag=tag).sum() for tag in (1, 2)]
         with pytest.raises(ConfigMismatchError, match="tag"):
             backward(op, results[context.rank])
@@ -337,7 +370,7 @@ def on_one_rank(context: RankContext) -> None:
     """A backward on one rank alone ends with the name of the others."""
     with make(context) as op:
         given = Inputs.of(op, 2)
-        total = moe(op, given.tokens, given.weights, given.ids, given.own, given.first).sum()
+        total = moe(op, *given.args).sum()
         op.set_timeout(1.0)
         if context.rank == 0:
             with pytest.raises(RankTimeoutError, match="rank 1") as error:
@@ -359,18 +392,23 @@ def refusals(context: RankContext) -> None:
     """Errors that a rank finds by itself, each of one line."""
     row = torch.zeros(1, HIDDEN), None, torch.zeros(1, TOPK)
     cast = make(context, quant="fp8_per_token", dtype=torch.bfloat16)
-    with cast, refused(UnsupportedError, "without casts .* fp8_per_token.* Make another op"):
+    static = make(context, quant="fp8_static", dtype=torch.bfloat16, hidden_size=128)
+    with static, refused(UnsupportedError, "without a given scale.* fp8_static.* Make another op"):
+        autograd.dispatch(static, *row)
+    with cast, refused(UnsupportedError, "beside one with casts.* fp8_per_token.* Pass back="):
         autograd.dispatch(cast, *row)
     by_expert = make(context, layout="expert_major")
     with by_expert, refused(UnsupportedError, "layout compact or rank_major.* by ep_a2a.autograd.group"):
         autograd.dispatch(by_expert, *row)
     op = make(context)
+    with refused(UnsupportedError, "back of the op's data_type torch.bfloat16; got torch.float32. Pass an op"):
+        autograd.dispatch(cast, *row, back=op)
     with refused(UnsupportedError, 'topk 1 for reduction="slots"; got topk 3. Make one'):
         autograd.dispatch(op, *row, reduction="slots")
     with refused(UnknownNameError, "reduction ranks or slots; got 'slot'"):
         autograd.dispatch(op, *row, reduction="slot")
     given = Inputs.of(op, 2)
-    args = given.tokens, given.weights, given.ids, given.own, given.first
+    args = given.args
     (grad,) = torch.autograd.grad(loss(moe(op, *args)), given.tokens, create_graph=True)
     with refused(UnsupportedError, "first derivatives .* create_graph"):
         grad.sum().backward()
@@ -407,7 +445,8 @@ def operators(context: RankContext) -> None:
         tokens, weights = given.tokens, given.weights
         most = MAX_TOKENS * context.world_size
         rows, row_weights = torch.randn(most, HIDDEN, device=op.device), torch.randn(most, TOPK, device=op.device)
-        numbers = op.number, [MAX_TOKENS], most, 0
+        given_back = op.number, [MAX_TOKENS], most, 0
+        numbers = [op.number, op.number], *given_back[1:]
         link, token = tokens.detach().new_empty(0), given.ids.new_zeros(1)
         calls = torch.ops.ep_a2a
         frozen = tokens.detach()
@@ -416,7 +455,7 @@ def operators(context: RankContext) -> None:
             (calls.dispatch, (frozen, None, given.ids, autograd.ANCHOR, *numbers)),
             (calls.combine, (rows.clone().requires_grad_(), given.ids, token, link, *numbers)),
             (calls.dispatch_backward, (rows, row_weights, given.ids, token, op.number, [MAX_TOKENS], 0)),
-            (calls.combine_backward, (frozen, given.ids, token, *numbers)),
+            (calls.combine_backward, (frozen, given.ids, token, *given_back)),
         ):
             torch.library.opcheck(operator.default, args)
 
@@ -464,7 +503,7 @@ def compiled_once(context: RankContext, backend: str) -> None:
         for each in (op, other, op):
             given = Inputs.of(each, uneven(context.rank))
             result, want = dense_grads(given, context.group)
-            args = each, given.tokens, given.weights, given.ids, given.own, given.first
+            args = each, *given.args
             for form in (layer, in_a_checkpoint):
                 combined = form(*args)
                 agree([combined, *torch.autograd.grad(loss(combined), given.leaves)], [result, *want])
@@ -480,7 +519,7 @@ def captured(context: RankContext) -> None:
         given = Inputs.of(op, uneven(context.rank))
 
         def step() -> list[Tensor]:
-            args = given.tokens, given.weights, given.ids, given.own, given.first
+            args = given.args
             result = moe(op, *args) + moe(op, *args)
             return [result, *torch.autograd.grad(loss(result), given.leaves)]
 

@@ -46,6 +46,11 @@ def test_special(ranks: Any, body: Any) -> None:
     ranks(body, 2)
 
 
+@pytest.mark.parametrize(("quant", "combine_quant"), [("mxfp8", "none"), ("fp8_per_token", "fp8_blockwise")])
+def test_casts_of_forward_only(ranks: Any, quant: str, combine_quant: str) -> None:
+    ranks(cases.cast, 2, quant, combine_quant)
+
+
 @pytest.mark.parametrize(("backend", "num_nodes"), [("ep_a2a", 2), ("naive", 1), ("allgather_reducescatter", 1)])
 def test_another_backend(ranks: Any, backend: str, num_nodes: int) -> None:
     ranks(cases.on_another_backend, 2, backend, num_nodes)
