@@ -7,6 +7,7 @@ import pytest
 from tests.cases import autograd_cases as cases
 from tests.multiprocess.test_autograd import (  # noqa: F401
     test_against_the_dense_layer,
+    test_casts_of_forward_only,
     test_checkpoints,
     test_compiled_once,
     test_in_one_graph,
