@@ -46,7 +46,8 @@ def group(op: BaseOp, received: Received) -> Groups:
     local = received.ids - op.config.first_expert
     own = (local >= 0) & (local < num_experts)
     experts, order = torch.where(own, local, num_experts).flatten().sort(stable=True)
-    ends = torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)
+    numbers = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     valid = experts < num_experts
     # behind the last row grouped products leave anything, in results and gradients
     rows = torch.where(valid[:, None], received.rows[order // topk], 0)

@@ -184,8 +184,10 @@ def slots(context: RankContext, layout: str) -> None:
             results = expert(groups.rows, received.ids[groups.order, 0])
             result = autograd.combine(op, autograd.ungroup(results, groups, received), received)
             grads = torch.autograd.grad(loss(result), leaves)
-            for got, wanted in zip([result, *grads], [want, *want_grads], strict=True):
-                assert torch.equal(got, wanted)
+            assert torch.equal(result, want)
+            assert torch.equal(grads[0], want_grads[0])
+            # torch may add a row's products in another order for another number of rows
+            agree([grads[1]], [want_grads[1]])
 
 
 def rows_without_a_token(context: RankContext) -> None:
