@@ -142,10 +142,9 @@ def dispatch(
     bounds = [given] if isinstance(given, int) else list(given)
     num_slots = 1
     if reduction == "slots":
+        tokens, weights, ids, num_slots = by_slot(op.config, tokens, weights, ids)
         if step_tokens is not None or max_num_tokens is not None:
-            bounds = [each * ids.shape[1] for each in bounds]
-        num_slots = ids.shape[1]
-        tokens, weights, ids = by_slot(op.config, tokens, weights, ids)
+            bounds = [each * num_slots for each in bounds]
     elif reduction != "ranks":
         raise UnknownNameError("ranks or slots", repr(reduction), field="reduction")
     most = num_rows(op.config, _bound(bounds))

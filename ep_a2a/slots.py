@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ep_a2a.errors import UnsupportedError
+from ep_a2a.errors import ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,17 +79,19 @@ def ungroup(results: Tensor, groups: Groups, received: Received) -> Tensor:
 
 def by_slot(
     config: EpDispatchCombineConfig, tokens: Tensor, weights: Tensor | None, ids: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Each slot as a token of one expert. Gradients of a token's slots are added in float32, and rounded once."""
+) -> tuple[Tensor, Tensor | None, Tensor, int]:
+    """Each slot as a token of one expert, and their number. Gradients of a token's slots are added in float32."""
     if config.topk != 1:
         raise UnsupportedError(
             'an op of topk 1 for reduction="slots"',
             f"topk {config.topk}",
             "Make one whose max_tokens is the most tokens of a rank times their slots.",
         )
-    wide = tokens.float()
-    copies = torch.stack([wide.to(tokens.dtype) for _ in range(ids.shape[1])], 1).flatten(0, 1)
-    return copies, None if weights is None else weights.reshape(-1, 1), ids.reshape(-1, 1)
+    if ids.dim() != 2:
+        raise ShapeError("ids of shape [T, K]", str(tuple(ids.shape)))
+    wide, num_slots = tokens.float(), ids.shape[1]
+    copies = torch.stack([wide.to(tokens.dtype) for _ in range(num_slots)], 1).flatten(0, 1)
+    return copies, None if weights is None else weights.reshape(-1, 1), ids.reshape(-1, 1), num_slots
 
 
 def sum_slots(rows: Iterable[Tensor]) -> Tensor:

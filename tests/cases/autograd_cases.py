@@ -407,6 +407,9 @@ def refusals(context: RankContext) -> None:
         autograd.dispatch(cast, *row, back=op)
     with refused(UnsupportedError, 'topk 1 for reduction="slots"; got topk 3. Make one'):
         autograd.dispatch(op, *row, reduction="slots")
+    by_slot = make(context, topk=1)
+    with by_slot, refused(ShapeError, r"ids of shape \[T, K\]; got \(1,\)"):
+        autograd.dispatch(by_slot, row[0], None, torch.zeros(1), reduction="slots")
     with refused(UnknownNameError, "reduction ranks or slots; got 'slot'"):
         autograd.dispatch(op, *row, reduction="slot")
     given = Inputs.of(op, 2)
