@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -380,6 +383,17 @@ def on_one_rank(context: RankContext) -> None:
             assert error.value.late_ranks == (1,)
         dist.barrier(context.group)
         op.reset()
+
+
+def killed_before_backward(context: RankContext, folder: str) -> None:
+    """The other rank's backward names the dead one, and writes it down."""
+    with make(context) as op:
+        total = moe(op, *Inputs.of(op, 2).args).sum()
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RankTimeoutError, match="rank 1") as error:
+            backward(op, total)
+        Path(folder, "missing").write_text(str(error.value.missing_ranks))
 
 
 def backward(op: BaseOp, total: Tensor) -> None:

@@ -1,9 +1,11 @@
 """Gradients of exchanges on CPU processes, against dense layers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ep_a2a.testing.launch import RankFailure, RankPool
 from tests.cases import autograd_cases as cases
 
 
@@ -44,6 +46,12 @@ def test_checkpoints(ranks: Any, reentrant: bool) -> None:
 )
 def test_special(ranks: Any, body: Any) -> None:
     ranks(body, 2)
+
+
+def test_a_rank_that_dies_before_backward_is_named(tmp_path: Path) -> None:
+    with RankPool(2, timeout_secs=120, grace_secs=60) as pool, pytest.raises(RankFailure, match="exit code -9"):
+        pool.run(cases.killed_before_backward, str(tmp_path))
+    assert (tmp_path / "missing").read_text() == "(1,)"
 
 
 @pytest.mark.parametrize(("quant", "combine_quant"), [("mxfp8", "none"), ("fp8_per_token", "fp8_blockwise")])
