@@ -19,6 +19,7 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.token_dispatcher import EPDispatchMetadata, MinimalAsyncEPTokenDispatcher
 
 from ep_a2a import autograd
+from ep_a2a.errors import ConfigError
 from ep_a2a.managers.make_op import make_op
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class TokenDispatcher(MinimalAsyncEPTokenDispatcher):  # type: ignore[misc]
 
     def init_buffer(self) -> None:
         """Take the op of these sizes, or make it, on all ranks of the EP mesh; `wire_meshes` calls it."""
+        for name in ("hidden_dim", "num_max_tokens_per_rank", "dtype"):
+            if getattr(self, name) is None:
+                raise ConfigError("to be set", "None", "Call the model's update_from_config.", field=name)
         group = self.ep_mesh.get_group()
         num_slots = self.top_k if self.reduction == "slots" else 1
         sizes = {

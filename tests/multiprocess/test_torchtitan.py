@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ep_a2a.errors import ConfigError
 from ep_a2a.testing import RankContext
 from tests.cases.autograd_cases import agree
 
@@ -78,6 +79,8 @@ def two_layers(context: RankContext, reduction: str) -> None:
         return dispatcher.combine(torch.cat([*results, rest * torch.nan]), metadata, tokens)
 
     config = module.dispatcher(Base.Config(device=torch.device("cpu")), reduction=reduction)
+    with pytest.raises(ConfigError, match=r"dtype to be set; got None\. Call the model"):
+        module.TokenDispatcher(module.dispatcher(Base.Config(dtype=None))).wire_meshes(ep_mesh=mesh)
     dispatchers = [module.TokenDispatcher(config) for _ in range(2)]
     for each in dispatchers:
         each.wire_meshes(ep_mesh=mesh)
