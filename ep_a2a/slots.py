@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Groups(NamedTuple):
-    """Received rows by expert, as grouped products take them.
+    """Received rows by expert, as grouped products take them. N is R * K, or with `exact` no more than there are slots.
 
     Attributes:
-        rows: [R * K, H], a row for each slot of this rank's experts, ascending by expert, then as received. Zeros
-            behind them.
+        rows: [N, H], a row for each slot of this rank's experts, ascending by expert, then as received. Zeros behind
+            them.
         ends: [E] int32, for each expert of this rank the end of its rows: `offs` of torch's grouped products.
-        order: [R * K] int64, the received slot of each row.
-        valid: [R * K] bool, which rows have one of this rank's experts.
+        order: [N] int64, the received slot of each row.
+        valid: [N] bool, which rows have one of this rank's experts.
     """
 
     rows: Tensor
@@ -35,12 +35,14 @@ class Groups(NamedTuple):
     valid: Tensor
 
 
-def group(op: BaseOp, received: Received) -> Groups:
-    """Sort received rows by expert, a row for each slot. Has gradients in `received.rows`. The host waits for nothing.
+def group(op: BaseOp, received: Received, *, exact: bool = False) -> Groups:
+    """Sort received rows by expert, a row for each slot. Has gradients in `received.rows`.
 
     Args:
         op: that of the dispatch.
         received: of the dispatch.
+        exact: let the host wait for the number of slots, and make one row for each, at least one. Else the host waits
+            for nothing, and a graph can hold the call.
     """
     num_experts, topk = op.config.num_local_experts, received.ids.shape[1]
     local = received.ids - op.config.first_expert
@@ -48,7 +50,8 @@ def group(op: BaseOp, received: Received) -> Groups:
     experts, order = torch.where(own, local, num_experts).flatten().sort(stable=True)
     numbers = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    valid = experts < num_experts
+    num_rows = max(1, int(own.sum())) if exact else len(order)
+    valid, order = experts[:num_rows] < num_experts, order[:num_rows]
     # behind the last row grouped products leave anything, in results and gradients
     rows = torch.where(valid[:, None], received.rows[order // topk], 0)
     return Groups(rows, ends, order, valid)
@@ -61,7 +64,7 @@ def ungroup(results: Tensor, groups: Groups, received: Received) -> Tensor:
     slots, and rounded once.
 
     Args:
-        results: [R * K, H], the expert's result for each row of `groups`. Rows behind the last may hold anything.
+        results: [N, H], the expert's result for each row of `groups`. Rows behind the last may hold anything.
         groups: of the same dispatch.
         received: of the dispatch; without weights results are added as they are.
 
@@ -72,9 +75,13 @@ def ungroup(results: Tensor, groups: Groups, received: Received) -> Tensor:
     if received.weights is not None:
         weights = torch.where(valid, received.weights.flatten()[order], 0)
         results = (results * weights[:, None]).to(results.dtype)
-    places = order.argsort().view(received.ids.shape)
-    products = (torch.where(valid[place, None], results[place], 0) for place in places.unbind(1))
-    return sum_slots(products)
+    shape, num_rows = received.ids.shape, len(order)
+    numbers = torch.arange(received.ids.numel(), device=order.device)
+    own = torch.zeros_like(numbers, dtype=torch.bool).scatter(0, order, valid).view(shape)
+    # slots without a row read any, but each another: the gradients of one row are added in turn
+    places = (numbers % max(1, num_rows)).scatter(0, order, numbers[:num_rows]).view(shape)
+    slots = zip(own.unbind(1), places.unbind(1), strict=True)
+    return sum_slots(torch.where(valid[:, None], results[place], 0) for valid, place in slots)
 
 
 def by_slot(

@@ -94,7 +94,7 @@ def moe(op: BaseOp, tokens: Tensor, weights: Tensor, ids: Tensor, own: Tensor, f
 def grouped(op: BaseOp, tokens: Tensor, weights: Tensor, ids: Tensor, own: Tensor, first: int, **kwargs: Any) -> Tensor:
     """The same layer, whose experts' products leave NaN behind their last row, in results and gradients."""
     received = autograd.dispatch(op, tokens, weights, ids, **kwargs)
-    groups = autograd.group(op, received)
+    groups = autograd.group(op, received, exact="max_num_tokens" not in kwargs)
     groups.rows.register_hook(lambda grad: torch.where(groups.valid[:, None], grad, torch.nan))
     *parts, rest = groups.rows.tensor_split(groups.ends.tolist())
     results = [torch.tanh(rows @ expert) for rows, expert in zip(parts, own, strict=True)]
@@ -144,7 +144,7 @@ def dense(context: RankContext, layout: str) -> None:
         args = given.args
         first = {}
         for layer, step_tokens in itertools.product((moe, grouped), (None, MAX_TOKENS, bounds, bounds)):
-            result = layer(op, *args, max_num_tokens=step_tokens)
+            result = layer(op, *args, **({} if step_tokens is None else {"max_num_tokens": step_tokens}))
             grads = torch.autograd.grad(loss(result), given.leaves)
             agree([result, *grads], [want, *want_grads])
             first.setdefault(layer, grads[:2])
