@@ -140,15 +140,19 @@ T = 512, perhaps since the rows fit into the L2. N = 8, 28 November:
 WIRE_BYTES_PER_NS = 360.0
 """Bytes that the links of a GPU carry one way: more programs than fill them would wait. Combine with N = 24, 27
 November: 525 where 0.3 of the programs only send*, 538 where those also add."""
-HEAD_START, CASTER_HEAD_START = 1.5, 1.1
-"""Programs that send first and then add, times those that would send for as long as the others add; and with casts:
+MOST_ADDING_ARRIVED = 24
+"""The largest config.max_sms with which all programs of a combine send, and add when all rows have arrived. Rows need
+no looks and no marks then, but while they are added nothing is on the links, which more programs would fill, and a step
+of few tokens waits for a fence. Round trips in us of two ranks that share one H200, fp8 on the way there, medians of
+three alternating runs (30 November). More multiprocessors, and several GPUs, were not timed:
 
-    T = 4096                chosen*  other
-    N = 8, combine             1492   1768    the other only send, 27 November
-    N = 16, 2 ranks             493    467    the other are 6 programs in place of 5, 28 November
+    N = 8, T =        1    32   128    512   1024   4096
+    arrived        11.0  31.1 100.0  101.1  185.3  686.0
+    marks           9.6  33.4 108.8  129.5  241.0  915.2
+    N = 24
+    arrived        11.2  17.7  36.6   51.9   87.1  292.3
+    marks          10.7  15.5  38.6   58.8  100.7  351.0
 """
-NEVER_SHARED = 1 << 30
-"""Launch.shared_from where programs that send add no rows."""
 
 # Where programs share their multiprocessors with those of products. These were timed together, and with no other
 # values: a layer of two micro-batches on four H100s took 2929 and 2950 with T = 1024 (two calls, 28 November) where
@@ -164,7 +168,8 @@ SHARED_SEND_ELEMENTS, SHARED_PROGRAMS_PER_SENDER = 4096, 3
 
 MAX_WARPS = 32
 MAX_DISPATCH_PROGRAMS = 1024
-"""Programs of a bulk dispatch that have memory to tell each other how many rows they send (CHUNK_COUNTS)."""
+"""Programs of a bulk dispatch that have memory to tell each other how many rows they send (CHUNK_COUNTS), and of a
+launch that shares a step of a flag word (layout.ARRIVAL_SHIFT)."""
 LEAST_PROGRAMS = 4
 """Programs of the smallest launch with all roles: two of FLAG_PROGRAMS, one that sends, one that receives."""
 
@@ -192,10 +197,8 @@ class Launch:
         num_programs: programs (thread blocks) of the grid.
         num_warps: warps of 32 threads per program.
         num_senders, num_receivers: programs that send and that receive. In phases with these roles the first programs
-            have neither (FLAG_PROGRAMS).
+            have neither (FLAG_PROGRAMS). Without receivers each program of a combine sends, and then adds.
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
-        shared_from: blocks of tokens' rows that programs of a combine add which send nothing. Those behind are added by
-            all its programs, among them the first, which sends, too.
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
@@ -214,8 +217,12 @@ class Launch:
     read_ahead: bool = False
     dependent: bool = False
     send_rows: int = 1
-    shared_from: int = NEVER_SHARED
     shares_sm: bool = False
+
+    @property
+    def by_all(self) -> bool:
+        """Whether each program of a combine sends, then adds."""
+        return self.num_receivers == 0
 
 
 def choose_launch(
@@ -249,8 +256,8 @@ def choose_launch(
         send_rows = 1
         if phase is Phase.BULK_DISPATCH:
             send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(config, step_tokens)
-        shared_from = programs if phase is Phase.COMBINE and max_sms > 0 else NEVER_SHARED
-        return Launch(programs, 1, programs, programs, send_rows=send_rows, shared_from=shared_from)
+        wish = Launch(programs, 1, programs, programs, send_rows=send_rows)
+        return _by_all(wish) if phase is Phase.COMBINE and (max_sms > 0 or adds_arrived(config)) else wish
     chooses_warps = config.launch != "manual" and warp_per_block <= 0
     wish = _default(config, phase, num_tokens, step_tokens, chooses_warps=chooses_warps)
     if config.launch == "manual":
@@ -263,6 +270,8 @@ def choose_launch(
     if warp_per_block > 0:
         wish = replace(wish, num_warps=warp_per_block)
     wish = replace(wish, num_warps=1 << (max(1, min(wish.num_warps, MAX_WARPS)).bit_length() - 1))
+    if phase is Phase.COMBINE and adds_arrived(config):
+        wish = _by_all(wish)
     most = max_sms if is_bounded else num_sms
     is_given = config.launch == "manual" or block_num > 0 or warp_per_block > 0
     if shares_sm and not is_given and phase is not Phase.LOW_LATENCY_DISPATCH:
@@ -273,14 +282,14 @@ def choose_launch(
 def _made_small(wish: Launch, phase: Phase, most: int) -> Launch:
     """Returns the wish with programs that run beside those of a product, one for each of `most` multiprocessors."""
     small = replace(wish, num_warps=SHARED_WARPS, send_rows=1, shares_sm=True)
-    if phase is Phase.BULK_DISPATCH:
+    if phase is Phase.COMBINE:
+        small = replace(small, send_elements=SHARED_SEND_ELEMENTS, add_elements=BLOCK_ELEMENTS, read_ahead=True)
+    if phase is Phase.BULK_DISPATCH or small.by_all:
         return fit(small, phase, most)
-    small = replace(small, send_elements=SHARED_SEND_ELEMENTS, add_elements=BLOCK_ELEMENTS, read_ahead=True)
     num_programs = max(FLAG_PROGRAMS[phase] + 2, most)
     senders = num_programs // SHARED_PROGRAMS_PER_SENDER
     receivers = num_programs - FLAG_PROGRAMS[phase] - senders
-    small = replace(small, dependent=False, shared_from=NEVER_SHARED)
-    return replace(small, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
+    return replace(small, dependent=False, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
 
 
 def _widened(
@@ -294,20 +303,22 @@ def _widened(
         return wish
     casts = config.combine_quant != QuantType.NONE
     wish = _by_rows(wish, WIDE_CASTER_ROWS if casts else WIDE_ROWS)
-    programs = max(FLAG_PROGRAMS[phase] + 2, max_sms)
     row_ns, sent_ns, added_ns = _combine_ns(config, num_tokens, step_tokens)
-    fill_wire = math.ceil(row_ns * WIRE_BYTES_PER_NS / (config.hidden_dim * config.combine_wire_dtype.itemsize))
-    equal_time = programs * sent_ns / max(1.0, sent_ns + added_ns)
-    ahead = round((CASTER_HEAD_START if casts else HEAD_START) * equal_time)
-    if num_tokens < programs or ahead > fill_wire:
-        # the links are busy for as long as rows are added, so nobody is done with sending before
-        return replace(wish, num_senders=min(wish.num_senders, max(1, round(equal_time)), fill_wire))
-    senders = max(1, min(ahead, programs - 1))
-    receivers = programs - senders
-    blocks = -(-config.hidden_dim // SEND_ROW_ELEMENTS)
-    turns = int(sent_ns / senders / (added_ns / num_tokens)) * blocks
-    shared_from = min(turns, -(-num_tokens * blocks // receivers)) * receivers
-    return replace(wish, num_programs=programs, num_senders=senders, num_receivers=receivers, shared_from=shared_from)
+    row_wire_ns = config.hidden_dim * config.combine_wire_dtype.itemsize / WIRE_BYTES_PER_NS
+    programs = max(FLAG_PROGRAMS[phase] + 2, max_sms)
+    # the links are busy for as long as rows are added, so nobody is done with sending before
+    equal_time = round(programs * sent_ns / max(1.0, sent_ns + added_ns))
+    senders = max(1, min(wish.num_senders, equal_time, math.ceil(row_ns / row_wire_ns)))
+    by_roles_ns = max(sent_ns / senders, added_ns / max(1, programs - FLAG_PROGRAMS[phase] - senders))
+    by_all_ns = sent_ns * max(1 / max_sms, row_wire_ns / row_ns) + added_ns / max_sms
+    if adds_arrived(config) or by_all_ns <= by_roles_ns:
+        return _by_all(replace(wish, num_programs=max_sms))
+    return replace(wish, num_senders=senders)
+
+
+def _by_all(wish: Launch) -> Launch:
+    """Returns the wish for a combine each of whose programs sends, then adds."""
+    return replace(wish, num_senders=wish.num_programs, num_receivers=0)
 
 
 def _by_rows(wish: Launch, send_rows: int) -> Launch:
@@ -361,7 +372,7 @@ def _default(
         num_programs = FLAG_PROGRAMS[phase] + senders + receivers
         return Launch(num_programs, LOW_LATENCY_WARPS, senders, receivers, sparse_polls=not few, dependent=few)
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
-    senders, receivers = config.world_size * step_tokens * blocks, num_tokens * blocks
+    senders, receivers = config.world_size * step_tokens * blocks, max(1, num_tokens * blocks)
     num_programs = FLAG_PROGRAMS[phase] + senders + receivers
     wish = Launch(num_programs, COMBINE_WARPS, senders, receivers, dependent=few)
     if few:
@@ -382,10 +393,15 @@ def many_cast_tokens(config: EpDispatchCombineConfig) -> int:
 def _with_wide_casters(wish: Launch, config: EpDispatchCombineConfig, num_tokens: int) -> Launch:
     """Returns the wish for a combine of many rows that are cast, with all multiprocessors."""
     senders = math.ceil(WIDE_CASTERS * config.world_size / max(1, config.world_size - 1))
-    receivers = num_tokens * -(-config.hidden_dim // SEND_ROW_ELEMENTS)
+    receivers = max(1, num_tokens * -(-config.hidden_dim // SEND_ROW_ELEMENTS))
     num_programs = FLAG_PROGRAMS[Phase.COMBINE] + senders + receivers
     wish = replace(wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
     return _by_rows(wish, WIDE_CASTER_ROWS)
+
+
+def adds_arrived(config: EpDispatchCombineConfig) -> bool:
+    """Returns whether a combine adds rows when all of its step have arrived; else each when its own elements have."""
+    return 0 < config.max_sms <= MOST_ADDING_ARRIVED and not config.uses_rings
 
 
 def dispatch_phase(config: EpDispatchCombineConfig, step_tokens: int) -> Phase:
@@ -409,14 +425,8 @@ def fit(wish: Launch, phase: Phase, most: int) -> Launch:
     """
     if phase is Phase.BULK_DISPATCH:
         return replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS)))
-    if wish.shared_from < NEVER_SHARED:
-        num_programs = min(wish.num_programs, max(FLAG_PROGRAMS[phase] + 2, most))
-        senders = min(wish.num_senders, num_programs - 1)
-        receivers = num_programs - senders
-        shared_from = wish.shared_from // wish.num_receivers * receivers
-        return replace(
-            wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers, shared_from=shared_from
-        )
+    if wish.by_all:
+        return _by_all(replace(wish, num_programs=max(1, min(wish.num_programs, most, MAX_DISPATCH_PROGRAMS))))
     others = max(2, min(wish.num_programs, most) - FLAG_PROGRAMS[phase])
     senders = max(1, min(wish.num_senders, max(others // 2, others - max(1, wish.num_receivers))))
     receivers = max(1, min(wish.num_receivers, others - senders))

@@ -28,7 +28,7 @@ from ep_a2a.config.requirements import checked_integer, checked_seconds, require
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS, check_internode_transport
 from ep_a2a.errors import ConfigError, UnknownNameError, shown
 
-WIRE_FORMAT_VERSION = 5
+WIRE_FORMAT_VERSION = 6
 """Ranks of different wire formats cannot exchange tokens. Each meeting of ranks and each config digest carries it."""
 
 FP8_DTYPE = torch.float8_e4m3fn

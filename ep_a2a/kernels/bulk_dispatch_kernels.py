@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import ARRIVAL_SHIFT, Region, Span, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -34,7 +34,7 @@ from ep_a2a.kernels.primitives import (
     initial_poison,
     lanes_behind,
     load_poison,
-    share_of,
+    post_arrival,
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
@@ -75,7 +75,6 @@ from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-ARRIVAL_UNIT = tl.constexpr(1 << ARRIVAL_SHIFT)
 INDICES = tl.constexpr(Region.INDICES.value)
 SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
 SCALES = tl.constexpr(Region.SCALES.value)
@@ -91,21 +90,6 @@ PREPARE = tl.constexpr(Span.PREPARE.value)
 POST = tl.constexpr(Span.POST.value)
 ACCEPT_ROWS = tl.constexpr(Span.ACCEPT_ROWS.value)
 FINISH = tl.constexpr(Span.FINISH.value)
-
-
-@portable
-def post_arrival(table, program, num_programs, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
-    """Adds this program's share to this rank's word of DISPATCH_FLAGS at every peer; those of a launch make one step.
-
-    Whoever acquires the word with all shares sees what all programs have written before: an addition hands on what the
-    additions before it have released.
-    """
-    peers = tl.arange(0, WORLD_LANES)
-    present = peers < WORLD_SIZE
-    flags = address(table, DISPATCH_FLAGS, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
-    share = share_of(ARRIVAL_UNIT, program, num_programs)
-    barrier()
-    tl.atomic_add(flags, full_like(peers, share), mask=present, sem="release", scope="sys")
 
 
 @portable
@@ -350,7 +334,9 @@ def finish_sending(step, poison, S: tl.constexpr, FORM: tl.constexpr):
     """Tells every rank that this program has sent its rows, unless it left some unsent: then the step must not end."""
     # D5
     if poison == 0:
-        post_arrival(step.table, step.program, step.num_programs, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+        post_arrival(
+            step.table, DISPATCH_FLAGS, step.program, step.num_programs, step.rank, S.WORLD_SIZE, S.WORLD_LANES
+        )
     end_span(FORM.SPANS, step.table, POST, S.WORLD_SIZE)
     finish_stage(step.table, DISPATCH_SEND, step.program, step.num_programs, S.WORLD_SIZE)
 

@@ -2,12 +2,15 @@
 
 A row is its own flag: an element of it has arrived when it is not EMPTY, and the reader leaves EMPTY behind. So there
 is no fence, rows are added while later ones are still on the wire, and a step costs one hop. One flag per peer
-announces that the peer has begun its combine, which bounds how far ranks can run ahead of each other. The steps:
+announces that the peer has begun its combine, which bounds how far ranks can run ahead of each other.
+
+Few programs have no time for looks and marks. Where policy.adds_arrived, rows are not MARKED: each program sends its
+share of the rows and adds a share to its rank's flag at every peer, then waits for all flags, then adds. The steps:
 
 - C1. A sender asks for its first block of results before it knows whether the step is sound.
-- C2. Program 0 posts to every peer that this rank has begun, and whether it brings weights.
+- C2. Program 0 posts to every peer that this rank has begun, if rows are MARKED, and whether it brings weights.
 - C3. Senders push results, cast if asked, to the ranks that the tokens came from.
-- C4. Program 0 waits until every peer has begun.
+- C4. Program 0 waits until every peer has begun; where rows are not MARKED, all programs until every peer has sent.
 - C5. Receivers, and senders that are done, wait for the elements of a token's rows, add them in ascending order of
   ranks in float32, round once, and leave EMPTY behind.
 - C6. A failed step gives zeros.
@@ -15,7 +18,7 @@ announces that the peer has begun its combine, which bounds how far ranks can ru
 
 import triton.language as tl
 
-from ep_a2a.kernels.combine_receive_kernels import NEVER, AddShare, add_results, clear_results, has_units
+from ep_a2a.kernels.combine_receive_kernels import add_results, clear_results
 from ep_a2a.kernels.combine_send_kernels import (
     CombineStep,
     Operands,
@@ -36,6 +39,7 @@ from ep_a2a.kernels.primitives import (
     address,
     after_previous_launch,
     begin_stage,
+    dispatch_flag,
     fail,
     finish_stage,
     full_like,
@@ -43,6 +47,7 @@ from ep_a2a.kernels.primitives import (
     lanes_behind,
     load_poison,
     post_all,
+    post_arrival,
     reduce_max,
     wait_all,
 )
@@ -63,28 +68,35 @@ FLAG_PROGRAM = tl.constexpr(0)
 
 
 @portable
+def tell_weights(table, epoch, rank, S: tl.constexpr):
+    """Tell every peer, to be ordered by a later post, that this rank brings weights to this combine."""
+    lanes = tl.arange(0, S.WORLD_LANES)
+    present = lanes < S.WORLD_SIZE
+    epochs_at = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), S.WORLD_SIZE, tl.int32) + rank
+    tl.store(epochs_at, full_like(lanes, epoch), mask=present)
+
+
+@portable
 def post_to_peers(table, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr):
     """Post to every peer that this rank has begun this combine, and whether it brings weights.
 
     ORDERS: as in post_all; weights must be ordered.
     """
     if HAS_WEIGHTS:
-        lanes = tl.arange(0, S.WORLD_LANES)
-        present = lanes < S.WORLD_SIZE
-        epochs_at = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), S.WORLD_SIZE, tl.int32) + rank
-        tl.store(epochs_at, full_like(lanes, epoch), mask=present)
+        tell_weights(table, epoch, rank, S)
     post_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS)
 
 
 @portable
 def await_peers(
-    table, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1
-):
-    """Wait until every peer has begun this combine. Returns the poison word, also when a peer brings no weights.
+    table, flag, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr,
+    PATIENCE: tl.constexpr = 1,
+):  # fmt: skip
+    """Wait until every peer has reached `flag` of this combine. Returns the poison word, also when one has no weights.
 
     ORDERS, PATIENCE: as of wait_all.
     """
-    poison = wait_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS, PATIENCE)
+    poison = wait_all(table, COMBINE_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS, PATIENCE)
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, S.WORLD_LANES)
@@ -104,11 +116,18 @@ def send_results(
     """Do the sending part of a program: post to the peers, or send its share of the rows. first: from first_unit."""
     # C2
     if step.signals & (poison == 0):
-        post_to_peers(step.table, step.epoch, step.rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+        if COMBINE.MARKED:
+            post_to_peers(step.table, step.epoch, step.rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+        elif FORM.HAS_WEIGHTS:
+            tell_weights(step.table, step.epoch, step.rank, S)
     # C3
     if step.is_sender & (poison == 0):
         begin_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
-        push_results(first, given, step, share, S, SENT, FORM.HAS_WEIGHTS, COMBINE.OWN_IN_PLACE)
+        push_results(first, given, step, share, S, SENT, FORM.HAS_WEIGHTS, COMBINE)
+        if not COMBINE.MARKED:
+            post_arrival(
+                step.table, COMBINE_FLAGS, share.program, share.num_programs, step.rank, S.WORLD_SIZE, S.WORLD_LANES
+            )
         end_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
 
 
@@ -119,13 +138,15 @@ def receive_results(
 ):  # fmt: skip
     """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
     table, rank, epoch = step.table, step.rank, step.epoch
-    adds = has_units(share)
+    adds = share.program >= 0
+    flag = epoch if COMBINE.MARKED else dispatch_flag(table, S.WORLD_SIZE)
     if step.signals | adds:
         begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-    if step.signals:
+    if step.signals | (not COMBINE.MARKED):
         if poison == 0:
             # C4; then every peer's experts have read what this rank overwrites next
-            poison = await_peers(table, epoch, rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+            ordered: tl.constexpr = FORM.HAS_WEIGHTS or not COMBINE.MARKED
+            poison = await_peers(table, flag, epoch, rank, S, FORM.HAS_WEIGHTS, ordered)
         end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
     # C5
     if adds & (poison == 0):
@@ -134,7 +155,7 @@ def receive_results(
         end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
     # C6
     if poison != 0:
-        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        late = lanes_behind(table, COMBINE_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES)
         fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
         if adds:
             clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
@@ -148,12 +169,12 @@ def begin_combine(table, state, num_tokens, step_tokens, S: tl.constexpr, FORM: 
 
 
 @portable(
-    do_not_specialize=["num_tokens", "step_tokens", "M", "rank", "num_receivers", "shared_from", "pause_ns"],
+    do_not_specialize=["num_tokens", "step_tokens", "M", "rank", "num_receivers", "pause_ns"],
     do_not_specialize_on_alignment=["ids", "weights_in"],
 )
 def combine_kernel(
     rows_in, weights_in, result, ids, bias_0, bias_1, table, num_tokens, step_tokens, M, rank, num_receivers,
-    shared_from, pause_ns,
+    pause_ns,
     S: tl.constexpr, SENT: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -169,9 +190,8 @@ def combine_kernel(
         ids: this rank's own ids [num_tokens, TOPK], when CHECK_INDICES.
         bias_0, bias_1: [num_tokens, H] of the result's dtype to add to the sums before they are rounded, or None.
         step_tokens: the step's, as in DispatchStep. M: rows that each peer may send back.
-        num_receivers: the last programs of a grid that receives, which only add. The others send; program 0, which
-            exchanges flags with the peers, does so only where shared_from is not NEVER.
-        shared_from: the first unit that programs which send add, too, once they have sent (AddShare).
+        num_receivers: the last programs of a grid that receives, which only add. The others send, but for program 0,
+            which exchanges flags with the peers. With 0 each program does all of it: it sends, then adds.
         pause_ns: how long a receiver sleeps between two looks at rows that have not arrived.
         S: Shape. SENT, ADDED, WEIGHTS: the Block of sent rows, of added rows, and of weights. COMBINE: Combine.
         FORM: LaunchForm.
@@ -189,8 +209,7 @@ def combine_kernel(
     epoch, out_of_order = begin_combine(table, state, num_tokens, step_tokens, S, FORM)
     answer = load_poison(poison_word, WEIGHTS.GROUPS_LANES)
     given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
-    # where all programs add in the end, the one with the flags sends and adds, too
-    first_sender = (shared_from >= NEVER).to(tl.int32)
+    first_sender = (num_receivers > 0).to(tl.int32)
     first_receiver = num_programs - num_receivers if FORM.RECEIVE else num_programs
     sender = program - first_sender
     is_sender = (sender >= 0) & (program < first_receiver)
@@ -205,7 +224,9 @@ def combine_kernel(
     if FORM.SEND:
         send_results(first, given, step, sends, poison, S, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
-        adds = AddShare(program, num_programs, program - first_receiver, num_receivers, shared_from)
+        adds = Share(program, num_programs)
+        if num_receivers > 0:
+            adds = Share(program - first_receiver, num_receivers)
         receive_results(given, step, adds, poison, S, ADDED, WEIGHTS, COMBINE, FORM)
         finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:

@@ -39,11 +39,13 @@ TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
 
 EMPTY_UNSIGNED = tl.constexpr(0xFFFFFFFF)
 
-# AddShare.shared_from where programs that send add nothing. No unit and no slot has this number.
+# No slot has this number.
 NEVER = tl.constexpr(1 << 30)
 # Rows of a token that are read, and are in a program's registers, at once. With all ranks' rows at once 8 ranks took
 # 3,032 instructions and 312 bytes of stack (compute capability 9.0, max_sms, bf16); with four 2,320 and 40.
 ROWS_AT_ONCE = tl.constexpr(4)
+# Rows that have arrived which a program reads ahead; those of two turns at least.
+ROWS_UNDER_WAY = tl.constexpr(6)
 
 
 @portable
@@ -61,43 +63,6 @@ def note_foreign_indices(table, ids, token, epoch, rank, S: tl.constexpr):
             tl.store(record + RECORD_EPOCH, epoch)
             tl.store(record + RECORD_DETAIL, token)
             tl.store(record + RECORD_CODE, FOREIGN_INDICES)
-
-
-class AddShare(NamedTuple):
-    """A program's share of the units of work that tokens' rows are added by.
-
-    Units before `shared_from`, a multiple of num_receivers, are for the programs that send nothing; from there on all
-    programs of the launch take turns. Where shared_from is NEVER, programs that send add nothing.
-
-    program, num_programs: of the launch. receiver: the program's number among num_receivers, negative in others.
-    """
-
-    program: tl.tensor
-    num_programs: tl.tensor
-    receiver: tl.tensor
-    num_receivers: tl.tensor
-    shared_from: tl.tensor
-
-
-@portable
-def has_units(share):
-    """Return whether a program adds rows at all."""
-    return (share.receiver >= 0) | (share.shared_from < NEVER)
-
-
-@portable
-def first_of(share):
-    """Return the first unit of a program's share."""
-    is_alone = (share.receiver >= 0) & (share.shared_from > 0)
-    return tl.where(is_alone, share.receiver, share.shared_from + share.program)
-
-
-@portable
-def unit_after(share, unit):
-    """Return the unit of a program's share that follows another one."""
-    alone = unit + share.num_receivers
-    begun = tl.where(unit < share.shared_from, share.shared_from + share.program, unit + share.num_programs)
-    return tl.where(alone < share.shared_from, alone, begun)
 
 
 class Rows(NamedTuple):
@@ -179,12 +144,22 @@ def scales_of(first, B: tl.constexpr):
 
 
 @portable
-def read_block(places, own_base, rows, first, B: tl.constexpr):
+def load_result(source, mask, MARKED: tl.constexpr):
+    """Load words of results; those that are MARKED may not have arrived."""
+    if MARKED:
+        seen = volatile_load(source, mask=mask, other=0)
+    else:
+        seen = tl.load(source, mask=mask, other=0)
+    return seen
+
+
+@portable
+def read_block(places, own_base, rows, first, B: tl.constexpr, MARKED: tl.constexpr):
     """Read a block of rows once, arrived or not: a tile per row, if SCALED followed by a vector with its lines' scales.
 
     One thread reads each word, so a reduction over the words gives all threads the same verdict. For that a tile needs
     at least as many lines as a program has threads. A scale is read for each line: were it read for each group, several
-    threads would read it, and one might check its copy while another multiplies by a later one.
+    threads would read it, and one might check its copy while another multiplies by a later one. MARKED: as in Combine.
     """
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
     num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
@@ -193,12 +168,12 @@ def read_block(places, own_base, rows, first, B: tl.constexpr):
         slot = rows.slots[each]
         line = line_of(places.rows, own_base, slot, rows.own, B.WIDTH)
         present = (offsets < B.WIDTH) & (full_like(offsets, slot) >= 0)
-        seen = seen + (volatile_load(line + offsets, mask=present, other=0),)
+        seen = seen + (load_result(line + offsets, present, MARKED),)
         if B.SCALED:
             scales, _ = scales_of(first, B)
             scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
             there = (scales < num_scales) & (full_like(scales, slot) >= 0)
-            seen = seen + (volatile_load(scale_line + scales, mask=there, other=0),)
+            seen = seen + (load_result(scale_line + scales, there, MARKED),)
     return seen
 
 
@@ -277,7 +252,7 @@ def take_block(seen, step, places, own_base, rows, first, sums, S: tl.constexpr,
     deadline = tl.full((), 0, tl.int64)
     while (missing < NEVER) & (poison == 0):
         pause(step.pause_ns)
-        seen = read_block(places, own_base, rows, first, B)
+        seen = read_block(places, own_base, rows, first, B, True)
         missing = slot_missing(seen, rows, B)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
@@ -294,23 +269,26 @@ def clear_results(result, num_tokens, share, B: tl.constexpr, DTYPE: tl.constexp
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     per_word: tl.constexpr = B.ELEMENT.primitive_bitwidth // B.DTYPE.primitive_bitwidth
     hidden: tl.constexpr = B.WIDTH * per_word
-    unit = first_of(share)
+    unit = share.program
     while unit < num_tokens * num_blocks:
         offsets = block_offsets((unit % num_blocks) * block * per_word, B.GROUPS_LANES, B.GROUP * per_word)
         target = result + tl.cast(unit // num_blocks, tl.int64) * hidden + offsets
         tl.store(target, round_to(offsets * 0.0, DTYPE), mask=offsets < hidden)
-        unit = unit_after(share, unit)
+        unit += share.num_programs
 
 
 @portable
 def add_weights(
-    given, step, places, rows, own_row, token, sums, S: tl.constexpr, WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr
+    given, step, places, rows, own_row, token, sums, S: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr
 ):
-    """Wait for the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
+    """Take the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
     lines = ReturnPlaces(places.weights, places.scales, places.weights)
-    own_base = slots_at(given.weights, own_row, step, S.TOPK) if OWN_IN_PLACE else places.weights
-    seen = read_block(lines, own_base, rows, 0, WEIGHTS)
-    sums, poison = take_block(seen, step, lines, own_base, rows, 0, sums, S, WEIGHTS)
+    own_base = slots_at(given.weights, own_row, step, S.TOPK) if COMBINE.OWN_IN_PLACE else places.weights
+    seen, poison = read_block(lines, own_base, rows, 0, WEIGHTS, COMBINE.MARKED), tl.full((), 0, tl.int32)
+    if COMBINE.MARKED:
+        sums, poison = take_block(seen, step, lines, own_base, rows, 0, sums, S, WEIGHTS)
+    else:
+        sums = plus_rows(sums, seen, WEIGHTS)
     sums_out = address(step.table, RESULT_WEIGHTS, step.rank, S.WORLD_SIZE, tl.float32)
     sums_out += tl.cast(token, tl.int64) * S.TOPK
     weights_at = block_offsets(0, WEIGHTS.GROUPS_LANES, 1)
@@ -325,79 +303,105 @@ def slots_at(base, own_row, step, WIDTH: tl.constexpr):
 
 
 @portable
+def next_turn(unit, others, following, routes, step, share, S: tl.constexpr, OWN: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return (rows of a unit of work, and for the turn behind it the first three arguments).
+
+    The rows are (unit, Rows.slots, Rows.own, whether no others follow): Triton 3.6 loses names in a loop's tuples.
+
+    Args:
+        unit: that this turn is of. others: slots of its rows and of those behind them. following: routes of the next
+            unit's token. routes: of all tokens. OWN: OWN_IN_PLACE. BLOCKS: units of a token.
+    """
+    one_turn: tl.constexpr = min(S.WORLD_SIZE, S.TOPK) <= ROWS_AT_ONCE
+    rows, others = next_rows(others, step, S, OWN)
+    ends, next_unit = tl.full((), 1, tl.int1), unit + share.num_programs
+    if not one_turn:
+        ends = reduce_min(others, 0) == NEVER
+        next_unit = tl.where(ends, next_unit, unit)
+    others = slots_left(ends, following, others, step, S, one_turn)
+    following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step, S)
+    return (unit, rows.slots, rows.own, ends), next_unit, others, following
+
+
+@portable
 def add_results(
     given, step, share, own_row, S: tl.constexpr, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
 ):  # fmt: skip
-    """Wait for the rows of this program's share of the tokens, add and store them. Returns the poison word.
+    """Add and store the rows of this program's share of the tokens. Returns the poison word.
 
-    A unit of work is a block of a token's rows. Where a token may have more than ROWS_AT_ONCE rows, a unit takes
-    several turns. With READ_AHEAD a turn's rows are read for the first time during the turn before.
+    MARKED rows are waited for; others have arrived. A unit of work is a block of a token's rows. Where a token may have
+    more than ROWS_AT_ONCE rows, a unit takes several turns. With READ_AHEAD several turns are under way. As many follow
+    each other in the loop where rows have arrived: none is copied to other registers then, which would wait for it.
 
     Args:
-        given: Operands. step: CombineStep. share: AddShare.
+        given: Operands. step: CombineStep. share: Share of the units.
         own_row: where this rank's own rows begin in the given rows and weights, used with OWN_IN_PLACE.
         B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
         SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
-    table, rank, first_unit = step.table, step.rank, first_of(share)
+    table, rank, unit = step.table, step.rank, share.program
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    one_turn: tl.constexpr = min(S.WORLD_SIZE, S.TOPK) <= ROWS_AT_ONCE
+    ahead: tl.constexpr = 2 if COMBINE.MARKED else max(2, ROWS_UNDER_WAY // min(S.WORLD_SIZE, S.TOPK))
+    num_turns: tl.constexpr = ahead if COMBINE.READ_AHEAD else 1
     routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
     places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
     own_base = places.rows
     if COMBINE.OWN_IN_PLACE:
         own_base = slots_at(given.rows, own_row, step, B.WIDTH)
     poison = tl.full((), 0, tl.int32)
-    num_units = step.num_tokens * num_blocks
-    unit = first_unit
-    rows, others = next_rows(
-        slots_of(routes_of(routes, unit // num_blocks, step, S), step, S), step, S, COMBINE.OWN_IN_PLACE
-    )
-    sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
-    if COMBINE.READ_AHEAD:
-        following = routes_of(routes, unit_after(share, unit) // num_blocks, step, S)
-        seen = read_block(places, own_base, rows, (unit % num_blocks) * block, B)
-    while unit < num_units:
-        token, first = unit // num_blocks, (unit % num_blocks) * block
-        ends, next_unit = True, unit_after(share, unit)
-        if not one_turn:
-            ends = reduce_min(others, 0) == NEVER
-            next_unit = tl.where(ends, next_unit, unit)
-        # in flight while this turn's rows are waited for
+    others = slots_of(routes_of(routes, unit // num_blocks, step, S), step, S)
+    following = routes_of(routes, (unit + share.num_programs) // num_blocks, step, S)
+    turns, seen = (), ()
+    for _ in tl.static_range(num_turns):
+        turn, unit, others, following = next_turn(
+            unit, others, following, routes, step, share, S, COMBINE.OWN_IN_PLACE, num_blocks
+        )
+        turns = turns + (turn,)
         if COMBINE.READ_AHEAD:
-            found = slots_left(ends, following, others, step, S, one_turn)
-            next_turn, others = next_rows(found, step, S, COMBINE.OWN_IN_PLACE)
-            following = routes_of(routes, unit_after(share, next_unit) // num_blocks, step, S)
-            taken = seen
-            seen = read_block(places, own_base, next_turn, (next_unit % num_blocks) * block, B)
-        else:
-            following = routes_of(routes, next_unit // num_blocks, step, S)
-            taken = read_block(places, own_base, rows, first, B)
-            found = slots_left(ends, following, others, step, S, one_turn)
-            next_turn, others = next_rows(found, step, S, COMBINE.OWN_IN_PLACE)
-        if poison == 0:
-            sums, poison = take_block(taken, step, places, own_base, rows, first, sums, S, B)
-            if unit == first_unit:
-                end_span(SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-                begin_span(SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
-            if ends:
-                store_sums(given, sums, token, first, B, COMBINE.DTYPE)
-            if unit % num_blocks == 0:
-                if HAS_WEIGHTS:
-                    if poison == 0:
-                        weight_sums, poison = add_weights(
-                            given, step, places, rows, own_row, token, weight_sums, S, WEIGHTS, COMBINE.OWN_IN_PLACE
-                        )
-                if COMBINE.CHECK_INDICES:
-                    if ends:
-                        note_foreign_indices(table, given.ids, token, step.epoch, rank, S)
-        if one_turn:
-            sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
-        else:
+            rows, first = Rows(turn[1], turn[2]), (turn[0] % num_blocks) * block
+            seen = seen + (read_block(places, own_base, rows, first, B, COMBINE.MARKED),)
+    sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
+    while turns[0][0] < step.num_tokens * num_blocks:
+        for _ in tl.static_range(1 if COMBINE.MARKED else num_turns):
+            turn_unit, slots, own, ends = turns[0]
+            rows, token, first = Rows(slots, own), turn_unit // num_blocks, (turn_unit % num_blocks) * block
+            if COMBINE.READ_AHEAD:
+                taken = seen[0]
+            else:
+                taken = read_block(places, own_base, rows, first, B, COMBINE.MARKED)
+                turn, unit, others, following = next_turn(
+                    unit, others, following, routes, step, share, S, COMBINE.OWN_IN_PLACE, num_blocks
+                )
+            if (poison == 0) & (token < step.num_tokens):
+                if COMBINE.MARKED:
+                    sums, poison = take_block(taken, step, places, own_base, rows, first, sums, S, B)
+                else:
+                    sums = plus_rows(sums, taken, B)
+                if turn_unit == share.program:
+                    end_span(SPANS, table, RECV_WAIT, S.WORLD_SIZE)
+                    begin_span(SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
+                if ends:
+                    store_sums(given, sums, token, first, B, COMBINE.DTYPE)
+                if first == 0:
+                    if HAS_WEIGHTS:
+                        if poison == 0:
+                            weight_sums, poison = add_weights(
+                                given, step, places, rows, own_row, token, weight_sums, S, WEIGHTS, COMBINE
+                            )
+                    if COMBINE.CHECK_INDICES:
+                        if ends:
+                            note_foreign_indices(table, given.ids, token, step.epoch, rank, S)
             sums, weight_sums = kept_unless(ends, sums), kept_unless(ends, weight_sums)
-        unit, rows = next_unit, next_turn
+            if COMBINE.READ_AHEAD:
+                turn, unit, others, following = next_turn(
+                    unit, others, following, routes, step, share, S, COMBINE.OWN_IN_PLACE, num_blocks
+                )
+            turns = turns[1:] + (turn,)
+            if COMBINE.READ_AHEAD:
+                rows, first = Rows(turn[1], turn[2]), (turn[0] % num_blocks) * block
+                seen = seen[1:] + (read_block(places, own_base, rows, first, B, COMBINE.MARKED),)
     return poison
 
 

@@ -64,9 +64,11 @@ class Share(NamedTuple):
 
 
 @portable
-def never_empty(words):
-    """Return words with EMPTY, of which every element is a NaN, replaced by other NaNs."""
-    return tl.where(words == EMPTY, LARGEST_INT32, words)
+def store_result(target, words, mask, MARKED: tl.constexpr):
+    """Store words of results at another rank; of MARKED rows EMPTY, whose elements are NaNs, as other NaNs."""
+    if MARKED:
+        words = tl.where(words == EMPTY, LARGEST_INT32, words)
+    tl.store(target, words, mask=mask, cache_modifier=".wt")
 
 
 @portable
@@ -179,11 +181,11 @@ def return_places(table, destination, WORLD_SIZE: tl.constexpr, ELEMENT: tl.cons
 
 
 @portable
-def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl.constexpr):
+def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl.constexpr, MARKED: tl.constexpr):
     """Send a block of `num_rows` rows to the rank that their tokens came from, cast to fp8 if asked.
 
     Args:
-        values: from load_block. DTYPE: of the elements in these words.
+        values: from load_block. DTYPE: of the elements in these words. MARKED: as in Combine.
     """
     offsets, inside = tile_of(first, num_rows, B)
     target = tl.multiple_of(places.rows + tl.cast(slot, tl.int64) * B.WIDTH, 16)
@@ -196,12 +198,12 @@ def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl
             num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
             scales = places.scales + tl.cast(slot, tl.int64) * num_scales
             mask = (rows < num_rows) & (lines < B.WIDTH // B.GROUP) & (lines % per_scale == 0)
-            tl.store(scales + (rows * num_scales + lines // per_scale), scale_bits, mask=mask, cache_modifier=".wt")
+            store_result(scales + (rows * num_scales + lines // per_scale), scale_bits, mask, False)
         else:
             words = line_words(values, None, DTYPE)
-        tl.store(target + offsets, words, mask=inside, cache_modifier=".wt")
+        store_result(target + offsets, words, inside, False)
     else:
-        tl.store(target + offsets, never_empty(values), mask=inside, cache_modifier=".wt")
+        store_result(target + offsets, values, inside, MARKED)
 
 
 @portable
@@ -228,44 +230,44 @@ def rows_from(source, step, S: tl.constexpr):
 
 
 @portable
-def push_weights_of(given, places, aim, slot, num_rows, S: tl.constexpr, B: tl.constexpr):
+def push_weights_of(given, places, aim, slot, num_rows, S: tl.constexpr, B: tl.constexpr, MARKED: tl.constexpr):
     """Send the weights of a unit's rows, with the first of their blocks."""
     rows, slots = tl.arange(0, B.ROWS)[:, None], tl.arange(0, S.TOPK_LANES)[None, :]
     mask = (rows < tl.where(aim.first == 0, num_rows, 0)) & (slots < S.TOPK)
     offsets = rows * S.TOPK + slots
     weights = tl.load(given.weights + tl.cast(aim.row, tl.int64) * S.TOPK + offsets, mask=mask, other=0)
     target = places.weights + tl.cast(slot, tl.int64) * S.TOPK
-    tl.store(target + offsets, never_empty(weights), mask=mask, cache_modifier=".wt")
+    store_result(target + offsets, weights, mask, MARKED)
 
 
 @portable
 def push_results(
-    first, given, step, share, S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, OWN_IN_PLACE: tl.constexpr
+    first, given, step, share, S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMBINE: tl.constexpr
 ):
     """Send back this program's share of the rows that this rank has received.
 
     Args:
-        first: from first_unit. given: Operands. step: CombineStep. share: Share.
+        first: from first_unit. given: Operands. step: CombineStep. share: Share. COMBINE: Combine.
     """
-    destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if OWN_IN_PLACE else S.WORLD_SIZE)
+    destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if COMBINE.OWN_IN_PLACE else S.WORLD_SIZE)
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     num_units = (reduce_max(step.counts, 0) + B.ROWS - 1) // B.ROWS * (destinations * num_blocks)
-    if OWN_IN_PLACE and S.WORLD_SIZE == 1:
+    if COMBINE.OWN_IN_PLACE and S.WORLD_SIZE == 1:
         num_units = num_units * 0
     aim, places, values = first
     num_rows = rows_from(aim.destination, step, S) - aim.index
     for unit in range(share.program, num_units, share.num_programs):
-        next_aim = unit_of(unit + share.num_programs, step, S, B, OWN_IN_PLACE)
+        next_aim = unit_of(unit + share.num_programs, step, S, B, COMBINE.OWN_IN_PLACE)
         next_places = return_places(step.table, next_aim.destination, S.WORLD_SIZE, B.ELEMENT)
         # while this block leaves
         next_num_rows = rows_from(next_aim.destination, step, S) - next_aim.index
         next_values = load_block(given.rows, next_aim.row, next_num_rows, next_aim.first, B)
         if num_rows > 0:
             slot = step.rank * step.M + aim.index
-            push_block(values, places, slot, num_rows, aim.first, B, given.rows.dtype.element_ty)
+            push_block(values, places, slot, num_rows, aim.first, B, given.rows.dtype.element_ty, COMBINE.MARKED)
             if HAS_WEIGHTS:
-                push_weights_of(given, places, aim, slot, num_rows, S, B)
+                push_weights_of(given, places, aim, slot, num_rows, S, B, COMBINE.MARKED)
         aim, num_rows, places, values = next_aim, next_num_rows, next_places, next_values
 
 

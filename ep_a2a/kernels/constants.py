@@ -155,13 +155,15 @@ class Combine(NamedTuple):
     """Constants of a combine's sums.
 
     DTYPE: of the result. CHECK_INDICES: ids are compared with those of dispatch. OWN_IN_PLACE: this rank's own rows are
-    added where they lie, instead of being sent. READ_AHEAD: see add_results.
+    added where they lie, instead of being sent. READ_AHEAD: see add_results. MARKED: rows announce themselves
+    (kernels/primitives.py, EMPTY); else a rank announces all of a step by its flag, and every program sends, then adds.
     """
 
     DTYPE: tl.dtype
     CHECK_INDICES: bool
     OWN_IN_PLACE: bool
     READ_AHEAD: bool
+    MARKED: bool
 
 
 class Expand(NamedTuple):

@@ -7,6 +7,7 @@ dispatch symmetric, shared by sequential ops: the rows that other ranks write.
 combine  symmetric, shared by sequential ops: the result rows that other ranks write. Between steps every bit in it is
          set, which is how a reader knows what has not arrived (kernels/primitives.py, EMPTY). Of an op with rings
          (kernels/ring_shape.py): the result rows that other ranks of the node read, and rings; they hold anything.
+         So do the rows where policy.adds_arrived.
 local    this rank's only: step counters and the routing record.
 result   this rank's only, shared by sequential ops: the tensors that combine returns.
 expert   this rank's only, shared by sequential ops: rows by expert, in layout expert_major; else empty.
@@ -182,8 +183,8 @@ class FlagProgram(enum.IntEnum):
 STEP_SHIFT = 16
 """Bits of a stage's counter below the number of steps. They count the programs of a launch that have ended."""
 ARRIVAL_SHIFT = 11
-"""The same of a word of DISPATCH_FLAGS, for programs of a bulk dispatch that have sent: policy.MAX_DISPATCH_PROGRAMS at
-most."""
+"""The same of a word of DISPATCH_FLAGS, and of COMBINE_FLAGS where policy.adds_arrived, for programs that have sent:
+policy.MAX_DISPATCH_PROGRAMS at most."""
 BOUND_SHIFT = 3
 """Bits of a wire word (ops/wire_word.py) below the sender's bound."""
 BOUNDS_FACTOR, BOUNDS_SHIFT, BOUNDS_MASK = 0x2C1B3C6D, 15, (1 << 31) - 1

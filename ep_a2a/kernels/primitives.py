@@ -4,6 +4,8 @@ The patterns, and why they are enough (docs/memory-model.md has the proof):
 
 begin_stage  reads the op's step counters; finish_stage moves one on when all programs of the launch have come there.
 arrive_last  all programs of a launch add one to a counter; the last to arrive has acquired what the others released.
+post_arrival each program of a launch adds its share to a flag word at every peer, as a release: whoever acquires the
+             sum sees what all of them have written before.
 post_all     one post per peer of an epoch into that peer's flag word. If it ORDERS, it is a release: whoever acquires
              the epoch sees all writes that this rank ordered before the post. Else earlier launches have ended.
 wait_all     reads (if it ORDERS, acquires) the flag word of every peer until each has reached the epoch, or the op is
@@ -31,6 +33,7 @@ LIMITS = tl.constexpr(Region.LIMITS.value)
 ERROR_RECORD = tl.constexpr(Region.ERROR_RECORD.value)
 ARRIVED = tl.constexpr(State.ARRIVED.value)
 ARRIVAL_SHIFT = tl.constexpr(layout.ARRIVAL_SHIFT)
+ARRIVAL_UNIT = tl.constexpr(1 << layout.ARRIVAL_SHIFT)
 ERROR_CLAIMED = tl.constexpr(State.ERROR_CLAIMED.value)
 NUM_TOKENS = tl.constexpr(State.NUM_TOKENS.value)
 RECORD_CODE = tl.constexpr(Record.CODE.value)
@@ -304,8 +307,25 @@ def post_all(
 
 
 @portable
+def post_arrival(
+    table, region: tl.constexpr, program, num_programs, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
+):
+    """Adds this program's share to this rank's flag word at every peer; those of a launch make one step.
+
+    Whoever acquires the word with all shares sees what all programs have written before: an addition hands on what the
+    additions before it have released.
+    """
+    peers = tl.arange(0, WORLD_LANES)
+    present = peers < WORLD_SIZE
+    flags = address(table, region, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
+    share = share_of(ARRIVAL_UNIT, program, num_programs)
+    barrier()
+    tl.atomic_add(flags, full_like(peers, share), mask=present, sem="release", scope="sys")
+
+
+@portable
 def dispatch_flag(table, WORLD_SIZE: tl.constexpr):
-    """The word of DISPATCH_FLAGS of a rank that has sent all rows of the step whose dispatch runs: steps by 2**11."""
+    """The flag word of a rank that has done its part of the running step: steps by 2**11."""
     num_ended = tl.load(table + NUM_REGIONS * WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
     return ((num_ended + 1) << ARRIVAL_SHIFT).to(tl.int32)
 

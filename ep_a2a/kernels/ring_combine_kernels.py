@@ -357,7 +357,7 @@ def return_kernel(
     forwarded = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32)
     # C3
     if poison == 0:
-        poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True)
+        poison = await_peers(table, epoch, epoch, rank, S, A.HAS_WEIGHTS, True)
     for channel in range(program, R.CHANNELS, num_programs):
         poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, S, R, A)
     # C6

@@ -33,7 +33,7 @@ def offer_row(rows_in, weights_in, places, row, S: tl.constexpr, B: tl.constexpr
     """Puts one row, and its weights, where the ranks of this node read them (places: ReturnPlaces)."""
     for start in tl.static_range(0, B.WIDTH, B.GROUPS_LANES * B.GROUP):
         values = load_block(rows_in, row, 1, start, B)
-        push_block(values, places, row, 1, start, B, rows_in.dtype.element_ty)
+        push_block(values, places, row, 1, start, B, rows_in.dtype.element_ty, True)
     if HAS_WEIGHTS:
         # where they lie is not known to be aligned
         choices = tl.arange(0, S.TOPK_LANES)

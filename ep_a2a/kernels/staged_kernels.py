@@ -333,7 +333,7 @@ def sum_nodes_kernel(
     out = Results(table, result, ids, num_tokens, epoch, rank)
     # C5
     if poison == 0:
-        poison = await_peers(table, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)
+        poison = await_peers(table, epoch, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)
     for chunk in range(program, num_chunks, num_programs):
         if poison == 0:
             slots = ()

@@ -33,6 +33,7 @@ from ep_a2a.policy import (
     THREADS_PER_SM,
     Launch,
     Phase,
+    adds_arrived,
     choose_launch,
     dispatch_phase,
     fit,
@@ -244,7 +245,13 @@ def combine_launch(
             "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps, launch.send_rows),
             "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps, adds=True),
             "WEIGHTS": Block(config.topk, lanes, 1, tl.int32, tl.float32, QUANTIZED=False, SCALED=False, ROWS=1),
-            "COMBINE": Combine(results.dtype, form.has_ids, in_place and not results.quantized, launch.read_ahead),
+            "COMBINE": Combine(
+                results.dtype,
+                form.has_ids,
+                in_place and not results.quantized,
+                launch.read_ahead,
+                not adds_arrived(config),
+            ),
             "FORM": kernels.form(stages, launch, has_weights=form.has_weights),
         },
         num_warps,
@@ -253,7 +260,7 @@ def combine_launch(
     )
     fitted = fitted_launch(kernels, launch, Phase.COMBINE, row.kernel)
     sizes = form.num_tokens, form.bounds.step_tokens, config.max_num_inp_token_per_rank, config.rank
-    numbers = *sizes, fitted.num_receivers, fitted.shared_from, NO_PAUSE_NS
+    numbers = *sizes, fitted.num_receivers, NO_PAUSE_NS
     return row._replace(numbers=numbers, num_programs=_num_programs(fitted, Phase.COMBINE, stages))
 
 
@@ -310,7 +317,7 @@ def fitted_launch(kernels: OpKernels, launch: Launch, phase: Phase, kernel: Comp
 
 def _num_programs(launch: Launch, phase: Phase, stages: Stages) -> int:
     """Programs of a launch that does these stages."""
-    if stages == WHOLE:
+    if stages == WHOLE or launch.by_all:
         return launch.num_programs
     if phase is Phase.BULK_DISPATCH:
         return launch.num_programs if stages.send else 1

@@ -32,6 +32,7 @@ from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.guards import is_capturing, outside_modes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK, Failure
+from ep_a2a.policy import adds_arrived
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
@@ -57,7 +58,7 @@ def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
         local_own=layout.local.num_bytes,
         local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
         record_words=RECORD_HEADER_WORDS + config.world_size,
-        fill_bytes={} if config.uses_rings else {"combine": EMPTY_BYTE},
+        fill_bytes={"combine": EMPTY_BYTE},
     )
 
 
@@ -67,7 +68,7 @@ def _addresses(tensor: torch.Tensor) -> range:
 
 def combine_role(config: EpDispatchCombineConfig) -> str:
     """The role of an op's combine block. Ops share a block only if they leave the same byte in it between steps."""
-    return "combine_rings" if config.uses_rings else "combine"
+    return "combine_unmarked" if config.uses_rings or adds_arrived(config) else "combine"
 
 
 @dataclass(frozen=True)
@@ -348,17 +349,23 @@ class BoundMemory:
         if is_capturing(self.acquired.local_own.device):
             return {}
         if phase == COMBINE_PHASE:
-            found = {"flags": self.view(Region.COMBINE_FLAGS)}
+            found = {"flags": self._flagged_steps(Region.COMBINE_FLAGS)}
         else:
             # a word that is its own flag has the epoch in its upper half
-            found = {"counts": self.view(Region.COUNTS)[:, -1] >> 32, "flags": self._steps_sent()}
+            found = {
+                "counts": self.view(Region.COUNTS)[:, -1] >> 32,
+                "flags": self._flagged_steps(Region.DISPATCH_FLAGS),
+            }
         return {kind: tuple(epoch & UINT32_MASK for epoch in epochs.tolist()) for kind, epochs in found.items()}
 
-    def _steps_sent(self) -> torch.Tensor:
-        """By rank, the steps whose rows it has sent; words of DISPATCH_FLAGS hold the lowest bits of their number."""
+    def _flagged_steps(self, region: Region) -> torch.Tensor:
+        """By rank, the step in its flag, as uint32; words that count arrivals hold the lowest bits of its number."""
+        flags = self.view(region).long()
+        if region is Region.COMBINE_FLAGS and not adds_arrived(self.config):
+            return flags & UINT32_MASK
         modulus = 1 << 32 - ARRIVAL_SHIFT
         ended = self.steps[Stage.COMBINE_RECEIVE] >> STEP_SHIFT
-        beyond = (self.view(Region.DISPATCH_FLAGS) >> ARRIVAL_SHIFT) - ended
+        beyond = (flags >> ARRIVAL_SHIFT) - ended
         return ended + (beyond + modulus // 2) % modulus - modulus // 2
 
     def choices_of_step(self, code: int) -> tuple[int, ...]:
@@ -375,8 +382,8 @@ class BoundMemory:
             return ()
         rank = self.config.rank
         if code == FailureCode.WEIGHTS_MISSING:
-            epochs = self.view(Region.COMBINE_FLAGS)
-            choices = (self.view(Region.WEIGHT_EPOCHS) != epochs[rank]).int()
+            epochs = self._flagged_steps(Region.COMBINE_FLAGS)
+            choices = (self.view(Region.WEIGHT_EPOCHS).long() & UINT32_MASK != epochs[rank]).int()
         else:
             words = self.view(Region.COUNTS)[:, -1]
             epochs, choices = words >> 32, words & UINT32_MASK

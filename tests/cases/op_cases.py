@@ -25,6 +25,7 @@ from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.node_memory import NodeArena
 from ep_a2a.memory.node_transport import NodeAllToAll
 from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.policy import adds_arrived
 from ep_a2a.quantization import dequantize, fp32_to_e4m3_bits, quantize
 from ep_a2a.reference import (
     DispatchReference,
@@ -607,7 +608,8 @@ def set_first_epoch(op: EpDispatchCombineOp, case: Case, arena: Arena) -> None:
 
     def set_epoch() -> None:
         op.memory.steps.fill_(case.first_epoch << STEP_SHIFT)
-        for region, shift in ((Region.DISPATCH_FLAGS, ARRIVAL_SHIFT), (Region.COMBINE_FLAGS, 0)):
+        of_combine = ARRIVAL_SHIFT if adds_arrived(op.config) else 0
+        for region, shift in ((Region.DISPATCH_FLAGS, ARRIVAL_SHIFT), (Region.COMBINE_FLAGS, of_combine)):
             word = ((case.first_epoch << shift) + (1 << 31)) % (1 << 32) - (1 << 31)
             op.memory.view(region).fill_(word)
 

@@ -11,6 +11,7 @@ from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.ops import EpDispatchCombineOp
+from ep_a2a.policy import MOST_ADDING_ARRIVED
 from tests.cases.op_cases import (
     BY_HOSTS,
     BY_PUTS,
@@ -62,6 +63,7 @@ SWITCHING = replace(
     options={"flagged_max_tokens": 3},
 )
 BOUNDED = replace(SMALL, max_tokens=9, tokens=((3, 2), (9, 6)), num_steps=2, options=BULK | {"max_sms": 4})
+MARKS = BULK | {"max_sms": MOST_ADDING_ARRIVED + 1}
 TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
 STAGED = SMALL_RINGS | BY_HOSTS | {"timeout_secs": 2.0}
 CASES = {
@@ -95,6 +97,8 @@ CASES = {
     ),
     "bounded": BOUNDED,
     "bounded_fp8_results": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise"),
+    "bounded_marks": replace(BOUNDED, options=MARKS),
+    "bounded_fp8_marks": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise", options=MARKS),
     "bounded_compact_cast": replace(BOUNDED, layout="compact", hidden_dim=256, quant_type="fp8_per_1x128"),
     "bounded_look_back": replace(BOUNDED, max_tokens=1100, tokens=((35, 20),), num_steps=1, scale_dim=3),
     "small_room": replace(SMALL, layout="compact", routing="all_to_one", options={"max_total_recv_tokens": 2}),

@@ -20,12 +20,14 @@ QUICK = {
     ("low_latency_sparse", "until_late", "stopping"),
     ("bounded", "steps", "many-sms"),
     ("bounded_fp8_results", "steps", "many-sms"),
+    ("bounded_marks", "steps", "many-sms"),
+    ("bounded_fp8_marks", "steps", "many-sms"),
     ("bounded_compact_cast", "steps", "many-sms"),
     ("bounded_look_back", "steps", "many-sms"),
     ("low_latency", "steps", "halves"),
     ("low_latency", "steps", "random-halves"),
     ("low_latency_cast", "steps", "halves"),
-    ("bounded_fp8_results", "steps", "halves"),
+    ("bounded_fp8_marks", "steps", "halves"),
 }
 # the last two notice mutants of tools/mutants.toml
 REST = {(*each, "late") for each in RUNS} - QUICK | {(case, "chain", "random") for case in CHAINS[:2]}

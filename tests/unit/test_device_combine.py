@@ -1,4 +1,4 @@
-"""Parts of combine in Triton's interpreter: first loads of senders, shares of units, and casts in words."""
+"""Parts of combine in Triton's interpreter: first loads of senders, places of rows, and casts in words."""
 
 import pytest
 import torch
@@ -6,16 +6,7 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.kernels.cast_kernels import elements_of
-from ep_a2a.kernels.combine_receive_kernels import (
-    NEVER,
-    AddShare,
-    first_of,
-    has_units,
-    next_rows,
-    routes_of,
-    slots_of,
-    unit_after,
-)
+from ep_a2a.kernels.combine_receive_kernels import next_rows, routes_of, slots_of
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
 from ep_a2a.kernels.constants import Block
 from ep_a2a.kernels.line_cast_kernels import quantize_lines
@@ -96,32 +87,6 @@ def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, pa
             for place in range(min(num_left, num_rows_at_once)):
                 expected = memory[row + place, first : first + GROUP].tolist()
                 assert found[place] == expected + [0] * (GROUP - len(expected))
-
-
-@portable
-def list_units(out, num_units, num_receivers, shared_from):
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    share = AddShare(program, num_programs, program - (num_programs - num_receivers), num_receivers, shared_from)
-    if has_units(share):
-        unit = first_of(share)
-        while unit < num_units:
-            tl.store(out + unit, tl.load(out + unit) + 1 + program)
-            unit = unit_after(share, unit)
-
-
-@pytest.mark.parametrize("num_programs", [2, 3, 7])
-@pytest.mark.parametrize("num_units", [0, 1, 5, 40])
-def test_each_unit_is_added_once(num_programs, num_units):
-    """Before shared_from by programs that only add, from there on by all of the launch."""
-    for num_receivers in range(1, num_programs):
-        for turns in (0, 1, 3, 99, None):
-            shared_from = NEVER.value if turns is None else turns * num_receivers
-            out = torch.zeros(num_units + 1, dtype=torch.int32)
-            list_units.interpret((num_programs,), out, num_units, num_receivers, shared_from)
-            senders, alone = num_programs - num_receivers, min(shared_from, num_units)
-            expected = [1 + senders + unit % num_receivers for unit in range(alone)]
-            expected += [1 + unit % num_programs for unit in range(num_units - alone)]
-            assert out.tolist() == [*expected, 0]
 
 
 @portable

@@ -17,7 +17,7 @@ from ep_a2a.policy import (
     INTERPRETED_PROGRAMS,
     MAX_COUNTED_ALONE,
     MAX_DISPATCH_PROGRAMS,
-    NEVER_SHARED,
+    MOST_ADDING_ARRIVED,
     SEND_ROW_ELEMENTS,
     SHARED_REGISTERS,
     THREADS_PER_SM,
@@ -49,9 +49,9 @@ def threads(launch: Launch) -> int:
     return 32 * launch.num_warps * launch.num_programs
 
 
-def least(phase: Phase) -> int:
+def least(phase: Phase, *, by_all: bool = False) -> int:
     """Where there are roles: those that speak with the peers, one that sends, one that receives."""
-    return FLAG_PROGRAMS[phase] + 2 if phase in WITH_ROLES else 1
+    return FLAG_PROGRAMS[phase] + 2 if phase in WITH_ROLES and not by_all else 1
 
 
 def most(phase: Phase, num_warps: int, num_sms: int = H200_SMS) -> int:
@@ -60,11 +60,12 @@ def most(phase: Phase, num_warps: int, num_sms: int = H200_SMS) -> int:
 
 
 def check_roles(launch: Launch, phase: Phase) -> None:
+    if launch.by_all:
+        assert phase is Phase.COMBINE
+        assert launch.num_senders == launch.num_programs <= MAX_DISPATCH_PROGRAMS
+        return
     if phase in WITH_ROLES:
-        # where all programs add in the end, the one with the flags sends first
-        without_role = FLAG_PROGRAMS[phase] if launch.shared_from == NEVER_SHARED else 0
-        assert launch.num_programs == without_role + launch.num_senders + launch.num_receivers
-        assert launch.shared_from == NEVER_SHARED or launch.shared_from % launch.num_receivers == 0
+        assert launch.num_programs == FLAG_PROGRAMS[phase] + launch.num_senders + launch.num_receivers
     assert min(launch.num_senders, launch.num_receivers) >= 1
 
 
@@ -172,7 +173,11 @@ def test_max_sms_bounds_programs(phase, max_sms):
     for config in (config_of(max_sms=max_sms), config_of(max_sms=max_sms, launch="manual", block_num=1000)):
         for block_num in (-1, 1000):
             launch = choose_launch(config, phase, 4096, 4096, H200_SMS, block_num)
-            assert launch.num_programs == max(least(phase), max_sms)
+            by_all = phase is Phase.COMBINE and max_sms <= MOST_ADDING_ARRIVED
+            assert launch.by_all == by_all
+            assert launch.num_programs == max(least(phase, by_all=by_all), max_sms)
+            called = choose_launch(replace(config, max_sms=0), phase, 4096, 4096, H200_SMS, block_num, max_sms=max_sms)
+            assert called.num_programs == max(least(phase, by_all=called.by_all), max_sms)
 
 
 @pytest.mark.parametrize(("world_size", "least", "roles"), [(2, 904, (65, 66)), (4, 501, (52, 79)), (8, 343, (45, 86))])
@@ -185,7 +190,7 @@ def test_programs_that_cast_many_rows_are_wide(world_size, least, roles):
     for tokens in (least, 4096):
         launch = choose_launch(casts, Phase.COMBINE, tokens, tokens, H200_SMS)
         assert (launch.num_warps, launch.send_rows, launch.read_ahead) == (16, WIDE_CASTER_ROWS, True)
-        assert (launch.num_senders, launch.num_receivers, launch.shared_from) == (*roles, NEVER_SHARED)
+        assert (launch.num_senders, launch.num_receivers) == roles
         assert launch.send_elements == launch.add_elements == SEND_ROW_ELEMENTS
         check_roles(launch, Phase.COMBINE)
         # of the caller's warps nobody knows whether they hold whole rows
@@ -220,36 +225,28 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, nu
     assert choose_launch(manual, phase, 4096, 4096, H200_SMS).num_warps == 4
 
 
-def end_of(launch: Launch, row_us: float, num_rows: float, token_us: float, num_tokens: int) -> float:
-    """When the last program of a launch ends whose programs never wait for rows."""
-    alone = min(launch.shared_from, num_tokens) / launch.num_receivers * token_us
-    sent = num_rows / launch.num_senders * row_us
-    shared_us = (num_tokens - min(launch.shared_from, num_tokens)) * token_us
-    return max(
-        alone, sent, (launch.num_receivers * alone + launch.num_senders * sent + shared_us) / launch.num_programs
-    )
-
-
 @pytest.mark.parametrize("quant_type", ["none", "fp8_blockwise"])
 @pytest.mark.parametrize("world_size", [2, 4, 8, 72])
 @pytest.mark.parametrize("num_tokens", [512, 4096])
-def test_programs_that_send_and_programs_that_add_end_together(quant_type, world_size, num_tokens):
-    """Where few programs share all work, by what the policy takes rows and tokens to cost."""
-    for max_sms in (8, 16):
-        config = config_of(max_sms=max_sms, quant_type=quant_type, world_size=world_size, num_experts_per_rank=4)
-        launch = choose_launch(config, Phase.COMBINE, num_tokens, num_tokens, H200_SMS)
-        row_us, sent_us, added_us = _combine_ns(config, num_tokens, num_tokens)
-        if launch.shared_from == NEVER_SHARED:
-            assert launch.num_senders * config.hidden_dim / row_us * 1000 > 0.5 * WIRE_BYTES_PER_NS
-            continue
-        end = end_of(launch, row_us, sent_us / row_us, added_us / num_tokens, num_tokens)
-        assert end <= 1.1 * (sent_us + added_us) / max_sms
+@pytest.mark.parametrize("max_sms", [1, 2, 3, 8, 12, 16, 24, 64])
+def test_programs_that_send_and_programs_that_add_end_together(quant_type, world_size, num_tokens, max_sms):
+    """By what the policy takes rows and tokens to cost: soon after equal shares of all work would, or the links."""
+    config = config_of(quant_type=quant_type, world_size=world_size, num_experts_per_rank=4)
+    launch = choose_launch(config, Phase.COMBINE, num_tokens, num_tokens, H200_SMS, max_sms=max_sms)
+    row_ns, sent_ns, added_ns = _combine_ns(config, num_tokens, num_tokens)
+    wire_ns = sent_ns / row_ns * config.hidden_dim * config.combine_wire_dtype.itemsize / WIRE_BYTES_PER_NS
+    end_ns = max(sent_ns / launch.num_senders, wire_ns)
+    if launch.by_all:
+        end_ns += added_ns / max_sms
+    else:
+        end_ns = max(end_ns, added_ns / launch.num_receivers)
+    assert end_ns <= 1.2 * max((sent_ns + added_ns) / max_sms, wire_ns)
 
 
 def test_programs_that_fill_the_wire_are_enough():
     for max_sms in (24, 64):
-        config = config_of(max_sms=max_sms)
-        launch = choose_launch(config, Phase.COMBINE, 4096, 4096, H200_SMS)
+        config = config_of()
+        launch = choose_launch(config, Phase.COMBINE, 4096, 4096, H200_SMS, max_sms=max_sms)
         assert (
             launch.num_senders * config.hidden_dim * 2 / _combine_ns(config, 4096, 4096)[0] <= 1.15 * WIRE_BYTES_PER_NS
         )
@@ -260,7 +257,7 @@ def test_programs_that_fill_the_wire_are_enough():
 def test_a_bound_that_is_none_changes_nothing(phase, max_sms):
     launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS)
     assert launch == choose_launch(config_of(), phase, 4096, 4096, H200_SMS)
-    assert launch == choose_launch(config_of(max_sms=7), phase, 4096, 4096, H200_SMS, max_sms=0)
+    assert launch == choose_launch(config_of(max_sms=MOST_ADDING_ARRIVED + 1), phase, 4096, 4096, H200_SMS, max_sms=0)
 
 
 @pytest.mark.parametrize("max_sms", [0, 2, 24])
@@ -269,7 +266,7 @@ def test_programs_that_leave_room_for_products(max_sms):
     for phase in (Phase.BULK_DISPATCH, Phase.COMBINE):
         launch = choose_launch(config_of(max_sms=max_sms), phase, 4096, 4096, H200_SMS, shares_sm=True)
         check_roles(launch, phase)
-        assert launch.num_programs == max(least(phase), max_sms or H200_SMS)
+        assert launch.num_programs == max(least(phase, by_all=launch.by_all), max_sms or H200_SMS)
         assert 32 * launch.num_warps * SHARED_REGISTERS + 256 * 208 <= REGISTERS_PER_SM
         for launch, block_num in (("manual", -1), ("auto", 20)):
             arguments = config_of(max_sms=max_sms, launch=launch), phase, 4096, 4096, H200_SMS, block_num
@@ -310,7 +307,7 @@ def test_no_grid_exceeds_what_fits(
     assert chosen.num_warps in (1, 2, 4, 8, 16, 32)
     check_roles(chosen, phase)
     allowed = sms if sms < num_sms else most(phase, chosen.num_warps, num_sms)
-    assert 1 <= chosen.num_programs <= max(least(phase), allowed)
+    assert 1 <= chosen.num_programs <= max(least(phase, by_all=chosen.by_all), allowed)
     if phase is Phase.BULK_DISPATCH:
         assert chosen.num_programs <= MAX_DISPATCH_PROGRAMS
     assert min(chosen.send_elements, chosen.add_elements) >= 1
