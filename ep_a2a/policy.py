@@ -46,19 +46,7 @@ spread thin, and a launch is prepared while the previous one runs, which takes b
 """
 MAX_COUNTED_ALONE = 1023
 """The largest step_tokens with which each program of a bulk dispatch scans the ids of all tokens (redundant scan) and
-needs no other program. Up to here MOST_UNROLLED_RANKS or fewer are sent rows one by one; in larger steps tiles of one
-token, which take fewer instructions, but destinations must be listed before the first row leaves. 27 November:
-
-    T                   256    512   1024
-    one by one         55.7  100.8  189.1
-    tiles              57.0  100.6  187.6
-"""
-MOST_UNROLLED_RANKS = 8
-"""Code that sends rows one by one is repeated for each rank; tiles loop over the destinations of a token.
-
-    ranks               24                   64
-    compilation         17 s, 2 KB of stack  not ready after 5 minutes
-"""
+needs no other program."""
 
 # Rows and elements that a program moves at once.
 
@@ -182,9 +170,22 @@ class Phase(enum.Enum):
     COMBINE = "combine"
 
 
-THREADS_PER_SM = {Phase.BULK_DISPATCH: 256, Phase.LOW_LATENCY_DISPATCH: 512, Phase.COMBINE: 640}
-"""Threads per multiprocessor that a launch asks for. How many fit depends on the kernel's registers (`fit`). A second
-program of a dispatch on each gained nothing below T = 4096 (27 November)."""
+THREADS_PER_SM = {Phase.BULK_DISPATCH: 512, Phase.LOW_LATENCY_DISPATCH: 512, Phase.COMBINE: 640}
+"""Threads per multiprocessor that a launch asks for. How many fit depends on the kernel's registers (`fit`)."""
+SECOND_PROGRAM_TOKENS = 2
+"""Tokens for each program from which on a bulk dispatch has two programs on a multiprocessor. µs of its sending stage
+(one H200 whose peers' memory is its own, 30 November); * marks what was chosen. With T = 256 the second program would
+have programs of one token:
+
+    programs            1             2
+                        bf16  cast    bf16  cast
+    2 ranks, T = 256    6.9*  6.8*    7.3   6.6
+    2 ranks, T = 1023   16.5  14.2    14.9* 12.8*
+    2 ranks, T = 4096   61.6  62.8    57.1* 45.1*
+    8 ranks, T = 256    9.9*  8.5*    10.5  8.5
+    8 ranks, T = 1023   33.5  24.7    32.6* 21.4*
+    8 ranks, T = 4096   115.3 93.0    115.7* 71.5*
+"""
 FLAG_PROGRAMS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 """By phase, how many first programs of a launch exchange flags and counts with peers; they move no rows."""
 
@@ -203,8 +204,8 @@ class Launch:
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
         dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
         shares_sm: programs leave room on their multiprocessor for a program of a product.
-        send_rows: rows that a program of a combine sends at once, and tokens of a tile of a bulk dispatch; 0 where it
-            sends rows one by one, without a list of their destinations in memory.
+        send_rows: rows that a program of a combine sends at once, and tokens of a tile of a bulk dispatch; 1 where it
+            sends tokens one by one, without a list of their destinations in memory.
     """
 
     num_programs: int
@@ -254,12 +255,12 @@ def choose_launch(
     if num_sms == 0:
         programs = block_num if 0 < block_num <= 4 else INTERPRETED_PROGRAMS
         send_rows = 1
-        if phase is Phase.BULK_DISPATCH:
-            send_rows = INTERPRETED_TILE if max_sms > 0 else _dispatched_rows(config, step_tokens)
+        if phase is Phase.BULK_DISPATCH and max_sms > 0:
+            send_rows = INTERPRETED_TILE
         wish = Launch(programs, 1, programs, programs, send_rows=send_rows)
         return _by_all(wish) if phase is Phase.COMBINE and (max_sms > 0 or adds_arrived(config)) else wish
     chooses_warps = config.launch != "manual" and warp_per_block <= 0
-    wish = _default(config, phase, num_tokens, step_tokens, chooses_warps=chooses_warps)
+    wish = _default(config, phase, num_tokens, step_tokens, num_sms, chooses_warps=chooses_warps)
     if config.launch == "manual":
         wish = replace(wish, num_programs=config.block_num, num_warps=config.warp_num_per_block)
     is_bounded = 0 < max_sms < num_sms
@@ -352,18 +353,20 @@ def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, step_tokens: i
     return row_ns, sent_rows * row_ns, num_tokens * token_ns
 
 
-def _dispatched_rows(config: EpDispatchCombineConfig, step_tokens: int) -> int:
-    """Launch.send_rows of a bulk dispatch without a bound on multiprocessors."""
-    one_by_one = step_tokens <= MAX_COUNTED_ALONE and config.world_size <= MOST_UNROLLED_RANKS
-    return 0 if one_by_one else 1
-
-
 def _default(
-    config: EpDispatchCombineConfig, phase: Phase, num_tokens: int, step_tokens: int, *, chooses_warps: bool
+    config: EpDispatchCombineConfig,
+    phase: Phase,
+    num_tokens: int,
+    step_tokens: int,
+    num_sms: int,
+    *,
+    chooses_warps: bool,
 ) -> Launch:
     """Returns a launch with a program per unit of work. chooses_warps: whether its warps are those of the result."""
     if phase is Phase.BULK_DISPATCH:
-        return Launch(num_tokens + 1, DISPATCH_WARPS, send_rows=_dispatched_rows(config, step_tokens))
+        # one program more than bring rows
+        single, double = min(num_tokens + 1, num_sms), num_tokens // SECOND_PROGRAM_TOKENS + 1
+        return Launch(max(single, double), DISPATCH_WARPS)
     few = step_tokens < FEW_TOKENS + (dispatch_phase(config, step_tokens) is Phase.LOW_LATENCY_DISPATCH)
     if phase is Phase.LOW_LATENCY_DISPATCH:
         # a rank's own rows travel in layout compact only

@@ -6,17 +6,16 @@ land in (source rank, source token) order. The steps of a launch, by which the c
 - D1. Each program asks for its first token, its cast or its words, before it knows where the row goes.
 - D2. It counts the rows of the tokens before its own: alone, of all ids, or by the counts of the programs before it.
 - D3. One program posts how many rows this rank sends to each rank. Layout compact waits here for all ranks' counts.
-- D4. The program sends its tokens one by one with all warps, or, where tokens are many or programs few, in tiles. It
-  records which row went where, for combine.
+- D4. The program sends its tokens one by one with all warps, or, where programs are few, in tiles. It records which
+  row went where, for combine.
 - D5. The last program to get here raises one flag at each peer, which says that all rows lie there.
 - D6. That program waits for the counts and then for the flags of all peers.
 - D7. A failed step looks empty: nothing was received.
 """
 
-from typing import NamedTuple
-
 import triton.language as tl
 
+from ep_a2a.kernels.bulk_send_kernels import load_beside, send_one_by_one
 from ep_a2a.kernels.layout import Region, Span, Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -48,39 +47,16 @@ from ep_a2a.kernels.receive_kernels import (
 )
 from ep_a2a.kernels.routing_kernels import (
     count_by_rank,
-    count_rows,
-    field_of,
-    fields_of_token,
-    ids_at,
-    packed,
-    plus,
-    record_route,
+    list_destinations,
     record_routes,
     rows_of_programs_before,
-    weights_at,
 )
-from ep_a2a.kernels.send_kernels import (
-    first_rows_of,
-    load_choices,
-    load_line,
-    load_tile,
-    rows_of,
-    send_payload,
-    send_quantized,
-    store_at_all,
-    targets_of,
-)
+from ep_a2a.kernels.send_kernels import load_row
 from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_cast_tiles, send_tiles
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 from ep_a2a.kernels.target import barrier
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-INDICES = tl.constexpr(Region.INDICES.value)
-SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
-SCALES = tl.constexpr(Region.SCALES.value)
-WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
-ROUTES = tl.constexpr(Region.ROUTES.value)
-SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
 QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
@@ -115,170 +91,62 @@ def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.con
     end_span(FORM.SPANS, table, FINISH, S.WORLD_SIZE)
 
 
-class Loaded(NamedTuple):
-    """A token in registers: the tile of its row if dispatch casts it, its given scales, its ids and weights."""
-
-    tile: tl.tensor
-    scales: tl.tensor
-    ids: tl.tensor
-    weights: tl.tensor
-
-
 @portable
-def send_token(
-    given, step, token, last, rows, loaded, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr
-):
-    """Write a token's row, and all that belongs to it, to the ranks it goes to, and load what the next token sends.
+def rows_before_program(ids, step, first, last, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr):
+    """(rows of all tokens before this program's, this program's own rows), both by rank [WORLD_LANES].
 
-    Args:
-        given: DispatchInputs. step: DispatchStep. rows: its row at every rank, from rows_of. loaded: of this token.
-
-    Returns:
-        Loaded of the next token.
+    Where programs count alone (redundant scan), own rows are 0.
     """
-    table, rank = step.table, step.rank
-    # scales made here are words or bytes; given ones are lines of either
-    scale_dtype: tl.constexpr = (tl.uint8 if ROW.BYTE_SCALES else tl.int32) if ROW.GROUP > 0 else LINE.SCALE_DTYPE
-    scale_width: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP if ROW.GROUP > 0 else LINE.SCALE_WIDTH
-    choices, scale_lanes = tl.arange(0, S.TOPK_LANES), tl.arange(0, LINE.SCALE_LANES)
-    tile, token_scales = loaded.tile, loaded.scales
-    following_ids, following_weights = load_choices(given.ids, given.weights, token + 1, last, S, FORM.HAS_WEIGHTS)
-    # all addresses before the first store, which would wait for each in turn
-    weight_targets = targets_of(table, WEIGHTS, rows, rank, S.TOPK, S.WORLD_SIZE, tl.int32)
-    id_targets = targets_of(table, INDICES, rows, rank, S.TOPK, S.WORLD_SIZE, tl.int32)
-    positions = targets_of(table, SOURCE_POSITIONS, rows, rank, 1, S.WORLD_SIZE, tl.int32)
-    scale_targets = targets_of(table, SCALES, rows, rank, scale_width, S.WORLD_SIZE, scale_dtype)
-    if ROW.GROUP > 0:
-        send_quantized(tile, given.scales, scale_targets, table, rows, rank, S.WORLD_SIZE, ROW)
-        # while this row leaves
-        tile = load_tile(given.x, token + 1, last, ROW)
+    own_counts = full_like(tl.arange(0, S.WORLD_LANES), 0)
+    if BULK.COUNTS_ALONE:
+        first_index = count_by_rank(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS)
     else:
-        send_payload(given.x, table, token, rows, rank, S.WORLD_SIZE, ROW.ROW_WORDS, ROW.BLOCK_WORDS)
-    if LINE.SCALE_WIDTH > 0:
-        inside = scale_lanes < LINE.SCALE_WIDTH
-        store_at_all(scale_targets, rows, scale_lanes, token_scales, inside, S.WORLD_SIZE)
-        token_scales = load_line(given.scales, token + 1, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-    if FORM.HAS_WEIGHTS:
-        for place in tl.static_range(S.WORLD_SIZE):
-            if rows[place] >= 0:
-                weights = weights_at(loaded.weights, loaded.ids, (rank + place) % S.WORLD_SIZE, S)
-                tl.store(weight_targets[place] + choices, weights, mask=choices < S.TOPK)
-    for place in tl.static_range(S.WORLD_SIZE):
-        if rows[place] >= 0:
-            ids = ids_at(loaded.ids, (rank + place) % S.WORLD_SIZE, S)
-            tl.store(id_targets[place] + choices, ids, mask=choices < S.TOPK)
-    for place in tl.static_range(S.WORLD_SIZE):
-        if rows[place] >= 0:
-            tl.store(positions[place], step.first_position + token)
-    return Loaded(tile, token_scales, following_ids, following_weights)
-
-
-@portable
-def rows_before_program(
-    ids, step, first, last, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr, TILE: tl.constexpr
-):
-    """(rows of all tokens before this program's, as fields; as a vector; and this program's own rows as a vector).
-
-    Where programs count alone (redundant scan), own rows are 0, and the vector is 0 where tokens are sent one by one.
-    There are no fields where tokens are sent in tiles.
-    """
-    ranks = tl.arange(0, S.WORLD_LANES)
-    before, first_index, own_counts = (), full_like(ranks, 0), full_like(ranks, 0)
-    if TILE.TOKENS > 0:
-        if BULK.COUNTS_ALONE:
-            first_index = count_by_rank(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
-        else:
-            own_counts = count_by_rank(ids, first, last, S, OWNERS, BULK.BLOCK_TOKENS, BULK.COUNT_BITS)
-    elif BULK.COUNTS_ALONE:
-        before = count_rows(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
-    else:
-        own = count_rows(ids, first, last, S, OWNERS, BULK.BLOCK_TOKENS, BULK.COUNT_BITS)
-        own_counts = field_of(own, ranks, S.WORLD_SIZE, BULK.COUNT_BITS)
-    if not BULK.COUNTS_ALONE:
+        own_counts = count_by_rank(ids, first, last, S, OWNERS, BULK.BLOCK_TOKENS)
         first_index = rows_of_programs_before(
             step.table, step.epoch, own_counts, step.program, step.rank, S.WORLD_SIZE, S.WORLD_LANES, BULK.PROGRAM_LANES
         )
-        if TILE.TOKENS == 0:
-            before = packed(first_index, S.WORLD_SIZE, S.WORLD_LANES, BULK.COUNT_BITS)
-    return before, first_index, own_counts
+    return first_index, own_counts
 
 
 @portable
 def publish_counts(
-    ids, step, first, before, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr,
-    TILE: tl.constexpr, FORM: tl.constexpr,
+    ids, step, first, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Posts how many rows this rank sends; one program does.
 
     Args:
-        first: this program's first token. before, first_index, own_counts: from rows_before_program.
+        first: this program's first token. first_index, own_counts: from rows_before_program.
     """
     # where programs wait for these counts, the one that posts them must not wait for other programs
     if step.program == (0 if S.COMPACT else step.num_programs - 1):
         begin_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
-        end = step.num_tokens
-        if not (S.COMPACT or BULK.COUNTS_ALONE):
-            counts = first_index + own_counts
-        elif TILE.TOKENS > 0:
-            counts = first_index + count_by_rank(ids, first, end, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
-        else:
-            own = count_rows(ids, first, end, S, OWNERS, BULK.MANY_TOKENS, BULK.COUNT_BITS)
-            totals = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
-            counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, BULK.COUNT_BITS)
+        if S.COMPACT or BULK.COUNTS_ALONE:
+            own_counts = count_by_rank(ids, first, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS)
+        counts = first_index + own_counts
         post_counts(step.table, counts, step.first_row, step.wire_word, step.epoch, step.rank, S, S.COMPACT)
         end_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
 
 
 @portable
-def load_first(given, first, last, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr):
-    """Load the first token of a program (Loaded), in flight together with all that decides where its row goes."""
-    tile, token_scales = first, first
-    if ROW.GROUP > 0:
-        tile = load_tile(given.x, first, last, ROW)
-    if LINE.SCALE_WIDTH > 0:
-        token_scales = load_line(given.scales, first, last, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-    token_ids, token_weights = load_choices(given.ids, given.weights, first, last, S, FORM.HAS_WEIGHTS)
-    return Loaded(tile, token_scales, token_ids, token_weights)
-
-
-@portable
-def send_one_by_one(
-    given, step, first, last, loaded, before, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """Send tokens first ... last - 1, each with all warps. loaded: the first one, Loaded. before: fields."""
-    table, rank = step.table, step.rank
-    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
-    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
-    first_rows = first_rows_of(bases, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    for token in range(first, last):
-        own = fields_of_token(loaded.ids, OWNERS, S.WORLD_SIZE, BULK.COUNT_BITS)
-        rows = rows_of(before, own, first_rows, step.row_limit, rank, S.WORLD_SIZE, BULK.COUNT_BITS)
-        sent = loaded.ids
-        loaded = send_token(given, step, token, last, rows, loaded, S, ROW, LINE, FORM)
-        record_route(routes, sent_ids, sent, token, before, own, S, BULK.COUNT_BITS)
-        before = plus(before, own, S.WORLD_SIZE, BULK.COUNT_BITS)
-
-
-@portable
 def send_by_tiles(
-    given, step, first, last, parts, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
+    given, step, first, last, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
     LINE: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Send tokens first ... last - 1 in tiles.
-
-    Args:
-        parts: of a first tile of one token, from load_parts. index: [WORLD_LANES], rows of the tokens before them.
-    """
+    """Send tokens first ... last - 1 in tiles. index, bases: as of send_one_by_one."""
+    # in the layout of the counts before, Triton 3.6 cannot compile the running sum for two ranks
+    index = tl.gather(index, tl.arange(0, S.WORLD_LANES), 0)
     for start in range(first, last, TILE.LISTED):
-        index = record_routes(given.ids, step, start, last, index, bases, OWNERS, S, TILE.LISTED)
+        goes, indices, index = record_routes(
+            given.ids, step.table, start, last, index, step.rank, OWNERS, S, TILE.LISTED
+        )
+        list_destinations(step, start, last, goes, bases[None, :] + indices, S)
         # the lists of destinations are read by other threads than wrote them
         barrier()
         send_beside_rows(given, step, start, last, S, TILE.LISTED, FORM.HAS_WEIGHTS)
-    if TILE.TOKENS > 1:
-        parts = load_parts(given.x, first, last, ROW, TILE)
+    parts = load_parts(given.x, first, last, ROW, TILE)
     if ROW.GROUP > 0:
-        send_cast_tiles(given, step, first, last, parts, S, ROW, TILE)
+        send_cast_tiles(given, step, first, last, parts, S, ROW, LINE, TILE)
     else:
         send_tiles(given, step, first, last, parts, S, ROW, LINE, TILE)
 
@@ -301,30 +169,29 @@ def send_rows(
     first = tl.minimum(program * chunk, step.num_tokens)
     last = tl.minimum(first + chunk, step.num_tokens)
     # D1; a tile of many tokens has no registers left for what is on its way
-    loaded = ()
-    if TILE.TOKENS == 0:
-        loaded = load_first(given, first, last, S, ROW, LINE, FORM)
-    elif TILE.TOKENS == 1:
-        loaded = load_parts(given.x, first, last, ROW, TILE)
+    tiles, beside = (), ()
+    if TILE.TOKENS == 1:
+        beside = load_beside(given, first, last, S, ROW, LINE, FORM)
+        tiles = load_row(given.x, first, last, 0, ROW)
     # D2
-    before, first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, S, BULK, TILE)
+    first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, S, BULK)
     if program == 0:
         tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
     bases = full_like(tl.arange(0, S.WORLD_LANES), step.first_row)
     poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
     # D3
     if poison == 0:
-        publish_counts(given.ids, step, first, before, first_index, own_counts, OWNERS, S, BULK, TILE, FORM)
+        publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, S, BULK, FORM)
         if S.COMPACT:
             poison = wait_all_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
             bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
     next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
     # D4
     if poison == 0:
-        if TILE.TOKENS > 0:
-            send_by_tiles(given, step, first, last, loaded, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
+        if TILE.TOKENS == 1:
+            send_one_by_one(given, step, first, last, tiles, beside, first_index, bases, OWNERS, S, ROW, LINE, FORM)
         else:
-            send_one_by_one(given, step, first, last, loaded, before, bases, OWNERS, S, ROW, LINE, BULK, FORM)
+            send_by_tiles(given, step, first, last, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
     next_span(FORM.SPANS, table, QUANT_AND_PUT, POST, S.WORLD_SIZE)
     return poison
 

@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales that are given with a row: SCALE_WIDTH elements of SCALE_DTYPE, 0 for none."""
+    """Scales that travel with a row: SCALE_WIDTH elements of SCALE_DTYPE, 0 for none."""
 
     SCALE_WIDTH: int
     SCALE_LANES: int
@@ -83,16 +83,14 @@ class BulkDispatch(NamedTuple):
 
     BLOCK_TOKENS, MANY_TOKENS: tokens whose ids a program looks at at once, where it counts its own or all.
     COUNTS_ALONE: every program counts the rows before its own (redundant scan); else it learns them from the programs
-    before it (decoupled look-back), PROGRAM_LANES of them at once. COUNT_BITS: bits that hold any rank's number of
-    tokens. COUNT_LANES, POISON_LANES: lanes of a wait, at least the threads of a program. FORWARDED: rows and flags
-    come through another rank of this node (only where the launch does not send). RECEIVES_ALONE: the last program sends
-    no rows, unless it is the only one.
+    before it (decoupled look-back), PROGRAM_LANES of them at once. COUNT_LANES, POISON_LANES: lanes of a wait, at least
+    the threads of a program. FORWARDED: rows and flags come through another rank of this node (only where the launch
+    does not send). RECEIVES_ALONE: the last program sends no rows, unless it is the only one.
     """
 
     BLOCK_TOKENS: int
     MANY_TOKENS: int
     COUNTS_ALONE: bool
-    COUNT_BITS: int
     COUNT_LANES: int
     POISON_LANES: int
     PROGRAM_LANES: int
@@ -103,9 +101,9 @@ class BulkDispatch(NamedTuple):
 class Tile(NamedTuple):
     """The tile of tokens that a program of a bulk dispatch sends at once: TOKENS of them, among which its warps divide.
 
-    0: no tiles, but rows one by one with their addresses in registers. A program moves PARTS parts of each row at once:
-    with a cast GROUPS groups a part, else WORDS words. COPIES: threads that hold the scale of a group. LISTED: tokens
-    whose destinations a program lists at once.
+    1: no tiles, but tokens one by one with their addresses in registers. A program moves PARTS parts of each row at
+    once: with a cast GROUPS groups a part, else WORDS words. COPIES: threads that hold the scale of a group. LISTED:
+    tokens whose destinations a program lists at once.
     """
 
     TOKENS: int
@@ -230,13 +228,13 @@ class Line(NamedTuple):
 class Numbering(NamedTuple):
     """Constants by which a launch numbers rows.
 
-    MANY_TOKENS: tokens whose ids a program looks at at once. COUNT_BITS: bits that hold any rank's number of tokens.
+    MANY_TOKENS, TOKENS: tokens whose ids a program looks at at once, where it counts rows and where it numbers them.
     POISON_LANES: lanes of a wait, at least the threads of a program. FINISHES: the sending stage ends with this launch;
     else with the one after it.
     """
 
     MANY_TOKENS: int
-    COUNT_BITS: int
+    TOKENS: int
     POISON_LANES: int
     FINISHES: bool
 

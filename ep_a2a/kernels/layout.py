@@ -408,8 +408,3 @@ def _block(*regions: tuple[Region, torch.dtype, tuple[int, ...]]) -> Block:
 def padded(count: int) -> int:
     """The smallest power of two that holds `count` lanes; Triton's ranges want powers of two."""
     return 1 << max(0, count - 1).bit_length()
-
-
-def count_bits(most: int) -> int:
-    """Bits of a field (routing_kernels) that hold counts up to `most`."""
-    return next(bits for bits in (2, 4, 8, 16, 32) if most < 1 << bits)

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage
 from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
-from ep_a2a.kernels.ll_send_kernels import SendPlaces, SentToken, load_row, send_token
+from ep_a2a.kernels.ll_send_kernels import SendPlaces, SentToken, send_token
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -52,7 +52,7 @@ from ep_a2a.kernels.receive_kernels import (
     wait_counts,
 )
 from ep_a2a.kernels.routing_kernels import ranks_of_tokens, rows_before_token
-from ep_a2a.kernels.send_kernels import load_choices
+from ep_a2a.kernels.send_kernels import load_choices, load_row
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 
 DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import scales_of
 from ep_a2a.kernels.layout import Region
-from ep_a2a.kernels.line_cast_kernels import largest_of_tiles, scaled_words
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, address, flagged, full_like, reduce_max, reduce_sum
-from ep_a2a.kernels.routing_kernels import ids_at, owner_of, rows_before_token, weights_at
+from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, rows_before_token, weights_at
+from ep_a2a.kernels.send_kernels import cast_row, load_row
 from ep_a2a.kernels.target import barrier
 
 LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
@@ -21,10 +20,6 @@ LOW_LATENCY_SIDES = tl.constexpr(Region.LOW_LATENCY_SIDES.value)
 TOKENS = tl.constexpr(Region.TOKENS.value)
 
 WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
-
-# Words that a thread loads at once of a row that is cast. It takes two such runs that follow each other: cast from two
-# bytes an element, they are the 16 bytes of one store.
-RUN = tl.constexpr(4)
 
 
 class SendPlaces(NamedTuple):
@@ -65,71 +60,6 @@ class Targets(NamedTuple):
 
 
 @portable
-def load_row(x, token, end, first_word, ROW: tl.constexpr):
-    """Load BLOCK_WORDS words of a token's row, or the whole row for a cast; nothing is read from token `end` on.
-
-    Returns:
-        A tuple of one vector, or with a cast of two tiles [GROUPS_LANES, half of a group's words]: every other run of
-        words, and those between.
-    """
-    if ROW.GROUP > 0:
-        per_word: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
-        words: tl.constexpr = ROW.GROUP // per_word
-        num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
-        groups, lanes = tl.arange(0, ROW.GROUPS_LANES)[:, None], tl.arange(0, ROW.GROUP_LANES // per_word // 2)[None, :]
-        line = x.to(tl.pointer_type(tl.int32)) + tl.cast(token, tl.int64) * (num_groups * words)
-        line = tl.multiple_of(line, 16)
-        runs = lanes // RUN * (2 * RUN) + lanes % RUN
-        offsets = groups * words + runs
-        inside = (groups < num_groups) & (runs < words) & (full_like(offsets, token) < end)
-        tiles = tl.load(line + offsets, mask=inside, other=0), tl.load(line + (offsets + RUN), mask=inside, other=0)
-    else:
-        line = tl.multiple_of(x + tl.cast(token, tl.int64) * ROW.ROW_WORDS, 16)
-        offsets = first_word + tl.arange(0, ROW.BLOCK_WORDS)
-        inside = (offsets < ROW.ROW_WORDS) & (full_like(offsets, token) < end)
-        tiles = (tl.load(line + offsets, mask=inside, other=0),)
-    return tiles
-
-
-@portable
-def cast_row(tiles, scales, DTYPE: tl.constexpr, ROW: tl.constexpr):
-    """Cast the tiles of load_row: (e4m3 words of the row, bits of the groups' scales [GROUPS_LANES]).
-
-    scales: those that dispatch is given.
-    """
-    scale_bits, reciprocals = scales_of(reduce_max(largest_of_tiles(tiles, DTYPE), 1), scales, ROW.SCALING)
-    even, odd = scaled_words(tiles[0], reciprocals, DTYPE), scaled_words(tiles[1], reciprocals, DTYPE)
-    run: tl.constexpr = RUN * 8 // DTYPE.primitive_bitwidth
-    words: tl.constexpr = ROW.GROUP_LANES // 4
-    pairs = tl.reshape(tl.join(even, odd), (ROW.GROUPS_LANES, words // (2 * run), run, 2))
-    if ROW.BYTE_SCALES:
-        scale_bits = scale_bits >> 23
-    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROW.GROUPS_LANES * words,)), scale_bits
-
-
-@portable
-def destinations_of(token_ids, rank, OWNERS: tl.constexpr, S: tl.constexpr):
-    """Return (ranks, whether the token goes there), [PLACES].
-
-    The ranks follow each other from this one on, which spreads the load over the links. Where they are more than a
-    token has experts, there is a place for each expert.
-    """
-    owners = owner_of(token_ids, OWNERS)
-    if S.WORLD_SIZE <= S.TOPK:
-        lanes = tl.arange(0, S.WORLD_LANES)
-        peers = (rank + lanes) % S.WORLD_SIZE
-        found = reduce_max((owners[None, :] == peers[:, None]).to(tl.int32), 1)
-        goes = (found > 0) & (lanes < S.WORLD_SIZE)
-    else:
-        slots = tl.arange(0, S.TOPK_LANES)
-        # one row for several experts of a rank: the first of them counts
-        earlier = (slots[None, :] < slots[:, None]) & (owners[None, :] == owners[:, None])
-        goes = (owners >= 0) & (reduce_max(earlier.to(tl.int32), 1) == 0)
-        peers = tl.where(goes, owners, rank)
-    return peers, goes
-
-
-@portable
 def targets_of(step, token, going, poison, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
     """Return Targets of a token, with nowhere to go when poisoned.
 
@@ -157,7 +87,7 @@ def targets_of(step, token, going, poison, OWNERS: tl.constexpr, S: tl.constexpr
 
 @portable
 def record_slots(places, token, to, S: tl.constexpr):
-    """Record where a token goes and its ids [TOPK_LANES] for combine, as record_route does.
+    """Record where a token goes and its ids [TOPK_LANES] for combine: routes of send_one_by_one (bulk_send_kernels).
 
     Args:
         places: SendPlaces. token: SentToken. to: Targets.

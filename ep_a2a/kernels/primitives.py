@@ -173,6 +173,12 @@ def reduce_min(values, axis: tl.constexpr):
 
 
 @portable
+def pick(values, lane, LANES: tl.constexpr):
+    """One lane of a vector [LANES], as a scalar."""
+    return reduce_sum(tl.where(tl.arange(0, LANES) == lane, values, 0), 0)
+
+
+@portable
 def running_sum(values, axis: tl.constexpr):
     """Inclusive prefix sum along an axis."""
     return tl.associative_scan(values, axis, tl.standard._sum_combine)

@@ -32,6 +32,7 @@ from ep_a2a.kernels.primitives import (
     initial_poison,
     lanes_behind,
     load_poison,
+    pick,
     reduce_sum,
 )
 from ep_a2a.kernels.ring_kernels import (
@@ -45,7 +46,6 @@ from ep_a2a.kernels.ring_kernels import (
     idle,
     load_channel,
     num_own_chunks,
-    pick,
     row_at,
     slot_of,
     slot_to_fill,

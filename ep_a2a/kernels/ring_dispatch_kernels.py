@@ -15,7 +15,7 @@ to finish.
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Stage
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -29,17 +29,15 @@ from ep_a2a.kernels.primitives import (
     full_like,
     initial_poison,
     load_poison,
+    pick,
     reduce_sum,
 )
 from ep_a2a.kernels.receive_kernels import post_counts, wait_all_counts
 from ep_a2a.kernels.ring_forward_kernels import Places, forward_chunk
-from ep_a2a.kernels.ring_kernels import idle, load_channel, num_own_chunks, pick, store_channel
+from ep_a2a.kernels.ring_kernels import idle, load_channel, num_own_chunks, store_channel
 from ep_a2a.kernels.ring_send_kernels import Source, send_chunk
-from ep_a2a.kernels.routing_kernels import count_rows, field_of, fields_of_token, plus, record_route
-from ep_a2a.kernels.send_kernels import load_choices
+from ep_a2a.kernels.routing_kernels import count_by_rank, record_routes
 
-ROUTES = tl.constexpr(Region.ROUTES.value)
-SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
 DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 
 
@@ -49,22 +47,16 @@ def post_totals(
 ):  # fmt: skip
     """Posts to all ranks how many rows this rank sends to each."""
     tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-    totals = count_rows(ids, 0, num_tokens, S, OWNERS, N.MANY_TOKENS, N.COUNT_BITS)
-    counts = field_of(totals, tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE, N.COUNT_BITS)
+    counts = count_by_rank(ids, 0, num_tokens, S, OWNERS, N.MANY_TOKENS)
     post_counts(table, counts, first_row, wire_word, epoch, rank, S, S.COMPACT)
 
 
 @portable
 def number_rows(ids, table, first, last, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
     """Records the rows that tokens first ... last - 1 get at every rank, among those that this rank sends there."""
-    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
-    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
-    before = count_rows(ids, 0, first, S, OWNERS, N.MANY_TOKENS, N.COUNT_BITS)
-    for token in range(first, last):
-        token_ids, _ = load_choices(ids, ids, token, last, S, False)
-        own = fields_of_token(token_ids, OWNERS, S.WORLD_SIZE, N.COUNT_BITS)
-        record_route(routes, sent_ids, token_ids, token, before, own, S, N.COUNT_BITS)
-        before = plus(before, own, S.WORLD_SIZE, N.COUNT_BITS)
+    index = count_by_rank(ids, 0, first, S, OWNERS, N.MANY_TOKENS)
+    for start in range(first, last, N.TOKENS):
+        _, _, index = record_routes(ids, table, start, last, index, rank, OWNERS, S, N.TOKENS)
 
 
 @portable(do_not_specialize=["num_tokens", "wire_word", "first_row", "rank"], do_not_specialize_on_alignment=["ids"])

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, dispatch_flag, full_like
+from ep_a2a.kernels.primitives import address, dispatch_flag, full_like, pick
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_ARRIVED,
@@ -18,7 +18,6 @@ from ep_a2a.kernels.ring_kernels import (
     counter_of,
     give_room,
     has_reached,
-    pick,
     row_at,
     slot_of,
     words_at,

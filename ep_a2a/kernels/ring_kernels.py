@@ -22,7 +22,6 @@ from ep_a2a.kernels.primitives import (
     overdue,
     pause,
     reduce_min,
-    reduce_sum,
 )
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
@@ -171,12 +170,6 @@ def row_at(base, row, WIDTH: tl.constexpr, ELEMENT: tl.constexpr):
     # the hint must be given here: on the result of a call it would be lost
     aligned: tl.constexpr = 16 if WIDTH * ELEMENT.primitive_bitwidth % 128 == 0 else 1
     return tl.multiple_of(base + tl.cast(row, tl.int64) * WIDTH, aligned)
-
-
-@portable
-def pick(values, lane, LANES: tl.constexpr):
-    """One lane of a vector [LANES], as a scalar."""
-    return reduce_sum(tl.where(tl.arange(0, LANES) == lane, values, 0), 0)
 
 
 @portable

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import quantize_tile
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_max
@@ -21,7 +20,7 @@ from ep_a2a.kernels.ring_kernels import (
     tokens_of_chunk,
     words_at,
 )
-from ep_a2a.kernels.send_kernels import copy_row, load_choices, load_line, load_tile
+from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
 
 ROUTES = tl.constexpr(Region.ROUTES.value)
 OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
@@ -41,22 +40,22 @@ class Source(NamedTuple):
 @portable
 def write_row(source, line, token, end, ROW: tl.constexpr, LINE: tl.constexpr):
     """Writes a token's row and scales at an address, cast to fp8 if asked."""
+    target, at = words_at(line, 0, tl.int32), tl.arange(0, LINE.SCALE_LANES)
     if ROW.GROUP > 0:
-        groups, elements = tl.arange(0, ROW.GROUPS_LANES), tl.arange(0, ROW.GROUP_LANES)
-        num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
-        tile = load_tile(source.x, token, end, ROW)
-        bits, scale_bits = quantize_tile(tile, source.scales, ROW.SCALING)
-        inside = (groups < num_groups)[:, None] & (elements < ROW.GROUP)[None, :]
-        tl.store(words_at(line, 0, tl.uint8) + groups[:, None] * ROW.GROUP + elements[None, :], bits, mask=inside)
-        made = (scale_bits >> 23).to(tl.uint8) if ROW.BYTE_SCALES else scale_bits
-        if LINE.SCALE_WIDTH > 0:
-            tl.store(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + groups, made, mask=groups < num_groups)
+        tiles = load_row(source.x, token, end, 0, ROW)
+        words, scales = cast_row(tiles, source.scales, source.x.dtype.element_ty, ROW)
+        offsets = tl.arange(0, words.shape[0])
+        tl.store(target + offsets, words, mask=offsets < ROW.ROW_WORDS)
     else:
-        copy_row(source.x, token, words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+        for first_word in tl.static_range(0, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
+            offsets = first_word + tl.arange(0, ROW.BLOCK_WORDS)
+            words = load_row(source.x, token, end, first_word, ROW)[0]
+            tl.store(target + offsets, words, mask=offsets < ROW.ROW_WORDS)
         if LINE.SCALE_WIDTH > 0:
-            at = tl.arange(0, LINE.SCALE_LANES)
             scales = load_line(source.scales, token, end, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-            tl.store(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + at, scales, mask=at < LINE.SCALE_WIDTH)
+    if LINE.SCALE_WIDTH > 0:
+        scales_at = words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + at
+        tl.store(scales_at, scales.to(LINE.SCALE_DTYPE), mask=at < LINE.SCALE_WIDTH)
 
 
 @portable

@@ -4,7 +4,16 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, epoch_of, flagged, full_like, payload_of, reduce_sum, running_sum
+from ep_a2a.kernels.primitives import (
+    address,
+    epoch_of,
+    flagged,
+    full_like,
+    payload_of,
+    reduce_max,
+    reduce_sum,
+    running_sum,
+)
 from ep_a2a.kernels.target import volatile_load
 
 CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
@@ -72,116 +81,27 @@ def either(left, right):
 
 
 @portable
-def fields_of(experts, first_peer, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr,
-              COUNT_BITS: tl.constexpr):  # fmt: skip
-    """1 in the field of each expert's owner, as int64 of one field of COUNT_BITS bits per rank from first_peer on.
+def destinations_of(token_ids, rank, OWNERS: tl.constexpr, S: tl.constexpr):
+    """Return (ranks, whether a token goes there): vectors with a place for each of the most ranks it may go to.
 
-    Counts of rows per rank are kept so, in a tuple with as many words as the ranks take: one addition or reduction
-    serves all ranks of a word, and a rank's count is a shift away, without a trip through memory.
+    The ranks follow each other from this one on, which spreads the load over the links. Where they are more than a
+    token has experts, there is a place for each expert.
     """
-    place = owner_of(experts, OWNERS) - first_peer
-    here = (place >= 0) & (place < 64 // COUNT_BITS) & (place < WORLD_SIZE - first_peer)
-    bit = full_like(place, 1).to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
-    return tl.where(here, bit, 0)
-
-
-@portable
-def word_of_tokens(
-    ids, num_tokens, first_peer, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
-):
-    """Which of the ranks of one word each of at most TOKENS tokens goes to: [TOKENS] of fields that are 0 or 1."""
-    tokens = tl.arange(0, TOKENS)
-    here = tl.full((TOKENS,), 0, tl.int64)
-    for k in tl.static_range(S.TOPK):
-        experts = tl.load(ids + tokens * S.TOPK + k, mask=tokens < num_tokens, other=-1)
-        here = here | fields_of(experts, first_peer, OWNERS, S.WORLD_SIZE, COUNT_BITS)
-    return here
-
-
-@portable
-def fields_of_token(token_ids, OWNERS: tl.constexpr, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """Which ranks the token with these ids [TOPK_LANES] goes to: words of fields that are 0 or 1."""
-    fields = ()
-    for first_peer in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
-        bits = fields_of(token_ids, first_peer, OWNERS, WORLD_SIZE, COUNT_BITS)
-        fields = fields + (tl.reduce(bits, 0, either),)
-    return fields
-
-
-@portable
-def fields_before(fields, token, WORLD_SIZE: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """Rows per rank of tokens 0 ... token - 1. fields: words [TOKENS]."""
-    tokens = tl.arange(0, TOKENS)
-    before = ()
-    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
-        before = before + (reduce_sum(tl.where(tokens < token, fields[word], 0), 0),)
-    return before
-
-
-@portable
-def count_rows(ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """Return rows per rank of tokens first ... last - 1, as fields; TOKENS are looked at at once."""
-    sums = ()
-    for _word in tl.static_range((S.WORLD_SIZE * COUNT_BITS + 63) // 64):
-        sums = sums + (tl.full((TOKENS,), 0, tl.int64),)
-    for start in range(first, last, TOKENS):
-        tile, here = ids + tl.cast(start, tl.int64) * S.TOPK, ()
-        for first_peer in tl.static_range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
-            here = here + (word_of_tokens(tile, last - start, first_peer, S, OWNERS, TOKENS, COUNT_BITS),)
-        sums = plus(sums, here, S.WORLD_SIZE, COUNT_BITS)
-    return fields_before(sums, TOKENS, S.WORLD_SIZE, TOKENS, COUNT_BITS)
-
-
-@portable
-def count_by_rank(
-    ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr, COUNT_BITS: tl.constexpr
-):
-    """Return rows per rank of tokens first ... last - 1, [WORLD_LANES]; the code is that of one word, for any W."""
-    ranks = tl.arange(0, S.WORLD_LANES)
-    counts = full_like(ranks, 0)
-    for first_peer in range(0, S.WORLD_SIZE, 64 // COUNT_BITS):
-        sums = tl.full((TOKENS,), 0, tl.int64)
-        for start in range(first, last, TOKENS):
-            tile = ids + tl.cast(start, tl.int64) * S.TOPK
-            sums += word_of_tokens(tile, last - start, first_peer, S, OWNERS, TOKENS, COUNT_BITS)
-        word = (reduce_sum(sums, 0),)
-        # a word holds no ranks but its own
-        counts += field_of(word, ranks - first_peer, 64 // COUNT_BITS, COUNT_BITS)
-    return counts
-
-
-@portable
-def packed(counts, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """Counts [WORLD_LANES] as fields."""
-    fields = ()
-    for first_rank in tl.static_range(0, WORLD_SIZE, 64 // COUNT_BITS):
-        place = tl.arange(0, WORLD_LANES) - first_rank
-        here = (place >= 0) & (place < 64 // COUNT_BITS)
-        shifted = counts.to(tl.int64) << tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
-        fields = fields + (reduce_sum(tl.where(here, shifted, 0), 0),)
-    return fields
-
-
-@portable
-def plus(left, right, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """The sum of two tuples of fields."""
-    total = ()
-    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
-        total = total + (left[word] + right[word],)
-    return total
-
-
-@portable
-def field_of(fields, ranks, WORLD_SIZE: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """The fields of the given ranks (a vector or a scalar), as int32."""
-    per_word: tl.constexpr = 64 // COUNT_BITS
-    found = full_like(ranks, 0).to(tl.int32)
-    for word in tl.static_range((WORLD_SIZE * COUNT_BITS + 63) // 64):
-        place = ranks - word * per_word
-        here = (place >= 0) & (place < per_word)
-        shift = tl.where(here, place * COUNT_BITS, 0).to(tl.int64)
-        found += tl.where(here, ((fields[word] >> shift) & ((1 << COUNT_BITS) - 1)).to(tl.int32), 0)
-    return found
+    owners = owner_of(token_ids, OWNERS)
+    if S.WORLD_SIZE <= S.TOPK:
+        lanes = tl.arange(0, S.WORLD_LANES)
+        peers = (rank + lanes) % S.WORLD_SIZE
+        distances = tl.where(owners >= 0, owners - rank + S.WORLD_SIZE, 0) % S.WORLD_SIZE
+        # TOPK is 32 at most
+        bits = tl.reduce(tl.where(owners >= 0, full_like(owners, 1) << distances, 0), 0, either)
+        goes = ((bits >> lanes) & 1) > 0
+    else:
+        slots = tl.arange(0, S.TOPK_LANES)
+        # one row for several experts of a rank: the first of them counts
+        earlier = (slots[None, :] < slots[:, None]) & (owners[None, :] == owners[:, None])
+        goes = (owners >= 0) & (reduce_max(earlier.to(tl.int32), 1) == 0)
+        peers = tl.where(goes, owners, rank)
+    return peers, goes
 
 
 @portable
@@ -201,31 +121,30 @@ def ranks_of_tokens(ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKE
 
 
 @portable
-def rows_before_token(words, token, ranks, TOKENS: tl.constexpr):
-    """Return how many of tokens 0 ... token - 1 go to each rank of a vector. words: from ranks_of_tokens."""
+def goes_to(words, ranks):
+    """Return 1 where a token goes to a rank of a vector [R], as [TOKENS, R]. words: from ranks_of_tokens."""
     place = (ranks & 31)[None, :]
     found = words[0][:, None] >> place
     for each in tl.static_range(1, len(words)):
         found = tl.where((ranks >= 32 * each)[None, :], words[each][:, None] >> place, found)
-    counted = (tl.arange(0, TOKENS) < token)[:, None]
-    return reduce_sum(tl.where(counted, found & 1, 0), 0)
+    return found & 1
 
 
 @portable
-def record_route(routes, sent_ids, token_ids, token, before, own, S: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """Record where a token went and its ids [TOPK_LANES], for combine.
+def rows_before_token(words, token, ranks, TOKENS: tl.constexpr):
+    """Return how many of tokens 0 ... token - 1 go to each rank of a vector. words: from ranks_of_tokens."""
+    return reduce_sum(tl.where((tl.arange(0, TOKENS) < token)[:, None], goes_to(words, ranks), 0), 0)
 
-    routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
 
-    Args:
-        before: fields, rows of the tokens before it; own: of the token itself.
-    """
-    lanes = tl.arange(0, S.WORLD_LANES)
-    at = tl.arange(0, S.TOPK_LANES)
-    goes = field_of(own, lanes, S.WORLD_SIZE, COUNT_BITS) > 0
-    index = tl.where(goes, field_of(before, lanes, S.WORLD_SIZE, COUNT_BITS), -1)
-    tl.store(routes + tl.cast(token, tl.int64) * S.WORLD_SIZE + lanes, index, mask=lanes < S.WORLD_SIZE)
-    tl.store(sent_ids + tl.cast(token, tl.int64) * S.TOPK + at, token_ids, mask=at < S.TOPK)
+@portable
+def count_by_rank(ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
+    """Return rows per rank of tokens first ... last - 1, [WORLD_LANES]; TOKENS are looked at at once."""
+    ranks = tl.arange(0, S.WORLD_LANES)
+    counts = tl.full((TOKENS, S.WORLD_LANES), 0, tl.int32)
+    for start in range(first, last, TOKENS):
+        words = ranks_of_tokens(ids + tl.cast(start, tl.int64) * S.TOPK, last - start, S, OWNERS, TOKENS)
+        counts += goes_to(words, ranks)
+    return tl.where(ranks < S.WORLD_SIZE, reduce_sum(counts, 0), 0)
 
 
 @portable
@@ -258,53 +177,53 @@ def rows_of_programs_before(
 
 
 @portable
-def record_routes(ids, step, start, last, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, TOKENS: tl.constexpr):
-    """Record where tokens `start` and on go, at most TOKENS of them: for combine, and for the stores of this program.
+def record_routes(ids, table, start, last, index, rank, OWNERS: tl.constexpr, S: tl.constexpr, TOKENS: tl.constexpr):
+    """Record where tokens `start` and on go, at most TOKENS of them, for combine.
+
+    routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
 
     Args:
-        ids: [num_tokens, TOPK]. step: DispatchStep.
-        index: [WORLD_LANES], rows that this rank's tokens before `start` send to each rank.
-        bases: [WORLD_LANES], where this rank's rows begin at each rank.
+        ids: [num_tokens, TOPK]. index: [WORLD_LANES], rows that tokens before `start` send to each rank.
 
     Returns:
-        `index` for the token behind these.
+        (1 for the ranks that each token goes to, its row's index there [TOKENS, WORLD_LANES], `index` for the token
+        behind these).
     """
     ranks = tl.arange(0, S.WORLD_LANES)
     tokens = start + tl.arange(0, TOKENS)
     present = tokens < last
     cells = tl.cast(tokens, tl.int64) * S.TOPK
-    sent_ids = address(step.table, SENT_INDICES, step.rank, S.WORLD_SIZE, tl.int32)
+    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
     goes = tl.full((TOKENS, S.WORLD_LANES), 0, tl.int32)
     for k in tl.static_range(S.TOPK):
         experts = tl.load(ids + cells + k, mask=present, other=-1)
         tl.store(sent_ids + cells + k, experts, mask=present)
         goes = goes | (owner_of(experts, OWNERS)[:, None] == ranks[None, :]).to(tl.int32)
     indices = index[None, :] + running_sum(goes, 0) - goes
-    routes = address(step.table, ROUTES, step.rank, S.WORLD_SIZE, tl.int32)
     at = tl.cast(tokens, tl.int64)[:, None] * S.WORLD_SIZE + ranks[None, :]
+    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
     tl.store(routes + at, tl.where(goes > 0, indices, -1), mask=present[:, None] & (ranks < S.WORLD_SIZE)[None, :])
-    rows = bases[None, :] + indices
-    list_destinations(step, tokens, present, rows, (goes > 0) & (rows < step.row_limit) & present[:, None], S)
-    return index + reduce_sum(goes, 0)
+    return goes, indices, index + reduce_sum(goes, 0)
 
 
 @portable
-def list_destinations(step, tokens, present, rows, sent, S: tl.constexpr):
+def list_destinations(step, start, last, goes, rows, S: tl.constexpr):
     """Write the line of DESTINATIONS of each token: words (row, rank) of its rows, -1 behind them.
 
     The ranks of a line follow each other from this rank on, which spreads the load over the links.
 
     Args:
-        step: DispatchStep. tokens: [T]; present: which of them there are.
-        rows: [T, WORLD_LANES], of each token at each rank. sent: whether it goes there.
+        step: DispatchStep. goes: of tokens `start` and on, from record_routes. rows: of each at each rank.
     """
     ranks, places = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
     most: tl.constexpr = min(S.WORLD_SIZE, S.TOPK)
+    tokens = start + tl.arange(0, goes.shape[0])
+    sent = (goes > 0) & (rows < step.row_limit) & (tokens < last)[:, None]
     is_sent, is_below = sent.to(tl.int32), (ranks < step.rank).to(tl.int32)[None, :]
     num_sent, num_below = reduce_sum(is_sent, 1)[:, None], reduce_sum(is_sent * is_below, 1)[:, None]
     place = running_sum(is_sent, 1) - is_sent - num_below + is_below * num_sent
     listed = address(step.table, DESTINATIONS, step.rank, S.WORLD_SIZE, tl.int64)
     lines = (listed + tl.cast(tokens, tl.int64) * most)[:, None]
     tl.store(lines + place, flagged(rows, ranks[None, :]), mask=sent)
-    unused = (places[None, :] >= num_sent) & (places < most)[None, :] & present[:, None]
+    unused = (places[None, :] >= num_sent) & (places < most)[None, :] & (tokens < last)[:, None]
     tl.store(lines + places[None, :], full_like(places, -1).to(tl.int64)[None, :], mask=unused)

@@ -8,7 +8,6 @@ first of the others, and warps over the rest.
 import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import e4m3_bits, magnitudes_of, scales_of
-from ep_a2a.kernels.constants import GIVEN_SCALE
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, epoch_of, payload_of, reduce_max
@@ -243,16 +242,16 @@ def send_scales(parts, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, 
 
 
 @portable
-def send_cast_tiles(given, step, first, last, parts, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+def send_cast_tiles(
+    given, step, first, last, parts, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """Cast the rows of tokens first ... last - 1 to fp8, and send them with their scales. parts: from load_parts."""
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
     block: tl.constexpr = TILE.GROUPS * TILE.PARTS
     num_blocks: tl.constexpr = (num_groups + block - 1) // block
-    scale_dtype: tl.constexpr = tl.uint8 if ROW.BYTE_SCALES else tl.int32
-    num_scales: tl.constexpr = 0 if ROW.SCALING == GIVEN_SCALE else num_groups
     for start in range(first, last, TILE.TOKENS):
         row_aims, scale_aims, all_go = aims_of(
-            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, num_scales, scale_dtype, S, TILE
+            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, S, TILE
         )
         for number in range(num_blocks):
             # the next block is under way while this one is cast and leaves
@@ -268,6 +267,6 @@ def send_cast_tiles(given, step, first, last, parts, S: tl.constexpr, ROW: tl.co
                 )
                 send_groups(bits, number * block + part * TILE.GROUPS, row_aims, all_go, S, ROW, TILE)
                 scales = scales + (scale_bits,)
-            if num_scales > 0:
+            if LINE.SCALE_WIDTH > 0:
                 send_scales(scales, number * block, scale_aims, all_go, S, ROW, TILE)
             parts = next_parts

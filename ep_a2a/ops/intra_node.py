@@ -15,7 +15,7 @@ from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
 from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Tile
-from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded, side_words
+from ep_a2a.kernels.layout import WORD_BYTES, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.target import REGISTERS_PER_SM
 from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
@@ -23,7 +23,7 @@ from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.launches import DispatchForm, combine_operands, dispatch_operands, receiving_operands
 from ep_a2a.ops.op_kernels import OpKernels
-from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
+from ep_a2a.ops.row_constants import counted_tokens, row_constants, scale_constants
 from ep_a2a.ops.wire_word import bound_mask
 from ep_a2a.policy import (
     DISPATCH_WARPS,
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once, where it counts its own. Other numbers were not timed."""
+ROW_LOAD_WORDS = 16
+"""Words of a row that a thread loads at once, where tokens are sent one by one. Other numbers were not timed."""
 TILE_LOAD_BYTES = 16
 """Bytes that a thread loads at once of a tile's rows: its widest load (compute capability 9.0)."""
 CAST_PARTS, PLAIN_PARTS = 2, 4
@@ -60,9 +62,6 @@ program with 1, 2 and 4 rows under way, 14 bytes of each a thread (one H200, 23 
 LISTED_WORDS, LEAST_LISTED = 1024, 16
 """Pairs of a token and a rank that a program works out at once, where it lists destinations: two for each of 512
 threads. And the fewest tokens. Other numbers were not timed."""
-WARP_LANES, LEAST_LISTED_SOON = 32, 8
-"""The same for tiles of one token, whose first row shall leave soon: one warp lists so few pairs without a barrier.
-Other numbers were not timed."""
 LL_PROGRAMS_PER_SM = 2
 """Programs of a low-latency dispatch that must fit on a multiprocessor at once, so one of 8 warps has at most 128
 registers a thread. One of 16 warps has the multiprocessor to itself: if two of those had to fit, the compiler would
@@ -189,20 +188,21 @@ def _bulk_row(
 ) -> KernelLaunch:
     config, threads = kernels.config, 32 * launch.num_warps
     look_back = SHARED_LOOK_BACK_LANES if launch.shares_sm else LOOK_BACK_LANES
-    row = row_constants(config, casts=form.casts(config))
+    casts, many_tokens = form.casts(config), counted_tokens(config.world_size)
+    row = row_constants(config, casts=casts, most_words=ROW_LOAD_WORDS * threads)
+    num_bytes = config.num_scales * config.scale_bytes if casts else form.scale_bytes(config)
     bulk = BulkDispatch(
-        BLOCK_TOKENS=BLOCK_TOKENS,
-        MANY_TOKENS=max(MANY_TOKENS, threads),
+        BLOCK_TOKENS=min(BLOCK_TOKENS, many_tokens),
+        MANY_TOKENS=many_tokens,
         COUNTS_ALONE=form.bounds.most <= MAX_COUNTED_ALONE,
         FORWARDED=config.uses_rings,
-        COUNT_BITS=count_bits(config.max_num_inp_token_per_rank),
         COUNT_LANES=kernels.count_lanes(threads),
         POISON_LANES=threads,
         PROGRAM_LANES=max(look_back // padded(config.world_size), 1),
         RECEIVES_ALONE=launch.send_rows <= 1 and not launch.shares_sm,
     )
     # a scale of a whole row takes the registers of all warps: no tiles
-    by_rows = form.casts(config) and config.dispatch_quant == QuantType.FP8_PER_TOKEN
+    by_rows = casts and config.dispatch_quant == QuantType.FP8_PER_TOKEN
     return kernels.launch(
         bulk_dispatch_kernel,
         operands,
@@ -211,13 +211,16 @@ def _bulk_row(
             "S": kernels.shape,
             "OWNERS": kernels.placement,
             "ROW": row,
-            "LINE": scale_constants(form.scale_bytes(config)),
+            # scales that the cast computes are stored one by one
+            "LINE": scale_constants(num_bytes, by_bytes=casts and config.scale_bytes == 1),
             "BULK": bulk,
-            "TILE": _tile(0 if by_rows else launch.send_rows, row.GROUP, form.dtype, threads, config.world_size),
+            "TILE": _tile(1 if by_rows else launch.send_rows, row.GROUP, form.dtype, threads, config.world_size),
             "FORM": kernels.form(stages, launch, has_weights=form.has_weights),
         },
         launch.num_warps,
-        max_registers=SHARED_REGISTERS if launch.shares_sm else None,
+        max_registers=SHARED_REGISTERS
+        if launch.shares_sm
+        else REGISTERS_PER_SM // max(threads, THREADS_PER_SM[Phase.BULK_DISPATCH]),
         shares_sm=launch.shares_sm,
     )
 
@@ -287,14 +290,11 @@ def _combine_registers(launch: Launch, element_bytes: int) -> int:
 
 def _tile(tokens: int, group: int, dtype: torch.dtype, threads: int, world_size: int) -> Tile:
     """The constants of a tile: a part of its rows is what all threads load at once, or with a cast at twice."""
-    rows, lanes = max(1, tokens), padded(world_size)
-    groups = max(1, threads * 2 * TILE_LOAD_BYTES // (rows * max(1, group) * dtype.itemsize))
-    words = max(1, threads * TILE_LOAD_BYTES // (rows * WORD_BYTES))
+    groups = max(1, threads * 2 * TILE_LOAD_BYTES // (tokens * max(1, group) * dtype.itemsize))
+    words = max(1, threads * TILE_LOAD_BYTES // (tokens * WORD_BYTES))
     parts = CAST_PARTS if group else PLAIN_PARTS
-    copies = max(1, threads // (rows * groups * parts))
-    listed = max(LEAST_LISTED, min(BLOCK_TOKENS, LISTED_WORDS // lanes))
-    if tokens == 1:
-        listed = max(LEAST_LISTED_SOON, WARP_LANES // lanes)
+    copies = max(1, threads // (tokens * groups * parts))
+    listed = max(LEAST_LISTED, min(BLOCK_TOKENS, LISTED_WORDS // padded(world_size)))
     return Tile(tokens, groups, words, parts, copies, listed)
 
 

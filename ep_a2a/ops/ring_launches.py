@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
 from ep_a2a.kernels.constants import Line, NodeSums, Numbering, Ring
-from ep_a2a.kernels.layout import WORD_BYTES, count_bits, padded
+from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.kernels.ring_dispatch_kernels import number_rows_kernel
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
 from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
@@ -15,7 +15,7 @@ from ep_a2a.log_once import log_once
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.launches import numbering_operands, offering_operands
 from ep_a2a.ops.op_kernels import OpKernels
-from ep_a2a.ops.row_constants import MANY_TOKENS, row_constants, scale_constants
+from ep_a2a.ops.row_constants import counted_tokens, row_constants, scale_constants
 from ep_a2a.policy import INTERPRETED_PROGRAMS
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ what was chosen:
     InterNodeV1, InterNodeV1LL        616, 617   492, 517   480, 507   540, 515   538, 518
 """
 THREADS = 32 * RING_WARPS
+NUMBERED_TOKENS = 8
+"""Tokens whose rows a program numbers at once. Other numbers were not timed."""
 CHANNEL_REGISTERS = 128
 """Registers of a thread: as many as leave room for two programs on a multiprocessor (RING_WARPS has figures)."""
 OFFERING_PROGRAMS_PER_SM = 4
@@ -96,8 +98,8 @@ class NodesEngine(Engine):
     def numbering(self, form: DispatchForm, block_num: int, *, finishes: bool) -> KernelLaunch:
         """The launch that numbers a rank's rows at every rank. finishes: whether it is the call's last launch."""
         numbering = Numbering(
-            MANY_TOKENS=max(MANY_TOKENS, THREADS),
-            COUNT_BITS=count_bits(self.config.max_num_inp_token_per_rank),
+            MANY_TOKENS=counted_tokens(self.config.world_size),
+            TOKENS=NUMBERED_TOKENS,
             POISON_LANES=THREADS,
             FINISHES=finishes,
         )

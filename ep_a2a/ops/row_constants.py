@@ -32,14 +32,15 @@ MAX_BLOCK_WORDS = 4096
 timed."""
 LINE_WORDS = 4
 """The most words that a thread loads at once: 16 bytes, its widest load (compute capability 9.0)."""
-MANY_TOKENS = 256
-"""Tokens whose destinations a program finds at once, when it counts the rows of all tokens. µs of a round trip of T
-tokens per rank on two H200s, 22 November; * marks what was chosen:
+COUNTED_TOKENS, COUNTED_WORDS = 128, 4096
+"""Tokens whose destinations a program finds at once, when it counts the rows of all tokens: a thread of 256 loads half
+of a token's ids, all it has to, at once. And the most pairs of such a token and a rank: 16 for each of 256 threads. µs
+of the sending stage of a dispatch (one H200 whose peers' memory is its own, 2 ranks, bf16, 30 November); * marks what
+was chosen:
 
-    tokens at once      256*   512
-    T = 255             27.2  27.3
-    T = 512             44.2  44.3
-    T = 1023            79.1  80.7
+    tokens at once      128*   256
+    T = 128             5.60  5.80
+    T = 256             6.69  6.85
 """
 
 
@@ -55,14 +56,21 @@ def shape_of(config: EpDispatchCombineConfig) -> Shape:
     return Shape(world_size, padded(world_size), topk, padded(topk), config.layout == Layout.COMPACT, local_ids_of)
 
 
-def row_constants(config: EpDispatchCombineConfig, *, casts: bool, least_words: int = 1) -> Row:
-    """The constants of a row on the wire, of which a program moves at least `least_words` words at once."""
+def counted_tokens(world_size: int) -> int:
+    """Tokens whose ids a program looks at at once, when it counts the rows of all tokens."""
+    return min(COUNTED_TOKENS, COUNTED_WORDS // padded(world_size))
+
+
+def row_constants(
+    config: EpDispatchCombineConfig, *, casts: bool, least_words: int = 1, most_words: int = MAX_BLOCK_WORDS
+) -> Row:
+    """The constants of a row on the wire, of which a program moves so many words at once."""
     group = config.cast_group if casts else 0
     by_format = FULL_SCALES if config.scale_format == ScaleFormat.FLOAT32 else POWER_OF_TWO_SCALES
     row_words = config.hidden_dim * config.wire_dtype.itemsize // WORD_BYTES
     return Row(
         ROW_WORDS=row_words,
-        BLOCK_WORDS=max(min(padded(row_words), MAX_BLOCK_WORDS), least_words),
+        BLOCK_WORDS=max(min(padded(row_words), most_words), least_words),
         GROUP=group,
         GROUP_LANES=padded(max(1, group)),
         GROUPS_LANES=padded(config.hidden_dim // group) if group else 1,

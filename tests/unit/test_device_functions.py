@@ -1,7 +1,6 @@
 """Device helpers in Triton's interpreter against plain torch, and that interpreting leaves Triton as it was."""
 
 import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +13,10 @@ from triton.runtime.jit import JITFunction
 from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, ExpertPlacement
-from ep_a2a.kernels.layout import Region, count_bits, padded
+from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import MANY_POLLS, POLLS_PER_CLOCK, begin_stage, finish_stage, late_lanes, next_poll
-from ep_a2a.kernels.routing_kernels import count_rows, field_of, owner_of, packed, plus
+from ep_a2a.kernels.routing_kernels import count_by_rank, owner_of
 from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups, quantize_mxfp8, quantize_static
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
@@ -190,10 +189,10 @@ def test_owners(num_experts, world_size):
     assert out[:num_experts].min() >= 0
 
 
-def form_of(topk: int, num_experts: int, world_size: int, bits: int) -> dict[str, Any]:
+def form_of(topk: int, num_experts: int, world_size: int) -> dict[str, Any]:
     """The constants that most kernels here take."""
     shape = shape_of(world_size, topk)
-    return {"SHAPE": shape, "OWNERS": ExpertPlacement(num_experts, world_size), "BITS": bits}
+    return {"SHAPE": shape, "OWNERS": ExpertPlacement(num_experts, world_size)}
 
 
 def experts_of(routing: str, num_tokens: int, topk: int, num_experts: int, world_size: int) -> torch.Tensor:
@@ -202,60 +201,14 @@ def experts_of(routing: str, num_tokens: int, topk: int, num_experts: int, world
     return ROUTINGS[routing](max(1, num_tokens), topk, num_experts, world_size, generator)
 
 
-# Ranks that fill a part of a word, a word, and several, for fields of any width; experts that split evenly or do not.
+# Ranks that fill a part of a word of bits, and several words; experts that split evenly or do not.
 WORLDS = [(1, 1), (3, 13), (4, 8), (8, 60), (9, 40), (17, 100), (72, 100)]
-FIELDS = [
-    pytest.param(*world, bits, marks=[pytest.mark.full] if world[0] == 72 and bits > 8 else [])
-    for world in WORLDS
-    for bits in (8, 16, 32)
-]
 
 
 @portable
-def add(left, right, words_out, sums_out, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr):
-    lanes = tl.arange(0, LANES)
-    one = packed(tl.load(left + lanes), WORLD_SIZE, LANES, BITS)
-    total = plus(one, packed(tl.load(right + lanes), WORLD_SIZE, LANES, BITS), WORLD_SIZE, BITS)
-    for word in tl.static_range((WORLD_SIZE * BITS + 63) // 64):
-        tl.store(words_out + word, total[word])
-    tl.store(sums_out + lanes, field_of(total, lanes, WORLD_SIZE, BITS))
-
-
-def as_words(counts: list[int], bits: int) -> list[int]:
-    """By definition: rank r's count is shifted by r * bits; the words of that number as int64."""
-    number = sum(count << rank * bits for rank, count in enumerate(counts))
-    words = [number >> 64 * word & 2**64 - 1 for word in range(-(-len(counts) * bits // 64))]
-    return [word - 2**64 if word >= 2**63 else word for word in words]
-
-
-def check_sum(left: list[int], right: list[int], bits: int) -> None:
-    world_size, lanes = len(left), padded(len(left))
-    pair = [torch.tensor([*counts, *[0] * (lanes - world_size)], dtype=torch.int32) for counts in (left, right)]
-    expected = [a + b for a, b in zip(left, right)]
-    words = torch.full((len(as_words(expected, bits)),), 77, dtype=torch.int64)
-    sums = untouched(lanes)
-    add.interpret((1,), *pair, words, sums, WORLD_SIZE=world_size, LANES=lanes, BITS=bits)
-    assert words.tolist() == as_words(expected, bits)
-    assert sums.tolist() == [*expected, *[0] * (lanes - world_size)]
-
-
-@pytest.mark.parametrize(("world_size", "_", "bits"), FIELDS)
-def test_fields_keep_their_counts_apart(world_size, _, bits):
-    """Packed, added and taken out again: whatever a field holds, its neighbours and the sign of the word are theirs."""
-    most = min(2**bits - 1, INT_MAX)
-    rng = random.Random(world_size)
-    for pattern in (lambda rank: most, lambda rank: most * (rank % 2), lambda rank: rng.randint(0, most)):
-        total = [pattern(rank) for rank in range(world_size)]
-        left = [rng.randint(0, count) for count in total]
-        check_sum(total, [0] * world_size, bits)
-        check_sum(left, [count - some for count, some in zip(total, left)], bits)
-
-
-@portable
-def count(ids, first, last, out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr):
-    lanes = tl.arange(0, SHAPE.WORLD_LANES)
-    counts = count_rows(ids, first, last, SHAPE, OWNERS, TOKENS, BITS)
-    tl.store(out + lanes, field_of(counts, lanes, SHAPE.WORLD_SIZE, BITS))
+def count(ids, first, last, out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
+    counts = count_by_rank(ids, first, last, SHAPE, OWNERS, TOKENS)
+    tl.store(out + tl.arange(0, SHAPE.WORLD_LANES), counts)
 
 
 def counted(ids: torch.Tensor, first: int, last: int, tokens: int, **form: Any) -> list[int]:
@@ -264,13 +217,13 @@ def counted(ids: torch.Tensor, first: int, last: int, tokens: int, **form: Any) 
     return out.tolist()
 
 
-@pytest.mark.parametrize(("world_size", "num_experts", "bits"), FIELDS)
-def test_counts_are_sums_of_the_mask(world_size, num_experts, bits):
+@pytest.mark.parametrize(("world_size", "num_experts"), WORLDS)
+def test_counts_are_sums_of_the_mask(world_size, num_experts):
     """Of ranges smaller and larger than what is looked at at once, whole multiples of it, and none."""
     num_tokens, topk = 37, 3
     ids = experts_of("out_of_range", num_tokens, topk, num_experts, world_size)
     mask = destination_mask(ids, num_experts, world_size)
-    form = form_of(topk, num_experts, world_size, bits)
+    form = form_of(topk, num_experts, world_size)
     nothing = [0] * (form["SHAPE"].WORLD_LANES - world_size)
     for first, last, tokens in ((5, num_tokens, 8), (0, num_tokens, 64), (12, 18, 8), (3, 35, 16), (9, 9, 8)):
         assert counted(ids, first, last, tokens, **form) == mask[first:last].sum(0).tolist() + nothing
@@ -281,10 +234,9 @@ def test_counts_are_sums_of_the_mask(world_size, num_experts, bits):
     [(LOW_LATENCY_MAX_TOKENS, 128), (255, 256), (256, 256), (MAX_COUNTED_ALONE, 256), (65535, 8192)],
 )
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (4, 3), (8, 7), (9, 8)])
-def test_as_many_tokens_as_their_bits_allow(num_tokens, tokens, world_size, rank):
-    """All to one rank: the fields of ranks 3 and 7 hold the sign of their words where they have 16 and 8 bits."""
+def test_all_tokens_may_go_to_one_rank(num_tokens, tokens, world_size, rank):
     ids = torch.full((num_tokens, 1), rank, dtype=torch.int32)
-    form = form_of(1, world_size, world_size, count_bits(num_tokens))
+    form = form_of(1, world_size, world_size)
     expected = [num_tokens * (lane == rank) for lane in range(form["SHAPE"].WORLD_LANES)]
     assert counted(ids, 0, num_tokens, tokens, **form) == expected
 

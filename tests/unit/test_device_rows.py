@@ -9,19 +9,14 @@ import triton.language as tl
 from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.ll_receive_kernels import judge_row
-from ep_a2a.kernels.ll_send_kernels import destinations_of
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.routing_kernels import (
-    count_rows,
-    field_of,
-    fields_of_token,
-    packed,
-    plus,
+    count_by_rank,
+    destinations_of,
     ranks_of_tokens,
     rows_before_token,
     rows_of_programs_before,
 )
-from ep_a2a.kernels.send_kernels import rows_of
 from ep_a2a.routing import ROUTINGS, destination_mask
 from tests.markers import first_is_quick
 from tests.unit.device import EMPTY, as_int32, shape_of, table_of, untouched
@@ -83,7 +78,6 @@ def find_rows(
     out,
     SHAPE: tl.constexpr,
     OWNERS: tl.constexpr,
-    BITS: tl.constexpr,
 ):
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     world_size: tl.constexpr = SHAPE.WORLD_SIZE
@@ -91,60 +85,51 @@ def find_rows(
     chunk = (num_tokens + num_programs - 1) // num_programs
     first = tl.minimum(program * chunk, num_tokens)
     last = tl.minimum(first + chunk, num_tokens)
-    starts = ()
-    for step in tl.static_range(world_size):
-        starts = starts + (tl.load(first_rows + (rank + step) % world_size),)  # noqa: RUF005
-    alone = count_rows(ids, 0, first, SHAPE, OWNERS, 8, BITS)
-    own_counts = field_of(count_rows(ids, first, last, SHAPE, OWNERS, 8, BITS), ranks, world_size, BITS)
-    before_it = rows_of_programs_before(table, 9, own_counts, program, rank, world_size, SHAPE.WORLD_LANES, 1)
-    told = packed(before_it, world_size, SHAPE.WORLD_LANES, BITS)
+    bases = tl.load(first_rows + ranks, mask=ranks < world_size, other=0)
+    alone = count_by_rank(ids, 0, first, SHAPE, OWNERS, 8)
+    own_counts = count_by_rank(ids, first, last, SHAPE, OWNERS, 8)
+    told = rows_of_programs_before(table, 9, own_counts, program, rank, world_size, SHAPE.WORLD_LANES, 1)
     going = ranks_of_tokens(ids, num_tokens, SHAPE, OWNERS, 64)
     for token in range(first, last):
         token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
-        own = fields_of_token(token_ids, OWNERS, world_size, BITS)
-        for way, counted in enumerate((alone, told)):
-            rows = rows_of(counted, own, starts, row_limit, rank, world_size, BITS)
-            for step in tl.static_range(world_size):
-                tl.store(out + (way * num_tokens + token) * world_size + step, rows[step])
-        line = out + (2 * num_tokens + token) * world_size
-        tl.store(line + ranks, ranks * 0 - 1, mask=ranks < world_size)
         peers, goes = destinations_of(token_ids, rank, OWNERS, SHAPE)
         few = tl.load(first_rows + peers) + rows_before_token(going, token, peers, 64)
-        tl.store(line + (peers - rank + world_size) % world_size, few, mask=goes & (few < row_limit))
-        alone = plus(alone, own, world_size, BITS)
-        told = plus(told, own, world_size, BITS)
+        for way, rows in enumerate((tl.gather(bases + alone, peers, 0), tl.gather(bases + told, peers, 0), few)):
+            line = out + (way * num_tokens + token) * world_size
+            tl.store(line + ranks, ranks * 0 - 1, mask=ranks < world_size)
+            tl.store(line + (peers - rank + world_size) % world_size, rows, mask=goes & (rows < row_limit))
+        alone += rows_before_token(going, token + 1, ranks, 64) - rows_before_token(going, token, ranks, 64)
+        told += count_by_rank(ids, token, token + 1, SHAPE, OWNERS, 8)
 
 
 def found_rows(
-    ids: torch.Tensor, first_rows: torch.Tensor, row_limit: int, rank: int, num_tokens: int, num_experts: int, bits: int
+    ids: torch.Tensor, first_rows: torch.Tensor, row_limit: int, rank: int, num_tokens: int, num_experts: int
 ) -> torch.Tensor:
     """[way, token, rank]: of counts over all ids, of counts told by programs before, and of a flagged dispatch."""
     topk, world_size = ids.shape[1], len(first_rows)
     chunk_counts = torch.zeros(NUM_PROGRAMS, world_size, dtype=torch.int64)
     table = table_of(world_size, {(Region.CHUNK_COUNTS, rank): chunk_counts})
     out, owners = untouched(3, num_tokens, world_size), ExpertPlacement(num_experts, world_size)
-    form = {"SHAPE": shape_of(world_size, topk), "OWNERS": owners, "BITS": bits}
+    form = {"SHAPE": shape_of(world_size, topk), "OWNERS": owners}
     find_rows.interpret((NUM_PROGRAMS,), ids, table, first_rows, row_limit, rank, num_tokens, out, **form)
     return out
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "topk", "num_experts", "world_size", "bits"),
+    ("num_tokens", "topk", "num_experts", "world_size"),
     [
-        (0, 2, 8, 4, 8),
-        (1, 1, 1, 1, 8),
-        (37, 8, 13, 3, 8),
-        (37, 8, 13, 3, 16),
-        (13, 5, 40, 8, 8),
-        (7, 5, 40, 8, 16),
-        (7, 2, 40, 8, 32),
-        (9, 5, 40, 9, 8),
-        (5, 3, 100, 17, 16),
-        pytest.param(1, 3, 100, 72, 8, marks=pytest.mark.full),
+        (0, 2, 8, 4),
+        (1, 1, 1, 1),
+        (37, 8, 13, 3),
+        (13, 5, 40, 8),
+        (7, 2, 40, 8),
+        (9, 5, 40, 9),
+        (5, 3, 100, 17),
+        pytest.param(1, 3, 100, 72, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("routing", first_is_quick((name, name) for name in ("repeated", "uniform", "out_of_range")))
-def test_rows_do_not_depend_on_how_they_are_counted(num_tokens, topk, num_experts, world_size, bits, routing):
+def test_rows_do_not_depend_on_how_they_are_counted(num_tokens, topk, num_experts, world_size, routing):
     """Alone, with what other programs tell, or of few tokens: the sums of the mask, also at the limit."""
     generator = torch.Generator().manual_seed(num_tokens)
     ids = ROUTINGS[routing](max(1, num_tokens), topk, num_experts, world_size, generator)
@@ -155,5 +140,5 @@ def test_rows_do_not_depend_on_how_they_are_counted(num_tokens, topk, num_expert
     for rank, row_limit in ((0, 2**31 - 1), (middle, 7 + ROW_STRIDE * middle + num_tokens // 4)):
         order = [(rank + step) % world_size for step in range(world_size)]
         expected = torch.where((mask > 0) & (rows < row_limit), rows, -1)[:, order]
-        for found in found_rows(ids, first_rows, row_limit, rank, num_tokens, num_experts, bits):
+        for found in found_rows(ids, first_rows, row_limit, rank, num_tokens, num_experts):
             assert found.tolist() == expected.tolist()

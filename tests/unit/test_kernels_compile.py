@@ -233,7 +233,7 @@ def test_registers_leave_room_for_as_many_programs_as_launches_ask_for(world_siz
     seen = set()
     for variant in variants_of(config_of(world_size=world_size)):
         kind, constants, threads = kind_of(variant), variant.named_constants, 32 * variant.num_warps
-        if kind not in ("low_latency_dispatch", "combine"):
+        if kind not in ("low_latency_dispatch", "combine", "bulk_dispatch"):
             assert variant.max_registers is None
             continue
         registers = variant.max_registers * threads
@@ -244,8 +244,8 @@ def test_registers_leave_room_for_as_many_programs_as_launches_ask_for(world_siz
         elif is_early:
             assert registers * num_beside <= REGISTERS_PER_SM // LL_PROGRAMS_PER_SM
         else:
-            assert registers * (policy.THREADS_PER_SM[Phase.COMBINE] // threads) <= REGISTERS_PER_SM
-    assert seen == {("low_latency_dispatch", False), ("combine", True), ("combine", False)}
+            assert registers * (policy.THREADS_PER_SM[Phase(kind)] // threads) <= REGISTERS_PER_SM
+    assert seen == {("low_latency_dispatch", False), ("combine", True), ("combine", False), ("bulk_dispatch", False)}
 
 
 def test_one_thread_reads_each_word_that_a_program_waits_for():
@@ -285,7 +285,7 @@ def test_a_scale_of_a_whole_row_takes_the_registers_of_all_warps():
     """No tiles of tokens then, which the warps of a bounded launch would divide among themselves."""
     bulk = [v.named_constants for v in variants_of(config_of(quant_type="fp8_per_token", max_sms=20)) if is_dispatch(v)]
     found = {(each["GROUP"], each["TOKENS"]) for each in bulk if "TOKENS" in each}
-    assert found == {(7168, 0), (0, TILE_TOKENS)}
+    assert found == {(7168, 1), (0, TILE_TOKENS)}
 
 
 @settings(max_examples=20, derandomize=True, database=None)
@@ -366,18 +366,12 @@ def _way_of(variant: CompiledKernel) -> str:
 )
 @pytest.mark.parametrize("flagged", [0, LOW_LATENCY_MAX_TOKENS])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_fields_hold_every_count(tokens, flagged, world_size):
-    """A rank may send all its tokens to one rank: that number fits a field; of few tokens each has a lane instead."""
+def test_few_tokens_have_a_lane_each_and_many_have_programs_that_tell(tokens, flagged, world_size):
     config = config_of(max_num_inp_token_per_rank=tokens, flagged_max_tokens=flagged, world_size=world_size)
-    most = {Phase.LOW_LATENCY_DISPATCH: config.low_latency_tokens, Phase.BULK_DISPATCH: tokens}
     dispatches = [variant for variant in variants_of(config) if is_dispatch(variant)]
     for variant in dispatches:
-        constants, count = variant.named_constants, most[Phase(kind_of(variant))]
         if kind_of(variant) == "low_latency_dispatch":
-            assert count <= constants["TOKEN_LANES"]
-        else:
-            assert count < 1 << constants["COUNT_BITS"]
-            assert 64 % constants["COUNT_BITS"] == 0
+            assert config.low_latency_tokens <= variant.named_constants["TOKEN_LANES"]
     assert ("many" in map(_way_of, dispatches)) == (tokens > MAX_COUNTED_ALONE)
 
 

@@ -17,7 +17,7 @@ QUICK = {
     "ep2-weights-11-combine",
     "ep2-weights-exchange-spans",
     "ep2-expert_major-cast-1-local",
-    "ep2-rings-bf16-0-local",
+    "ep2x2-rings-bf16-0-local",
     "ep2-rings-cast-1-local",
     "ep2-rings-bf16-3-local",
     "ep2-rings-bf16-4-local",

@@ -15,7 +15,6 @@ from ep_a2a.policy import (
     FEW_TOKENS,
     FLAG_PROGRAMS,
     INTERPRETED_PROGRAMS,
-    MAX_COUNTED_ALONE,
     MAX_DISPATCH_PROGRAMS,
     MOST_ADDING_ARRIVED,
     SEND_ROW_ELEMENTS,
@@ -75,16 +74,23 @@ def test_interpreted_launches_are_few_programs_and_the_callers_if_it_asks_for_fe
     # more than one, so that what programs share is exercised; MORI's example asks for 80
     assert INTERPRETED_PROGRAMS > 1
     for tokens, step_tokens in ((0, 4096), (4096, 4096), (16, 16)):
-        send_rows = 0 if phase is Phase.BULK_DISPATCH and step_tokens == 16 else 1
         for launch in ("auto", "manual"):
             found = choose_launch(config_of(launch=launch), phase, tokens, step_tokens, 0, block_num, 8)
-            assert found == Launch(programs, 1, programs, programs, send_rows=send_rows)
+            assert found == Launch(programs, 1, programs, programs)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 131])
 def test_dispatch_has_a_program_per_token_and_one_that_receives(num_tokens):
     launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
     assert launch.num_programs == num_tokens + 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_programs"), [(131, H200_SMS), (262, H200_SMS), (264, 133), (512, 257), (1023, 2 * H200_SMS)]
+)
+def test_a_second_program_of_a_dispatch_on_a_multiprocessor_takes_two_tokens_a_program(num_tokens, num_programs):
+    launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 1023, H200_SMS)
+    assert launch.num_programs == num_programs
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -98,13 +104,10 @@ def test_many_tokens_fill_the_device_and_one_token_has_no_program_without_work(p
     assert one.num_receivers == -(-7168 // one.add_elements) or phase is not Phase.COMBINE
 
 
-@pytest.mark.parametrize(
-    ("world_size", "step_tokens", "send_rows"), [(8, 1023, 0), (8, 1024, 1), (9, 1023, 1), (72, 129, 1)]
-)
-def test_only_few_ranks_get_rows_one_by_one(world_size, step_tokens, send_rows):
-    """Code for each rank would not compile for 72."""
+@pytest.mark.parametrize(("world_size", "step_tokens"), [(8, 1023), (8, 1024), (72, 129)])
+def test_without_a_bound_tokens_are_sent_one_by_one(world_size, step_tokens):
     config = config_of(world_size=world_size)
-    assert choose_launch(config, Phase.BULK_DISPATCH, 100, step_tokens, H200_SMS).send_rows == send_rows
+    assert choose_launch(config, Phase.BULK_DISPATCH, 100, step_tokens, H200_SMS).send_rows == 1
 
 
 @pytest.mark.parametrize("layout", ["compact", "rank_major", "expert_major"])
@@ -219,7 +222,6 @@ def test_programs_are_wide_where_they_are_bounded(phase, max_sms, quant_type, nu
         assert (launch.send_elements, launch.add_elements) == (unbounded.send_elements, unbounded.add_elements)
     if phase is Phase.BULK_DISPATCH:
         assert (launch.send_rows, unbounded.send_rows) == (TILE_TOKENS, 1)
-        assert choose_launch(config_of(), phase, MAX_COUNTED_ALONE, MAX_COUNTED_ALONE, H200_SMS).send_rows == 0
     # the config's own numbers are not made wide
     manual = config_of(max_sms=max_sms, launch="manual", block_num=1000, warp_num_per_block=4)
     assert choose_launch(manual, phase, 4096, 4096, H200_SMS).num_warps == 4

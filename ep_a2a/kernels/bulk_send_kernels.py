@@ -1,0 +1,194 @@
+"""Device helpers of bulk dispatch that send tokens one by one, each with all warps of a program.
+
+A program keeps what it knows about ranks in vectors, and sends a row to a token's ranks in a loop: the code is the same
+for any number of ranks.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.portable import portable
+from ep_a2a.kernels.primitives import address, full_like, reduce_max, reduce_sum
+from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, weights_at
+from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
+
+TOKENS = tl.constexpr(Region.TOKENS.value)
+INDICES = tl.constexpr(Region.INDICES.value)
+SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
+SCALES = tl.constexpr(Region.SCALES.value)
+WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
+ROUTES = tl.constexpr(Region.ROUTES.value)
+SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
+
+# Places whose addresses a program picks from a vector before it sends words to any of them.
+MOST_PICKED = tl.constexpr(4)
+
+
+class Beside(NamedTuple):
+    """What belongs to a token's row, in registers: its given scales, its ids and weights."""
+
+    scales: tl.tensor
+    ids: tl.tensor
+    weights: tl.tensor
+
+
+class Places(NamedTuple):
+    """Where a token goes: vectors with a place for each of the most ranks that it may go to (destinations_of).
+
+    peers: ranks. goes: whether a row goes there. The others: where the row and what belongs to it begin there.
+    """
+
+    peers: tl.tensor
+    goes: tl.tensor
+    words: tl.tensor
+    scales: tl.tensor
+    weights: tl.tensor
+    ids: tl.tensor
+    positions: tl.tensor
+
+
+@portable
+def load_beside(
+    given, token, end, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Load what belongs to a token's row (Beside); nothing is read from token `end` on."""
+    ids, weights = load_choices(given.ids, given.weights, token, end, S, FORM.HAS_WEIGHTS)
+    scales = ids
+    if ROW.GROUP == 0 and LINE.SCALE_WIDTH > 0:
+        scales = load_line(given.scales, token, end, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    return Beside(scales, ids, weights)
+
+
+@portable
+def targets_of(table, region: tl.constexpr, peers, rows, WIDTH: tl.constexpr, WORLD_SIZE: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """Return where those rows of a region with WIDTH elements per row begin at those ranks."""
+    return address(table, region, peers, WORLD_SIZE, DTYPE) + tl.cast(rows, tl.int64) * WIDTH
+
+
+@portable
+def places_of(step, peers, rows, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
+    """Return Places. peers, rows: from rows_of_token."""
+    table, W = step.table, S.WORLD_SIZE
+    return Places(
+        peers,
+        (rows >= 0) & (rows < step.row_limit),
+        targets_of(table, TOKENS, peers, rows, ROW.ROW_WORDS, W, tl.int32),
+        targets_of(table, SCALES, peers, rows, LINE.SCALE_WIDTH, W, LINE.SCALE_DTYPE),
+        targets_of(table, WEIGHTS, peers, rows, S.TOPK, W, tl.int32),
+        targets_of(table, INDICES, peers, rows, S.TOPK, W, tl.int32),
+        targets_of(table, SOURCE_POSITIONS, peers, rows, 1, W, tl.int32),
+    )
+
+
+@portable
+def send_words(words, first_word, places, ROW: tl.constexpr):
+    """Send words of a token's row, from first_word on, to its Places."""
+    num_places: tl.constexpr = places.peers.shape[0]
+    picked: tl.constexpr = min(MOST_PICKED, num_places)
+    offsets = first_word + tl.arange(0, words.shape[0])
+    targets = tl.where(places.goes, places.words.to(tl.int64), 0)
+    for first_place in range(0, num_places, picked):
+        starts = ()
+        for each in tl.static_range(picked):
+            # not `pick`: its sum takes three times the instructions
+            place = full_like(tl.arange(0, 1), first_place + each)
+            starts = starts + (reduce_sum(tl.gather(targets, place, 0), 0),)
+        for each in tl.static_range(picked):
+            if starts[each] != 0:
+                line = tl.multiple_of(starts[each].to(tl.pointer_type(tl.int32)), 16)
+                tl.store(line + offsets, words, mask=offsets < ROW.ROW_WORDS)
+
+
+@portable
+def send_beside(beside, scales, position, places, S: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr):
+    """Send what belongs to a token's row to all its Places at once. scales: given ones, or those of the cast."""
+    choices, lanes = tl.arange(0, S.TOPK_LANES)[None, :], tl.arange(0, LINE.SCALE_LANES)[None, :]
+    goes, peers, ids = places.goes[:, None], places.peers[:, None], beside.ids[None, :]
+    if LINE.SCALE_WIDTH > 0:
+        scales = scales.to(LINE.SCALE_DTYPE)[None, :]
+        tl.store(places.scales[:, None] + lanes, scales, mask=goes & (lanes < LINE.SCALE_WIDTH))
+    if FORM.HAS_WEIGHTS:
+        weights = weights_at(beside.weights[None, :], ids, peers, S)
+        tl.store(places.weights[:, None] + choices, weights, mask=goes & (choices < S.TOPK))
+    tl.store(places.ids[:, None] + choices, ids_at(ids, peers, S), mask=goes & (choices < S.TOPK))
+    tl.store(places.positions, full_like(places.peers, position), mask=places.goes)
+
+
+@portable
+def rows_of_token(token_ids, index, bases, rank, OWNERS: tl.constexpr, S: tl.constexpr):
+    """Find where a token goes.
+
+    Args:
+        index, bases: [WORLD_LANES], of ranks that follow each other from this one on.
+
+    Returns:
+        (ranks, its row there or -1), vectors with a place for each of the most ranks that it may go to; and 1 for the
+        ranks that it goes to, in the order of `index`.
+    """
+    peers, goes = destinations_of(token_ids, rank, OWNERS, S)
+    sent, rows = goes.to(tl.int32), bases + index
+    if S.WORLD_SIZE > S.TOPK:
+        distances = (peers + (S.WORLD_SIZE - rank)) % S.WORLD_SIZE
+        there = (distances[:, None] == tl.arange(0, S.WORLD_LANES)[None, :]) & goes[:, None]
+        sent, rows = reduce_max(there.to(tl.int32), 0), tl.gather(rows, distances, 0)
+    return peers, tl.where(goes, rows, -1), sent
+
+
+@portable
+def send_token(
+    given, step, token, last, tiles, beside, peers, rows, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Send a token. tiles: of its row, from load_row. beside: Beside. peers, rows: from rows_of_token.
+
+    Returns:
+        (tiles, Beside) of the next token.
+    """
+    # all addresses before the first store, which would wait for each in turn
+    places = places_of(step, peers, rows, S, ROW, LINE)
+    words, scales = tiles[0], beside.scales
+    if ROW.GROUP > 0:
+        words, scales = cast_row(tiles, given.scales, given.x.dtype.element_ty, ROW)
+    # while this row leaves
+    following = load_beside(given, token + 1, last, S, ROW, LINE, FORM)
+    send_words(words, 0, places, ROW)
+    send_beside(beside, scales, step.first_position + token, places, S, LINE, FORM)
+    if ROW.GROUP == 0:
+        for first_word in tl.static_range(ROW.BLOCK_WORDS, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
+            send_words(load_row(given.x, token, last, first_word, ROW)[0], first_word, places, ROW)
+    # asked for before the stores, it would keep them back: the GPU waits for loads of addresses and of rows alike
+    return load_row(given.x, token + 1, last, 0, ROW), following
+
+
+@portable
+def send_one_by_one(
+    given, step, first, last, tiles, beside, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Send tokens first ... last - 1, each with all warps, and record where they went, for combine.
+
+    routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
+
+    Args:
+        tiles, beside: of the first token. index: [WORLD_LANES], rows that tokens before it send to each rank.
+        bases: [WORLD_LANES], where this rank's rows begin at each rank.
+    """
+    rank = step.rank
+    sent_ids = address(step.table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
+    routes = address(step.table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
+    lanes, choices = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
+    # beginning elsewhere on each rank spreads the load over the links
+    ranks = (rank + lanes) % S.WORLD_SIZE
+    index = tl.gather(index, ranks, 0)
+    if S.COMPACT:
+        bases = tl.gather(bases, ranks, 0)
+    for token in range(first, last):
+        token_ids, number = beside.ids, tl.cast(token, tl.int64)
+        peers, rows, sent = rows_of_token(token_ids, index, bases, rank, OWNERS, S)
+        tiles, beside = send_token(given, step, token, last, tiles, beside, peers, rows, S, ROW, LINE, FORM)
+        tl.store(routes + number * S.WORLD_SIZE + ranks, tl.where(sent > 0, index, -1), mask=lanes < S.WORLD_SIZE)
+        tl.store(sent_ids + number * S.TOPK + choices, token_ids, mask=choices < S.TOPK)
+        index += sent
