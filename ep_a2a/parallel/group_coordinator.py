@@ -112,8 +112,8 @@ class GroupCoordinator:
         self._cleanup.close()
 
 
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroys a process group, unless torch.distributed has been shut down with all its groups."""
+def destroy_group(group: dist.ProcessGroup | None = None) -> None:
+    """Destroys a process group, None = all, unless torch.distributed has been shut down with all its groups."""
     if dist.is_initialized():
         dist.destroy_process_group(group)
 

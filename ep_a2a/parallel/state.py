@@ -21,24 +21,11 @@ from ep_a2a.log_once import log_once
 from ep_a2a.managers.registry import check_backend_name
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.parallel.communicator import DeviceCommunicator
-from ep_a2a.parallel.group_coordinator import GroupCoordinator, group_ranks
-from ep_a2a.topology import in_the_same_node_as
+from ep_a2a.parallel.group_coordinator import GroupCoordinator, destroy_group, group_ranks
 from ep_a2a.topology.gpu_share import gpu_of
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = [
-    "GroupCoordinator",
-    "destroy_dist_env",
-    "get_dp_group",
-    "get_ep_group",
-    "get_tp_group",
-    "group_ranks",
-    "in_the_same_node_as",
-    "init_dist_env",
-    "is_initialized",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -220,12 +207,7 @@ def _join_world(setup: _Setup, rank: int, init_method: str, cleanup: ExitStack) 
     store, *_ = next(rendezvous(init_method, rank, setup.world_size))
     store = distributed_c10d.PrefixStore(f"ep_a2a/world/{next(_worlds)}", store)
     dist.init_process_group(setup.backend, store=store, world_size=setup.world_size, rank=rank)
-    cleanup.callback(_leave_world)
-
-
-def _leave_world() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    cleanup.callback(destroy_group)
 
 
 def _check_agreement(setup: _Setup) -> None:

@@ -21,8 +21,10 @@ from ep_a2a.errors import (
     UnsupportedError,
 )
 from ep_a2a.managers.registry import register_manager
-from ep_a2a.parallel.state import GroupCoordinator, get_dp_group, get_tp_group, in_the_same_node_as, is_initialized
+from ep_a2a.parallel.group_coordinator import GroupCoordinator
+from ep_a2a.parallel.state import get_dp_group, get_tp_group, is_initialized
 from ep_a2a.testing import RankFailure, run_ranks
+from ep_a2a.topology import in_the_same_node_as
 from tests.messages import messages_of
 
 

@@ -7,14 +7,9 @@ from typing import Any
 from ep_a2a.compat.aiter.communicators import CudaCommunicator
 from ep_a2a.config.file import DEFAULT_BACKEND, choose_backend
 from ep_a2a.parallel import state
-from ep_a2a.parallel.state import (
-    GroupCoordinator,
-    destroy_dist_env,
-    get_dp_group,
-    get_ep_group,
-    get_tp_group,
-    in_the_same_node_as,
-)
+from ep_a2a.parallel.group_coordinator import GroupCoordinator
+from ep_a2a.parallel.state import destroy_dist_env, get_dp_group, get_ep_group, get_tp_group
+from ep_a2a.topology import in_the_same_node_as
 
 __all__ = [
     "GroupCoordinator",
