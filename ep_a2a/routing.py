@@ -196,9 +196,7 @@ def _all_to_one(
     return _uniform(num_tokens, topk, num_owned_experts(num_experts, world_size, 0), 1, generator)
 
 
-def _one_expert_per_rank(
-    num_tokens: int, topk: int, num_experts: int, world_size: int, generator: torch.Generator
-) -> torch.Tensor:
+def _one_expert_per_rank(num_tokens: int, topk: int, num_experts: int, world_size: int, *_: object) -> torch.Tensor:
     ranges = torch.tensor(expert_ranges(num_experts, world_size))
     num_ranks = min(world_size, num_experts)
     slot = torch.arange(topk)
@@ -207,15 +205,11 @@ def _one_expert_per_rank(
     return (first + (slot // num_ranks) % (end - first)).to(torch.int32)
 
 
-def _round_robin(
-    num_tokens: int, topk: int, num_experts: int, world_size: int, generator: torch.Generator
-) -> torch.Tensor:
+def _round_robin(num_tokens: int, topk: int, num_experts: int, *_: object) -> torch.Tensor:
     return (torch.arange(num_tokens * topk).reshape(num_tokens, topk) % num_experts).to(torch.int32)
 
 
-def _all_dropped(
-    num_tokens: int, topk: int, num_experts: int, world_size: int, generator: torch.Generator
-) -> torch.Tensor:
+def _all_dropped(num_tokens: int, topk: int, *_: object) -> torch.Tensor:
     return torch.full((num_tokens, topk), -1, dtype=torch.int32)
 
 
