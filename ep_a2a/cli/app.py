@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ep_a2a import __version__
+from ep_a2a import __version__, env
 from ep_a2a.cli import backends, bench, demo, doctor, plan, trace
 from ep_a2a.cli.options import Quiet, Verbose
 from ep_a2a.commands import messages
@@ -45,7 +45,7 @@ class Command(TyperCommand):
         # doctor reports what is missing and which variables cannot be used.
         if self.name != "doctor":
             check_packages()
-            messages.check_environment()
+            env.check_values()
             messages.set_up_logging()
         try:
             return super().invoke(ctx)

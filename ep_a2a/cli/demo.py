@@ -48,17 +48,8 @@ def demo(
     different_files(output, plot)
     kind = choose_device(device)
     name, reason = named_backend(backend)
-    settings = DemoSettings(
-        ranks=ranks or default_ranks(kind, DEFAULT_RANKS),
-        device=kind,
-        tokens=tokens,
-        hidden=hidden,
-        experts=experts,
-        topk=topk,
-        quant=quant.value,
-        gpus_per_node=gpus_per_node,
-        backend=name,
-        backend_reason=reason,
-        **given({"seed": seed}),
-    )
+    sizes = given({"gpus_per_node": gpus_per_node, "seed": seed})
+    sizes |= {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
+    num_ranks = ranks or default_ranks(kind, DEFAULT_RANKS)
+    settings = DemoSettings(num_ranks, kind, quant=quant.value, backend=name, backend_reason=reason, **sizes)
     raise typer.Exit(execute(settings, read_text(text, tokens), options))

@@ -99,13 +99,3 @@ def set_up_logging(level: str | None = None) -> None:
     logger.setLevel(level or log_level())
     logger.handlers[:] = [handler]
     logger.propagate = False
-
-
-def check_environment() -> None:
-    """Reads every variable of this package, so that one that cannot be used ends a command before it starts.
-
-    Raises:
-        EnvironmentVariableError: one cannot be used.
-    """
-    env.check_values()
-    log_level()
