@@ -21,6 +21,7 @@ from ep_a2a.commands.bench.layer_kernels import (
 )
 from ep_a2a.config import FP8_GROUP_SIZE
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.kernels.layout import padded
 from ep_a2a.routing import expert_ranges
 
 if TYPE_CHECKING:
@@ -152,15 +153,15 @@ def begin_experts(received: Received, weights: MoEWeights, num_free: int = 0) ->
     input_scales, slot_weights = torch.empty(num_slots, device=device), torch.full((num_slots,), NO_PAIR, device=device)
     scattered = (positions, bounds, slots, inputs, input_scales, slot_weights, weights.first_expert, len(rows))
     parts = (rows, row_weights if scales is None else scales, ids, row_weights, *scattered)
-    groups = {"GROUPS_LANES": lanes(hidden // FP8_GROUP_SIZE), "GROUP": FP8_GROUP_SIZE}
-    sizes = {"TOPK": topk, "TOPK_LANES": lanes(topk), "HIDDEN": hidden, "HAS_SCALES": scales is not None} | groups
+    groups = {"GROUPS_LANES": padded(hidden // FP8_GROUP_SIZE), "GROUP": FP8_GROUP_SIZE}
+    sizes = {"TOPK": topk, "TOPK_LANES": padded(topk), "HIDDEN": hidden, "HAS_SCALES": scales is not None} | groups
     launch(scatter_rows_kernel, len(rows), *parts, **sizes, num_warps=WIDE_WARPS)
     rows_of_expert = ids.numel() // weights.router.shape[1]
     projected = grouped_product(inputs.view(FP8), input_scales, weights.w1, bounds, rows_of_expert, num_free)
     activated = torch.empty(num_slots, width, dtype=torch.uint8, device=device)
     activated_scales = torch.empty(num_slots, device=device)
     gated = (projected, slot_weights, bounds[-1:], activated, activated_scales)
-    launch(swiglu_kernel, num_slots, *gated, WIDTH=width, LANES=lanes(width))
+    launch(swiglu_kernel, num_slots, *gated, WIDTH=width, LANES=padded(width))
     return Activated(activated.view(FP8), activated_scales, slots, bounds, rows_of_expert)
 
 
@@ -169,7 +170,7 @@ def finish_experts(activated: Activated, received: Received, weights: MoEWeights
     values, scales, slots, bounds, rows_of_expert = activated
     contributions = grouped_product(values, scales, weights.w2, bounds, rows_of_expert, num_free)
     out, hidden = received.out, received.out.shape[1]
-    sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden, "BLOCK": min(lanes(hidden), MAX_BLOCK)}
+    sizes = {"TOPK": slots.shape[1], "HIDDEN": hidden, "BLOCK": min(padded(hidden), MAX_BLOCK)}
     launch(sum_rows_kernel, len(out), contributions, slots, out, len(out), **sizes)
 
 
@@ -217,7 +218,8 @@ def grouped_product(
     num_experts, width, depth = matrices.values.shape
     out = torch.empty(rows.shape[0], width, dtype=torch.bfloat16, device=rows.device)
     parts = (rows, scales, matrices.values, matrices.scales, bounds, out, num_experts)
-    sizes = {"EXPERT_LANES": lanes(num_experts), "WIDTH": width, "DEPTH": depth} | tile_of(rows_of_expert, width, depth)
+    sizes = {"EXPERT_LANES": padded(num_experts), "WIDTH": width, "DEPTH": depth}
+    sizes |= tile_of(rows_of_expert, width, depth)
     launch(grouped_product_kernel, max(1, num_sms(rows.device) - num_free), *parts, **sizes)
     return out
 
@@ -279,7 +281,7 @@ def quantize_rows(rows: torch.Tensor, quantized: torch.Tensor, scales: torch.Ten
         scales: float32 `[T, H / 128]`, written.
     """
     num_groups = scales.shape[1]
-    sizes = {"GROUPS": num_groups, "GROUPS_LANES": lanes(num_groups), "GROUP": FP8_GROUP_SIZE}
+    sizes = {"GROUPS": num_groups, "GROUPS_LANES": padded(num_groups), "GROUP": FP8_GROUP_SIZE}
     parts = (rows, quantized.view(torch.uint8), scales.view(torch.int32))
     launch(quantize_rows_kernel, len(rows), *parts, len(rows), **sizes)
 
@@ -299,8 +301,3 @@ def launch(kernel: Any, work: int, *args: Any, num_warps: int = NUM_WARPS, num_s
 def num_sms(device: torch.device) -> int:
     """Returns the multiprocessors of a GPU; 1 on CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def lanes(width: int) -> int:
-    """Returns the least power of two that is not below the width."""
-    return 1 << (width - 1).bit_length()
