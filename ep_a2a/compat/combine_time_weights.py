@@ -23,7 +23,6 @@ from ep_a2a.ops.staged import StagedEngine
 
 if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.arena import Arena
     from ep_a2a.ops.arguments import CombineArguments, Step
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
@@ -46,15 +45,8 @@ class CombineTimeWeightsOp(EpDispatchCombineOp):
     """
 
     @outside_modes()
-    def __init__(
-        self,
-        config: EpDispatchCombineConfig,
-        *,
-        arena: Arena | None = None,
-        index: int | None = None,
-        _is_agreed: bool = False,
-    ) -> None:
-        super().__init__(config, arena=arena, index=index, _is_agreed=_is_agreed)
+    def __init__(self, config: EpDispatchCombineConfig, **where: Any) -> None:
+        super().__init__(config, **where)
         self._exchange: WeightExchange | None = None
         if config.layout == Layout.EXPERT_MAJOR:
             # made before the exchange, which synchronises the device: valid on all streams, and in no captured graph
@@ -167,7 +159,8 @@ class WeightExchange:
         self._streams.follow(self._device)
         if self._between is not None:
             weights = self._from_all_nodes(self._between, weights, step_tokens)
-        values = self._values(weights, num_tokens, step_tokens)
+        sizes = (num_tokens, step_tokens, self._config.max_num_inp_token_per_rank, self._config.rank)
+        values = (weights, self._addresses, self._table, *sizes)
         self._kernel.run(self._config.world_size, values, self._device)
 
     def _from_all_nodes(self, engine: StagedEngine, weights: torch.Tensor, step_tokens: int) -> torch.Tensor:
@@ -177,18 +170,6 @@ class WeightExchange:
         sent[:, : weights.shape[0]] = weights
         engine.exchange_in_combine(received, sent)
         return received
-
-    def _values(self, weights: torch.Tensor, num_tokens: int, step_tokens: int) -> tuple[Any, ...]:
-        config = self._config
-        return (
-            weights,
-            self._addresses,
-            self._table,
-            num_tokens,
-            step_tokens,
-            config.max_num_inp_token_per_rank,
-            config.rank,
-        )
 
 
 def exchange_kernel(config: EpDispatchCombineConfig, *, spans: bool) -> CompiledKernel:

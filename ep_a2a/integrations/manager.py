@@ -108,15 +108,8 @@ class EngineManager(NativeAll2AllManager):
         number = self.layer_number(layer)
         # rows without a token name no expert of this rank
         pad_id = -1 if shape.local_ids else shape.num_experts - 1 if self.rank == 0 else 0
-        return [
-            Dispatcher(
-                op,
-                pad_id=pad_id,
-                # layers of one shape share the op: a rank that leaves one out must not get another one's rows
-                tag=number,
-            )
-            for op in ops
-        ]
+        # layers of one shape share the op: by the tag, a rank that leaves one out does not get another one's rows
+        return [Dispatcher(op, pad_id=pad_id, tag=number) for op in ops]
 
     def layer_number(self, layer: Any) -> int:
         """Returns the number of a layer, from 1, in the order in which layers are built; equal on all ranks.

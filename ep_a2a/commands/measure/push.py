@@ -194,12 +194,10 @@ def compile_push(
 
 
 def _cuda_push(source: torch.Tensor, state: torch.Tensor, peers: Sequence[Peer]) -> Callable[[PushLaunch], None]:
-    @functools.cache
-    def kernel_of(num_loads: int, spreads: bool) -> Callable[..., None]:
-        return compile_push(peers, num_loads, spreads=spreads)
+    kernel_of = functools.cache(functools.partial(compile_push, peers))
 
     def push(launch: PushLaunch) -> None:
-        kernel = kernel_of(launch.num_loads, launch.spreads)
+        kernel = kernel_of(launch.num_loads, spreads=launch.spreads)
         kernel((launch.num_programs, 1, 1), (launch.num_threads, 1, 1), [source, state])
 
     return push
