@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from importlib import metadata
 
 COMMAND_SECS = 20.0
 
 
-def command_output(*command: str, timeout_secs: float = COMMAND_SECS) -> str:
-    """Returns what a program prints; "" where it is missing, fails or takes longer than `timeout_secs`."""
-    if shutil.which(command[0]) is None:
-        return ""
+def command_output(*command: str) -> str:
+    """Returns what a program prints; "" where it is missing, fails or takes longer than COMMAND_SECS."""
+    none = subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_secs,
-            check=False,
-            stdin=subprocess.DEVNULL,
+        return subprocess.check_output(
+            command, stdin=none, stderr=none, text=True, errors="replace", timeout=COMMAND_SECS
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def package_version(distribution: str) -> str | None:
