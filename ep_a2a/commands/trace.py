@@ -36,16 +36,9 @@ HOST_NAMES = ("dispatch", "combine")
 NS_PER_US = 1000
 PUSHES, WAITS, WORK = range(3)
 COLOURS = {
-    "prepare": WORK,
-    "quant_and_put": PUSHES,
-    "count_put": PUSHES,
-    "arrive": WAITS,
-    "post": PUSHES,
-    "copy_and_put": PUSHES,
-    "wait": WAITS,
-    "recv_wait": WAITS,
-    "postprocess": WORK,
-    "topk_reduce": WORK,
+    **dict.fromkeys(("quant_and_put", "count_put", "post", "copy_and_put"), PUSHES),
+    **dict.fromkeys(("wait", "recv_wait"), WAITS),
+    **dict.fromkeys(("prepare", "postprocess", "topk_reduce"), WORK),
 }
 KEY = "Blue: pushes; orange: waits; green: work on own memory; grey: the host's calls"
 CPU_READING = "CPU, Triton's interpreter: the times say nothing about GPUs"
