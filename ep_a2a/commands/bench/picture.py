@@ -74,8 +74,7 @@ def make_lines(records: Sequence[Record]) -> dict[str, dict[int, float]]:
     lines: dict[str, dict[int, float]] = {}
     for record in sorted(records, key=lambda record: int(record[x_field])):
         if record["status"] == Status.OK:
-            line = lines.setdefault(
-                ", ".join([record["contender"], *(f"{name} {record[name]}" for name in varying)]), {}
-            )
+            label = ", ".join([record["contender"], *(f"{name} {record[name]}" for name in varying)])
+            line = lines.setdefault(label, {})
             line[record[x_field]] = min(line.get(record[x_field], float("inf")), main_us(record))
     return lines

@@ -34,12 +34,9 @@ def library_facts(name: str) -> Facts:
     try:
         package = importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - whatever a broken library raises is the answer
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name == name
-        return (
-            {name: None, f"{name}_problem": ""}
-            if is_absent
-            else {f"{name}_problem": f"{type(error).__name__}: {error}"}
-        )
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return {name: None, f"{name}_problem": ""}
+        return {f"{name}_problem": f"{type(error).__name__}: {error}"}
     if not hasattr(package, "__version__"):
         return {f"{name}_problem": f"the folder {list(package.__path__)} stands in its place"}
     more = _gpu_facts(package) if name == "torch" else {"triton_cache": str(package.knobs.cache.dir)}

@@ -64,11 +64,8 @@ def execute(options: SimpleNamespace) -> None:
     if options.nodes is not None or options.published:
         from ep_a2a.commands.plan.nodes import show_nodes
 
-        refuse(
-            {"vllm": options.vllm, "training": options.training or None, **for_model},
-            "with --nodes or --published",
-            "Leave it out.",
-        )
+        without_effect = {"vllm": options.vllm, "training": options.training or None, **for_model}
+        refuse(without_effect, "with --nodes or --published", "Leave it out.")
         show_nodes(options, {"nodes": options.nodes, **between, **for_op, **for_any})
         return
     refuse(between, "without --nodes", "Say --nodes.")

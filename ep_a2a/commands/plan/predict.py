@@ -208,10 +208,8 @@ def predict(cluster: Cluster, shape: Shape, copies: Copies, seed: int = 0) -> Pr
         raise ConfigError(f"at most {MAX_RANKS} GPUs", str(cluster.num_ranks), "Lower --nodes.")
     if shape.topk > shape.num_experts:
         raise ConfigError(f"of at most {shape.num_experts} experts", str(shape.topk), "Lower --topk.", field="topk")
-    traffic, sizes = (
-        sample_traffic(cluster, shape, copies, seed),
-        (shape.dispatch_record_bytes, shape.combine_row_bytes),
-    )
+    traffic = sample_traffic(cluster, shape, copies, seed)
+    sizes = (shape.dispatch_record_bytes, shape.combine_row_bytes)
     dispatch_us, combine_us = (phase_us(cluster, copies, traffic, row_bytes) for row_bytes in sizes)
     # of a GPU, on average
     sent = int(traffic.crossing.sum()) / cluster.num_nodes
