@@ -128,18 +128,18 @@ T = 512, perhaps since the rows fit into the L2. N = 8, 28 November:
 WIRE_BYTES_PER_NS = 360.0
 """Bytes that the links of a GPU carry one way: more programs than fill them would wait. Combine with N = 24, 27
 November: 525 where 0.3 of the programs only send*, 538 where those also add."""
-MOST_ADDING_ARRIVED = 24
+MOST_ADDING_ARRIVED = 16
 """The largest config.max_sms with which all programs of a combine send, and add when all rows have arrived. Rows need
 no looks and no marks then, but while they are added nothing is on the links, which more programs would fill, and a step
-of few tokens waits for a fence. Round trips in us of two ranks that share one H200, fp8 on the way there, medians of
-three alternating runs (30 November). More multiprocessors, and several GPUs, were not timed:
+of few tokens waits for a fence. Combines in us of two H200s, bf16 (30 November); other bounds were not timed:
 
-    N = 8, T =        1    32   128    512   1024   4096
-    arrived        11.0  31.1 100.0  101.1  185.3  686.0
-    marks           9.6  33.4 108.8  129.5  241.0  915.2
-    N = 24
-    arrived        11.2  17.7  36.6   51.9   87.1  292.3
-    marks          10.7  15.5  38.6   58.8  100.7  351.0
+    T =                32    128    512    4096
+    N = 8, arrived   13.3   22.9   61.5   461.1
+    marks            15.6   31.2   97.2   707.8
+    N = 16, arrived  12.3   18.8   46.2   330.5
+    marks            13.0   20.7   54.7   369.3
+    N = 24, arrived  12.2   17.8   42.0   283.6
+    marks            12.9   18.1   40.8   262.3
 """
 
 # Where programs share their multiprocessors with those of products. These were timed together, and with no other

@@ -59,7 +59,7 @@ BOUNDS = PROJECT / "tests" / "instruction_bounds.toml"
 WORLD_SIZES = (2, 4, 8, 16, 64)
 BASE_RANKS = 8
 """Ranks with which more ranks are compared."""
-FEW_SMS = 24
+FEW_SMS = 16
 """The bound on multiprocessors of variants whose name has `few`. Those of `wide` have programs as wide without it."""
 MARKS = {"COUNTS_ALONE": "alone", "DEPENDENT_LAUNCH": "dependent", "SPARSE_POLLS": "sparse"}
 """Constants that tell variants of a kernel apart, and how names have them."""

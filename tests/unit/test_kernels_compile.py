@@ -36,7 +36,7 @@ THREADS_PER_SM = 2048
 POLLED = {"answer", "seen", "side", "words"}
 # The most ranks of which a flagged dispatch has tokens enough for sparse polls.
 SPARSE_RANKS = LOW_LATENCY_MAX_ROWS // (FEW_TOKENS + 1)
-SPARSE, WIDE = {"world_size": SPARSE_RANKS}, {"max_sms": 20}
+SPARSE, WIDE = {"world_size": SPARSE_RANKS}, {"max_sms": 16}
 # A cast, a layout, what else the config says, and names of kernels, which take seconds to compile: what dispatch can do
 # is compiled at least once, but not every combination of it.
 CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
