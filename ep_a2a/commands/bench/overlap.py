@@ -32,29 +32,25 @@ class Lanes:
     """The current stream, for computation, and one of high priority beside it for exchanges.
 
     Args:
-        device: where the streams are.
+        device: where the streams are; the current one of its kind.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._beside: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            # High priority: the few programs of an op start before the many of the next product.
-            self._beside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        # that of the CPU has streams that order nothing
+        self._module: Any = torch.get_device_module(device)
+        # High priority: the few programs of an op start before the many of the next product.
+        self._beside = self._module.Stream(priority=-1)
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
         """Moves launches inside to the stream beside the current one, after the current one's earlier launches."""
-        if self._beside is None:
-            yield
-            return
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
+        self._beside.wait_stream(self._module.current_stream())
+        with self._module.stream(self._beside):
             yield
 
     def join(self) -> None:
         """Orders the current stream's next launches after all exchanges."""
-        if self._beside is not None:
-            torch.cuda.current_stream().wait_stream(self._beside)
+        self._module.current_stream().wait_stream(self._beside)
 
 
 class Overlapped(Layers):
