@@ -80,15 +80,10 @@ def embed(tokens: tuple[str, ...], first_position: int, hidden_dim: int, seed: i
     """Embeds tokens at positions `first_position`, `first_position + 1`, ...: bfloat16 `[T, H]`, rows of unit RMS."""
     rows = torch.empty(len(tokens), hidden_dim)
     for row, (position, token) in zip(rows, enumerate(tokens, first_position)):
-        row.copy_(_word_vector(token, hidden_dim, seed)).add_(
-            _position_vector(position, hidden_dim), alpha=POSITION_SHARE
-        )
+        word = torch.randn(hidden_dim, generator=_generator(f"word {token}", seed))
+        row.copy_(word).add_(_position_vector(position, hidden_dim), alpha=POSITION_SHARE)
     rms = rows.square().mean(dim=1, keepdim=True).sqrt()
     return (rows / rms).to(torch.bfloat16)
-
-
-def _word_vector(token: str, hidden_dim: int, seed: int) -> torch.Tensor:
-    return torch.randn(hidden_dim, generator=_generator(f"word {token}", seed))
 
 
 def _position_vector(position: int, hidden_dim: int) -> torch.Tensor:
