@@ -20,6 +20,9 @@ side effects, they save them:
 
 .. code-block:: python
 
+    from functools import partial
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
     saved = [torch.ops.ep_a2a.dispatch.default, torch.ops.ep_a2a.combine.default]
     checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, saved))
 """
@@ -35,7 +38,7 @@ from torch import Tensor
 
 from ep_a2a.config import ALIGNMENT_BYTES, Layout, QuantType
 from ep_a2a.effects import keep_order, register
-from ep_a2a.errors import ClosedError, UnknownNameError, UnsupportedError
+from ep_a2a.errors import ClosedError, InputError, UnknownNameError, UnsupportedError
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.base_op import OPS, BaseOp
 from ep_a2a.ops.bounds import num_rows
@@ -64,7 +67,7 @@ class Routes(NamedTuple):
 
     Attributes:
         ids, step_tokens, tag: as given to dispatch, step_tokens as a list; with reduction="slots" those of rows.
-        back: the number of the op that takes gradients back.
+        op, back: the numbers of the dispatch's op, and of the one that takes gradients back.
         num_slots: the rows that each token was sent as.
         link: an empty tensor by which the backward of combine leads to that of dispatch, whatever lies between.
     """
@@ -74,6 +77,7 @@ class Routes(NamedTuple):
     step_tokens: list[int]
     tag: int
     num_slots: int
+    op: int
     back: int
 
 
@@ -151,7 +155,7 @@ def dispatch(
     rows, row_weights, row_ids, count, link = torch.ops.ep_a2a.dispatch(
         tokens, weights, ids, ANCHOR, [op.number, back.number], bounds, most, tag
     )
-    routes = Routes(ids, link, bounds, tag, num_slots, back.number)
+    routes = Routes(ids, link, bounds, tag, num_slots, op.number, back.number)
     return Received(rows, None if weights is None else row_weights, row_ids, count, routes)
 
 
@@ -170,14 +174,17 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
         [T, H] of the op's dtype; zeros for a token without a valid expert.
 
     Raises:
-        UnsupportedError, ClosedError, EpA2AError: as of `dispatch`.
+        InputError: another op than that of the dispatch.
+        ClosedError, EpA2AError: as of `dispatch`.
     """
-    check_gradients(op.config)
-    ids, link, bounds, tag, num_slots, back = received.routes
-    numbers = [op.number, back], bounds, num_rows(op.config, _bound(bounds)), tag
+    ids, link, bounds, tag, num_slots, number, back = received.routes
+    if op.number != number:
+        raise InputError("the op of the dispatch", "another", "Pass the one that has received these rows.")
+    numbers = [number, back], bounds, num_rows(op.config, _bound(bounds)), tag
     sums: Tensor = torch.ops.ep_a2a.combine(rows, ids, received.num_rows, link, *numbers)
-    rows = sums.view(len(ids) // num_slots, num_slots, sums.shape[1])
-    return sums if num_slots == 1 else sum_slots(rows.unbind(1))
+    if num_slots == 1:
+        return sums
+    return sum_slots(sums.view(-1, num_slots, sums.shape[1]).unbind(1))
 
 
 def _bound(step_tokens: list[int]) -> StepTokens:
@@ -284,9 +291,7 @@ class _Exchange(NamedTuple):
 def _exchange(number: int, step_tokens: Sequence[int], tag: int) -> Iterator[_Exchange]:
     op = OPS.get(number)
     if op is None or op.closed:
-        raise ClosedError(
-            "an op that stays open until backward has run", "a closed one", "Close it behind the last backward."
-        )
+        raise ClosedError("an open op", "a closed one", "Close it behind the last backward.")
     with torch.no_grad():
         yield _Exchange(op, list(step_tokens), tag)
 

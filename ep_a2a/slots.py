@@ -96,6 +96,7 @@ def by_slot(
         )
     if ids.dim() != 2:
         raise ShapeError("ids of shape [T, K]", str(tuple(ids.shape)))
+    # one cast for each slot: so backward adds the slots' gradients in float32
     wide, num_slots = tokens.float(), ids.shape[1]
     copies = torch.stack([wide.to(tokens.dtype) for _ in range(num_slots)], 1).flatten(0, 1)
     return copies, None if weights is None else weights.reshape(-1, 1), ids.reshape(-1, 1), num_slots

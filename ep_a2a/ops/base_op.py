@@ -8,6 +8,7 @@ A subclass checks the arguments of a call (`_prepare_dispatch`, `_prepare_combin
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
 import threading
 import weakref
@@ -65,6 +66,10 @@ class BaseOp(abc.ABC):
         self._thread: threading.Thread | None = None
         self._closed = False
         self._max_tokens_name = max_tokens_name()
+        for name, value in vars(type(config)).items():
+            if isinstance(value, functools.cached_property):
+                # to compute one takes a lock (Python 3.11), which a graph of torch.compile cannot hold
+                getattr(config, name)
 
     @property
     def closed(self) -> bool:

@@ -25,6 +25,7 @@ from ep_a2a.errors import (
     ClosedError,
     ConfigMismatchError,
     EpA2AError,
+    InputError,
     RankTimeoutError,
     ShapeError,
     UnknownNameError,
@@ -433,11 +434,14 @@ def refusals(context: RankContext) -> None:
         grad.sum().backward()
     with refused(EpA2AError, "indices of dtype torch.int32"):
         autograd.dispatch(op, given.tokens, given.weights, given.ids.float().requires_grad_())
+    with make(context) as other, refused(InputError, "the op of the dispatch; got another.* Pass the one"):
+        received = autograd.dispatch(op, *args[:3])
+        autograd.combine(other, received.rows, received)
     with refused(EpA2AError, "step_tokens, or its older name"):
         moe(op, *args, step_tokens=3, max_num_tokens=3)
     result = moe(op, *args)
     op.close()
-    with refused(ClosedError, "until backward has run; got a closed one. Close it"):
+    with refused(ClosedError, "an open op; got a closed one. Close it behind"):
         result.sum().backward()
     with refused(ClosedError, "got a closed one"):
         moe(op, *args)
@@ -503,6 +507,25 @@ def compiled(context: RankContext, backend: str, dynamic: bool) -> None:
             grads = torch.autograd.grad(loss(result), given.leaves)
             agree([result, *grads], [want, *want_grads])
             assert " ".join(calls) == "send1 send2 bring_back2 send3 bring_back3 send3 bring_back3 send2 bring_back2"
+
+
+def compiled_first(context: RankContext) -> None:
+    """The first call of an op is that of a graph, which has all of a layer."""
+    torch._dynamo.reset()
+    for changes, reduction in (({}, "ranks"), ({"topk": 1, "max_tokens": MAX_TOKENS * TOPK}, "slots")):
+        with make(context, **changes) as op:
+            tokens = torch.ones(4, HIDDEN, device=op.device, requires_grad=True)
+            ids = torch.arange(4 * TOPK, dtype=torch.int32, device=op.device).view(4, TOPK) % 3
+
+            def layer(tokens: Tensor, ids: Tensor, op: BaseOp = op, reduction: str = reduction) -> Tensor:
+                received = autograd.dispatch(op, tokens, None, ids, reduction=reduction)
+                groups = autograd.group(op, received)
+                return autograd.combine(op, autograd.ungroup(groups.rows, groups, received), received)
+
+            result = torch.compile(layer, fullgraph=True, backend="aot_eager")(tokens, ids)
+            result.sum().backward()
+            torch.testing.assert_close(result, TOPK * tokens)
+            torch.testing.assert_close(tokens.grad, torch.full_like(tokens, TOPK))
 
 
 def compiled_once(context: RankContext, backend: str) -> None:

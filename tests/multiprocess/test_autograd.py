@@ -42,6 +42,7 @@ def test_checkpoints(ranks: Any, reentrant: bool) -> None:
         cases.on_one_rank,
         cases.refusals,
         cases.operators,
+        cases.compiled_first,
     ],
 )
 def test_special(ranks: Any, body: Any) -> None:
