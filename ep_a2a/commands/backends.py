@@ -18,7 +18,7 @@ from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities, problems
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
@@ -73,9 +73,7 @@ def execute(name: str | None, output: Path | None, *, as_json: bool, verbose: bo
         return
     console.print(_table_of_use(backends, in_full=verbose))
     if verbose:
-        for name, title in TABLES.items():
-            headings = ["backend", *backends[0].cells(name)]
-            rows = [[each.name, *each.cells(name).values()] for each in backends]
+        for title, headings, rows in capability_tables(backends):
             console.print(*fitting_tables(title, headings, rows, num_names=1, width=console.width))
     else:
         messages.note("`ep-a2a backends NAME` describes one and says why it cannot be used; -v describes all.")
@@ -125,6 +123,16 @@ def _all_about(backend: Backend) -> Table:
         for label, text in rows.items():
             grid.add_row(Text(label), Text(text))
     return grid
+
+
+def capability_tables(backends: list[Backend]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yields title, headings and rows of each of TABLES."""
+    for name, title in TABLES.items():
+        yield (
+            title,
+            ["backend", *backends[0].cells(name)],
+            [[each.name, *each.cells(name).values()] for each in backends],
+        )
 
 
 def _text(value: Any) -> str:
