@@ -1,4 +1,4 @@
-"""IntraNode bulk dispatch: writes rows where their experts read them, then raises one flag per peer.
+"""IntraNode bulk dispatch: writes rows where their experts read them, then adds to one flag per peer.
 
 Each program owns a contiguous chunk of this rank's tokens, so that row numbers follow from a prefix count and rows
 land in (source rank, source token) order. The steps of a launch, by which the code is marked:
@@ -8,8 +8,8 @@ land in (source rank, source token) order. The steps of a launch, by which the c
 - D3. One program posts how many rows this rank sends to each rank. Layout compact waits here for all ranks' counts.
 - D4. The program sends its tokens one by one with all warps, or, where programs are few, in tiles. It records which
   row went where, for combine.
-- D5. The last program to get here raises one flag at each peer, which says that all rows lie there.
-- D6. That program waits for the counts and then for the flags of all peers.
+- D5. It adds its share to one flag at each peer: with the shares of all programs, all rows lie there.
+- D6. The last program of the grid waits for the counts and then for the flags of all peers.
 - D7. A failed step looks empty: nothing was received.
 """
 
