@@ -1,4 +1,4 @@
-"""Device helpers of bulk dispatch that send a tile of tokens at once: a warp each of many, or all warps one token.
+"""Device helpers of bulk dispatch that send a tile of tokens at once, a warp or several each of them.
 
 They read from DESTINATIONS where the tokens go (routing_kernels.list_destinations). The shapes of tensors give warps
 their part: Triton spreads the lanes of a warp over the dimension whose addresses follow each other, then over the
@@ -7,11 +7,12 @@ first of the others, and warps over the rest.
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import e4m3_bits, magnitudes_of, scales_of
+from ep_a2a.kernels.cast_kernels import e4m3_bits, elements_of, magnitudes_of, scales_of
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, epoch_of, payload_of, reduce_max
 from ep_a2a.kernels.routing_kernels import ids_at, weights_at
+from ep_a2a.kernels.send_kernels import RUN
 
 TOKENS = tl.constexpr(Region.TOKENS.value)
 INDICES = tl.constexpr(Region.INDICES.value)
@@ -19,10 +20,6 @@ SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
 SCALES = tl.constexpr(Region.SCALES.value)
 WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
 DESTINATIONS = tl.constexpr(Region.DESTINATIONS.value)
-
-# Words that a thread loads at once. It takes two such runs that follow each other: cast from two bytes an element, they
-# are the 16 bytes of one store. A tile takes 2,090 instructions a token with a cast, one token with 16 warps 9,040.
-RUN = tl.constexpr(4)
 
 
 @portable
@@ -161,19 +158,6 @@ def load_groups(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
 
 
 @portable
-def elements_of(words, DTYPE: tl.constexpr):
-    """Return the elements of words as float32: a tuple of one tile, or of the first and the second of each word."""
-    if DTYPE.primitive_bitwidth == 32:
-        elements = (words.to(tl.float32, bitcast=True),)
-    elif DTYPE == tl.bfloat16:
-        elements = ((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
-    else:
-        first, second = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
-        elements = (first.to(DTYPE, bitcast=True).to(tl.float32), second.to(DTYPE, bitcast=True).to(tl.float32))
-    return elements
-
-
-@portable
 def maximum_of(left, right):
     """Return the magnitudes of the finite elements of two tuples of tiles, the larger one of each place."""
     largest = tl.maximum(magnitudes_of(left[0]), magnitudes_of(right[0]))
@@ -224,7 +208,7 @@ def send_scales(parts, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, 
     """Send the scales of a block of each row, whose parts [GROUPS, TOKENS] are two or one.
 
     A tensor with TILE.COPIES copies of each, of which one is stored, gives them to the warp that has the token. So
-    Triton 3.6 moves them without a barrier, unless all warps share a tile of one token.
+    Triton 3.6 moves them without a barrier.
     """
     block: tl.constexpr = TILE.GROUPS * TILE.PARTS
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
