@@ -324,6 +324,14 @@ def next_turn(unit, others, following, routes, step, share, S: tl.constexpr, OWN
 
 
 @portable
+def read_turn(places, own_base, turn, B: tl.constexpr, MARKED: tl.constexpr):
+    """Read the block of a turn (next_turn) once, as read_block does."""
+    block: tl.constexpr = B.GROUPS_LANES * B.GROUP
+    num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
+    return read_block(places, own_base, Rows(turn[1], turn[2]), (turn[0] % num_blocks) * block, B, MARKED)
+
+
+@portable
 def add_results(
     given, step, share, own_row, S: tl.constexpr, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
@@ -360,8 +368,7 @@ def add_results(
         )
         turns = turns + (turn,)
         if COMBINE.READ_AHEAD:
-            rows, first = Rows(turn[1], turn[2]), (turn[0] % num_blocks) * block
-            seen = seen + (read_block(places, own_base, rows, first, B, COMBINE.MARKED),)
+            seen = seen + (read_turn(places, own_base, turn, B, COMBINE.MARKED),)
     sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
     while turns[0][0] < step.num_tokens * num_blocks:
         for _ in tl.static_range(1 if COMBINE.MARKED else num_turns):
@@ -370,7 +377,7 @@ def add_results(
             if COMBINE.READ_AHEAD:
                 taken = seen[0]
             else:
-                taken = read_block(places, own_base, rows, first, B, COMBINE.MARKED)
+                taken = read_turn(places, own_base, turns[0], B, COMBINE.MARKED)
                 turn, unit, others, following = next_turn(
                     unit, others, following, routes, step, share, S, COMBINE.OWN_IN_PLACE, num_blocks
                 )
@@ -400,8 +407,7 @@ def add_results(
                 )
             turns = turns[1:] + (turn,)
             if COMBINE.READ_AHEAD:
-                rows, first = Rows(turn[1], turn[2]), (turn[0] % num_blocks) * block
-                seen = seen[1:] + (read_block(places, own_base, rows, first, B, COMBINE.MARKED),)
+                seen = seen[1:] + (read_turn(places, own_base, turn, B, COMBINE.MARKED),)
     return poison
 
 
