@@ -199,8 +199,11 @@ def _bulk_row(
         COUNT_LANES=kernels.count_lanes(threads),
         POISON_LANES=threads,
         PROGRAM_LANES=max(look_back // padded(config.world_size), 1),
-        RECEIVES_ALONE=launch.send_rows <= 1 and not launch.shares_sm,
+        RECEIVES_ALONE=launch.send_rows == 1 and not launch.shares_sm,
     )
+    registers = REGISTERS_PER_SM // max(threads, THREADS_PER_SM[Phase.BULK_DISPATCH])
+    if launch.shares_sm:
+        registers = SHARED_REGISTERS
     # a scale of a whole row takes the registers of all warps: no tiles
     by_rows = casts and config.dispatch_quant == QuantType.FP8_PER_TOKEN
     return kernels.launch(
@@ -218,9 +221,7 @@ def _bulk_row(
             "FORM": kernels.form(stages, launch, has_weights=form.has_weights),
         },
         launch.num_warps,
-        max_registers=SHARED_REGISTERS
-        if launch.shares_sm
-        else REGISTERS_PER_SM // max(threads, THREADS_PER_SM[Phase.BULK_DISPATCH]),
+        max_registers=registers,
         shares_sm=launch.shares_sm,
     )
 
