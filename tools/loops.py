@@ -77,7 +77,7 @@ def lines_that_load_addresses(path: Path) -> frozenset[int]:
     """Lines of a kernel module on which addresses are loaded from the op's table."""
     calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) == "tl.load"]
-    return frozenset(call.lineno for call in loads if ast.unparse(call.args[0]).startswith(("table", "step.table")))
+    return frozenset(call.lineno for call in loads if ast.unparse(call.args[0]).startswith("op.table"))
 
 
 def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.bulk_send_kernels import load_beside, send_one_by_one
 from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -69,99 +70,96 @@ FINISH = tl.constexpr(Span.FINISH.value)
 
 
 @portable
-def receive_rows(step, poison, S: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr):
+def receive_rows(step, poison, BULK: tl.constexpr, FORM: tl.constexpr):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
-    table, rank, flag = step.table, step.rank, dispatch_flag(step.table, S.WORLD_SIZE)
-    begin_span(FORM.SPANS, table, ACCEPT_ROWS, S.WORLD_SIZE)
+    op, flag = step.op, dispatch_flag(step.op)
+    begin_span(FORM.SPANS, op, ACCEPT_ROWS)
     # D6
     if poison == 0:
-        poison = accept_counts(step, S, BULK.COUNT_LANES)
-    next_span(FORM.SPANS, table, ACCEPT_ROWS, WAIT, S.WORLD_SIZE)
+        poison = accept_counts(step, BULK.COUNT_LANES)
+    next_span(FORM.SPANS, op, ACCEPT_ROWS, WAIT)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
-        poison = wait_all(table, DISPATCH_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES, True, patience)
-    next_span(FORM.SPANS, table, WAIT, FINISH, S.WORLD_SIZE)
+        poison = wait_all(op, DISPATCH_FLAGS, flag, True, patience)
+    next_span(FORM.SPANS, op, WAIT, FINISH)
     # D7
     if poison != 0:
-        late = lanes_behind(table, DISPATCH_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, DISPATCH_PHASE, step.epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    finish_stage(table, DISPATCH_RECEIVE, 0, 1, S.WORLD_SIZE)
-    end_span(FORM.SPANS, table, FINISH, S.WORLD_SIZE)
+        late = lanes_behind(op, DISPATCH_FLAGS, flag)
+        fail(op, poison, DISPATCH_PHASE, step.epoch, 0, late)
+        receive_nothing(op)
+    finish_stage(op, DISPATCH_RECEIVE, 0, 1)
+    end_span(FORM.SPANS, op, FINISH)
 
 
 @portable
-def rows_before_program(ids, step, first, last, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr):
+def rows_before_program(ids, step, first, last, OWNERS: tl.constexpr, BULK: tl.constexpr):
     """(rows of all tokens before this program's, this program's own rows), both by rank [WORLD_LANES].
 
     Where programs count alone (redundant scan), own rows are 0.
     """
-    own_counts = full_like(tl.arange(0, S.WORLD_LANES), 0)
+    op = step.op
+    own_counts = full_like(tl.arange(0, op.WORLD_LANES), 0)
     if BULK.COUNTS_ALONE:
-        first_index = count_by_rank(ids, 0, first, S, OWNERS, BULK.MANY_TOKENS)
+        first_index = count_by_rank(ids, 0, first, op, OWNERS, BULK.MANY_TOKENS)
     else:
-        own_counts = count_by_rank(ids, first, last, S, OWNERS, BULK.BLOCK_TOKENS)
-        first_index = rows_of_programs_before(
-            step.table, step.epoch, own_counts, step.program, step.rank, S.WORLD_SIZE, S.WORLD_LANES, BULK.PROGRAM_LANES
-        )
+        own_counts = count_by_rank(ids, first, last, op, OWNERS, BULK.BLOCK_TOKENS)
+        first_index = rows_of_programs_before(op, step.epoch, own_counts, step.program, BULK.PROGRAM_LANES)
     return first_index, own_counts
 
 
 @portable
 def publish_counts(
-    ids, step, first, first_index, own_counts, OWNERS: tl.constexpr, S: tl.constexpr, BULK: tl.constexpr,
-    FORM: tl.constexpr,
-):  # fmt: skip
+    ids, step, first, first_index, own_counts, OWNERS: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr
+):
     """Posts how many rows this rank sends; one program does.
 
     Args:
         first: this program's first token. first_index, own_counts: from rows_before_program.
     """
+    op = step.op
     # where programs wait for these counts, the one that posts them must not wait for other programs
-    if step.program == (0 if S.COMPACT else step.num_programs - 1):
-        begin_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
-        if S.COMPACT or BULK.COUNTS_ALONE:
-            own_counts = count_by_rank(ids, first, step.num_tokens, S, OWNERS, BULK.MANY_TOKENS)
+    if step.program == (0 if op.COMPACT else step.num_programs - 1):
+        begin_span(FORM.SPANS, op, COUNT_PUT)
+        if op.COMPACT or BULK.COUNTS_ALONE:
+            own_counts = count_by_rank(ids, first, step.num_tokens, op, OWNERS, BULK.MANY_TOKENS)
         counts = first_index + own_counts
-        post_counts(step.table, counts, step.first_row, step.wire_word, step.epoch, step.rank, S, S.COMPACT)
-        end_span(FORM.SPANS, step.table, COUNT_PUT, S.WORLD_SIZE)
+        post_counts(op, counts, step.first_row, step.wire_word, step.epoch, op.COMPACT)
+        end_span(FORM.SPANS, op, COUNT_PUT)
 
 
 @portable
 def send_by_tiles(
-    given, step, first, last, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
+    given, step, first, last, index, bases, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Send tokens first ... last - 1 in tiles. index, bases: as of send_one_by_one."""
     # in the layout of the counts before, Triton 3.6 cannot compile the running sum for two ranks
-    index = tl.gather(index, tl.arange(0, S.WORLD_LANES), 0)
+    index = tl.gather(index, tl.arange(0, step.op.WORLD_LANES), 0)
     for start in range(first, last, TILE.LISTED):
-        goes, indices, index = record_routes(
-            given.ids, step.table, start, last, index, step.rank, OWNERS, S, TILE.LISTED
-        )
-        list_destinations(step, start, last, goes, bases[None, :] + indices, S)
+        goes, indices, index = record_routes(given.ids, step.op, start, last, index, OWNERS, TILE.LISTED)
+        list_destinations(step, start, last, goes, bases[None, :] + indices)
         # the lists of destinations are read by other threads than wrote them
         barrier()
-        send_beside_rows(given, step, start, last, S, TILE.LISTED, FORM.HAS_WEIGHTS)
+        send_beside_rows(given, step, start, last, TILE.LISTED, FORM.HAS_WEIGHTS)
     parts = load_parts(given.x, first, last, ROW, TILE)
     if ROW.GROUP > 0:
-        send_cast_tiles(given, step, first, last, parts, S, ROW, LINE, TILE)
+        send_cast_tiles(given, step, first, last, parts, ROW, LINE, TILE)
     else:
-        send_tiles(given, step, first, last, parts, S, ROW, LINE, TILE)
+        send_tiles(given, step, first, last, parts, ROW, LINE, TILE)
 
 
 @portable
 def send_rows(
-    given, step, answer, out_of_order, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
-    BULK: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
+    given, step, answer, out_of_order, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, BULK: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Send this program's share of the tokens. Returns the poison word.
 
     Args:
         given: DispatchInputs. step: DispatchStep. answer: from load_poison. out_of_order: from begin_stage.
     """
-    table, rank = step.table, step.rank
+    op = step.op
     program, num_programs = step.program, step.num_programs
     # one program more than bring rows has nothing to do but to count and to wait
     num_senders = tl.maximum(num_programs - BULK.RECEIVES_ALONE, 1)
@@ -171,41 +169,40 @@ def send_rows(
     # D1; a tile of many tokens has no registers left for what is on its way
     tiles, beside = (), ()
     if TILE.TOKENS == 1:
-        beside = load_beside(given, first, last, S, ROW, LINE, FORM)
+        beside = load_beside(given, first, last, op, ROW, LINE, FORM)
         tiles = load_row(given.x, first, last, 0, ROW)
     # D2
-    first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, S, BULK)
+    first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, BULK)
     if program == 0:
-        tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, step.num_tokens)
-    bases = full_like(tl.arange(0, S.WORLD_LANES), step.first_row)
-    poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, step.num_tokens)
+    bases = full_like(tl.arange(0, op.WORLD_LANES), step.first_row)
+    poison = initial_poison(op, answer, DISPATCH_PHASE, step.epoch, out_of_order)
     # D3
     if poison == 0:
-        publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, S, BULK, FORM)
-        if S.COMPACT:
-            poison = wait_all_counts(table, step.epoch, rank, S.WORLD_SIZE, BULK.COUNT_LANES)
-            bases = rows_before(table, rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
+        publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, BULK, FORM)
+        if op.COMPACT:
+            poison = wait_all_counts(op, step.epoch, BULK.COUNT_LANES)
+            bases = rows_before(op, op.rank)
+    next_span(FORM.SPANS, op, PREPARE, QUANT_AND_PUT)
     # D4
     if poison == 0:
         if TILE.TOKENS == 1:
-            send_one_by_one(given, step, first, last, tiles, beside, first_index, bases, OWNERS, S, ROW, LINE, FORM)
+            send_one_by_one(given, step, first, last, tiles, beside, first_index, bases, OWNERS, ROW, LINE, FORM)
         else:
-            send_by_tiles(given, step, first, last, first_index, bases, OWNERS, S, ROW, LINE, TILE, FORM)
-    next_span(FORM.SPANS, table, QUANT_AND_PUT, POST, S.WORLD_SIZE)
+            send_by_tiles(given, step, first, last, first_index, bases, OWNERS, ROW, LINE, TILE, FORM)
+    next_span(FORM.SPANS, op, QUANT_AND_PUT, POST)
     return poison
 
 
 @portable
-def finish_sending(step, poison, S: tl.constexpr, FORM: tl.constexpr):
+def finish_sending(step, poison, FORM: tl.constexpr):
     """Tells every rank that this program has sent its rows, unless it left some unsent: then the step must not end."""
+    op = step.op
     # D5
     if poison == 0:
-        post_arrival(
-            step.table, DISPATCH_FLAGS, step.program, step.num_programs, step.rank, S.WORLD_SIZE, S.WORLD_LANES
-        )
-    end_span(FORM.SPANS, step.table, POST, S.WORLD_SIZE)
-    finish_stage(step.table, DISPATCH_SEND, step.program, step.num_programs, S.WORLD_SIZE)
+        post_arrival(op, DISPATCH_FLAGS, step.program, step.num_programs)
+    end_span(FORM.SPANS, op, POST)
+    finish_stage(op, DISPATCH_SEND, step.program, step.num_programs)
 
 
 @portable(
@@ -231,26 +228,27 @@ def bulk_dispatch_kernel(
         S: Shape. OWNERS: ExpertPlacement. ROW: Row. LINE: Scales. BULK: BulkDispatch. TILE: Tile.
         FORM: LaunchForm. A launch that only receives is one program.
     """
+    op = OpContext(table, rank, S)
     # an address never changes, so it may be read before the launch before this one has ended
-    poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
+    poison_word = address(op, POISON, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     if FORM.SEND:
-        begin_span(FORM.SPANS, table, PREPARE, S.WORLD_SIZE)
+        begin_span(FORM.SPANS, op, PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
+    epoch, out_of_order = begin_stage(op, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE)
     answer = load_poison(poison_word, BULK.POISON_LANES)
     step = DispatchStep(
-        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
+        op, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
         num_region_rows, first_position, program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)
-        poison = send_rows(given, step, answer, out_of_order, OWNERS, S, ROW, LINE, BULK, TILE, FORM)
-        finish_sending(step, poison, S, FORM)
+        poison = send_rows(given, step, answer, out_of_order, OWNERS, ROW, LINE, BULK, TILE, FORM)
+        finish_sending(step, poison, FORM)
         if FORM.RECEIVE:
             if program == num_programs - 1:
-                receive_rows(step, poison, S, BULK, FORM)
+                receive_rows(step, poison, BULK, FORM)
     else:
-        poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        receive_rows(step, poison, S, BULK, FORM)
+        poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
+        receive_rows(step, poison, BULK, FORM)

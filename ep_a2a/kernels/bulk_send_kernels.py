@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, full_like, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import address, address_at, full_like, reduce_max, reduce_sum
 from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, weights_at
 from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
 
@@ -50,11 +50,9 @@ class Places(NamedTuple):
 
 
 @portable
-def load_beside(
-    given, token, end, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr
-):  # fmt: skip
+def load_beside(given, token, end, op, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr):
     """Load what belongs to a token's row (Beside); nothing is read from token `end` on."""
-    ids, weights = load_choices(given.ids, given.weights, token, end, S, FORM.HAS_WEIGHTS)
+    ids, weights = load_choices(given.ids, given.weights, token, end, op, FORM.HAS_WEIGHTS)
     scales = ids
     if ROW.GROUP == 0 and LINE.SCALE_WIDTH > 0:
         scales = load_line(given.scales, token, end, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
@@ -62,24 +60,23 @@ def load_beside(
 
 
 @portable
-def targets_of(table, region: tl.constexpr, peers, rows, WIDTH: tl.constexpr, WORLD_SIZE: tl.constexpr,
-               DTYPE: tl.constexpr):  # fmt: skip
+def targets_of(op, region: tl.constexpr, peers, rows, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """Return where those rows of a region with WIDTH elements per row begin at those ranks."""
-    return address(table, region, peers, WORLD_SIZE, DTYPE) + tl.cast(rows, tl.int64) * WIDTH
+    return address_at(op, region, peers, DTYPE) + tl.cast(rows, tl.int64) * WIDTH
 
 
 @portable
-def places_of(step, peers, rows, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
+def places_of(step, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr):
     """Return Places. peers, rows: from rows_of_token."""
-    table, W = step.table, S.WORLD_SIZE
+    op = step.op
     return Places(
         peers,
         (rows >= 0) & (rows < step.row_limit),
-        targets_of(table, TOKENS, peers, rows, ROW.ROW_WORDS, W, tl.int32),
-        targets_of(table, SCALES, peers, rows, LINE.SCALE_WIDTH, W, LINE.SCALE_DTYPE),
-        targets_of(table, WEIGHTS, peers, rows, S.TOPK, W, tl.int32),
-        targets_of(table, INDICES, peers, rows, S.TOPK, W, tl.int32),
-        targets_of(table, SOURCE_POSITIONS, peers, rows, 1, W, tl.int32),
+        targets_of(op, TOKENS, peers, rows, ROW.ROW_WORDS, tl.int32),
+        targets_of(op, SCALES, peers, rows, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE),
+        targets_of(op, WEIGHTS, peers, rows, op.TOPK, tl.int32),
+        targets_of(op, INDICES, peers, rows, op.TOPK, tl.int32),
+        targets_of(op, SOURCE_POSITIONS, peers, rows, 1, tl.int32),
     )
 
 
@@ -103,22 +100,22 @@ def send_words(words, first_word, places, ROW: tl.constexpr):
 
 
 @portable
-def send_beside(beside, scales, position, places, S: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr):
+def send_beside(beside, scales, position, places, op, LINE: tl.constexpr, FORM: tl.constexpr):
     """Send what belongs to a token's row to all its Places at once. scales: given ones, or those of the cast."""
-    choices, lanes = tl.arange(0, S.TOPK_LANES)[None, :], tl.arange(0, LINE.SCALE_LANES)[None, :]
+    choices, lanes = tl.arange(0, op.TOPK_LANES)[None, :], tl.arange(0, LINE.SCALE_LANES)[None, :]
     goes, peers, ids = places.goes[:, None], places.peers[:, None], beside.ids[None, :]
     if LINE.SCALE_WIDTH > 0:
         scales = scales.to(LINE.SCALE_DTYPE)[None, :]
         tl.store(places.scales[:, None] + lanes, scales, mask=goes & (lanes < LINE.SCALE_WIDTH))
     if FORM.HAS_WEIGHTS:
-        weights = weights_at(beside.weights[None, :], ids, peers, S)
-        tl.store(places.weights[:, None] + choices, weights, mask=goes & (choices < S.TOPK))
-    tl.store(places.ids[:, None] + choices, ids_at(ids, peers, S), mask=goes & (choices < S.TOPK))
+        weights = weights_at(beside.weights[None, :], ids, peers, op)
+        tl.store(places.weights[:, None] + choices, weights, mask=goes & (choices < op.TOPK))
+    tl.store(places.ids[:, None] + choices, ids_at(ids, peers, op), mask=goes & (choices < op.TOPK))
     tl.store(places.positions, full_like(places.peers, position), mask=places.goes)
 
 
 @portable
-def rows_of_token(token_ids, index, bases, rank, OWNERS: tl.constexpr, S: tl.constexpr):
+def rows_of_token(token_ids, index, bases, op, OWNERS: tl.constexpr):
     """Find where a token goes.
 
     Args:
@@ -128,34 +125,33 @@ def rows_of_token(token_ids, index, bases, rank, OWNERS: tl.constexpr, S: tl.con
         (ranks, its row there or -1), vectors with a place for each of the most ranks that it may go to; and 1 for the
         ranks that it goes to, in the order of `index`.
     """
-    peers, goes = destinations_of(token_ids, rank, OWNERS, S)
+    peers, goes = destinations_of(token_ids, op, OWNERS)
     sent, rows = goes.to(tl.int32), bases + index
-    if S.WORLD_SIZE > S.TOPK:
-        distances = (peers + (S.WORLD_SIZE - rank)) % S.WORLD_SIZE
-        there = (distances[:, None] == tl.arange(0, S.WORLD_LANES)[None, :]) & goes[:, None]
+    if op.WORLD_SIZE > op.TOPK:
+        distances = (peers + (op.WORLD_SIZE - op.rank)) % op.WORLD_SIZE
+        there = (distances[:, None] == tl.arange(0, op.WORLD_LANES)[None, :]) & goes[:, None]
         sent, rows = reduce_max(there.to(tl.int32), 0), tl.gather(rows, distances, 0)
     return peers, tl.where(goes, rows, -1), sent
 
 
 @portable
 def send_token(
-    given, step, token, last, tiles, beside, peers, rows, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
-    FORM: tl.constexpr,
-):  # fmt: skip
+    given, step, token, last, tiles, beside, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr
+):
     """Send a token. tiles: of its row, from load_row. beside: Beside. peers, rows: from rows_of_token.
 
     Returns:
         (tiles, Beside) of the next token.
     """
     # all addresses before the first store, which would wait for each in turn
-    places = places_of(step, peers, rows, S, ROW, LINE)
+    places = places_of(step, peers, rows, ROW, LINE)
     words, scales = tiles[0], beside.scales
     if ROW.GROUP > 0:
         words, scales = cast_row(tiles, given.scales, given.x.dtype.element_ty, ROW)
     # while this row leaves
-    following = load_beside(given, token + 1, last, S, ROW, LINE, FORM)
+    following = load_beside(given, token + 1, last, step.op, ROW, LINE, FORM)
     send_words(words, 0, places, ROW)
-    send_beside(beside, scales, step.first_position + token, places, S, LINE, FORM)
+    send_beside(beside, scales, step.first_position + token, places, step.op, LINE, FORM)
     if ROW.GROUP == 0:
         for first_word in tl.static_range(ROW.BLOCK_WORDS, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
             send_words(load_row(given.x, token, last, first_word, ROW)[0], first_word, places, ROW)
@@ -165,8 +161,8 @@ def send_token(
 
 @portable
 def send_one_by_one(
-    given, step, first, last, tiles, beside, index, bases, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr, FORM: tl.constexpr,
+    given, step, first, last, tiles, beside, index, bases, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Send tokens first ... last - 1, each with all warps, and record where they went, for combine.
 
@@ -176,19 +172,19 @@ def send_one_by_one(
         tiles, beside: of the first token. index: [WORLD_LANES], rows that tokens before it send to each rank.
         bases: [WORLD_LANES], where this rank's rows begin at each rank.
     """
-    rank = step.rank
-    sent_ids = address(step.table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
-    routes = address(step.table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
-    lanes, choices = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
+    op = step.op
+    sent_ids = address(op, SENT_INDICES, tl.int32)
+    routes = address(op, ROUTES, tl.int32)
+    lanes, choices = tl.arange(0, op.WORLD_LANES), tl.arange(0, op.TOPK_LANES)
     # beginning elsewhere on each rank spreads the load over the links
-    ranks = (rank + lanes) % S.WORLD_SIZE
+    ranks = (op.rank + lanes) % op.WORLD_SIZE
     index = tl.gather(index, ranks, 0)
-    if S.COMPACT:
+    if op.COMPACT:
         bases = tl.gather(bases, ranks, 0)
     for token in range(first, last):
         token_ids, number = beside.ids, tl.cast(token, tl.int64)
-        peers, rows, sent = rows_of_token(token_ids, index, bases, rank, OWNERS, S)
-        tiles, beside = send_token(given, step, token, last, tiles, beside, peers, rows, S, ROW, LINE, FORM)
-        tl.store(routes + number * S.WORLD_SIZE + ranks, tl.where(sent > 0, index, -1), mask=lanes < S.WORLD_SIZE)
-        tl.store(sent_ids + number * S.TOPK + choices, token_ids, mask=choices < S.TOPK)
+        peers, rows, sent = rows_of_token(token_ids, index, bases, op, OWNERS)
+        tiles, beside = send_token(given, step, token, last, tiles, beside, peers, rows, ROW, LINE, FORM)
+        tl.store(routes + number * op.WORLD_SIZE + ranks, tl.where(sent > 0, index, -1), mask=lanes < op.WORLD_SIZE)
+        tl.store(sent_ids + number * op.TOPK + choices, token_ids, mask=choices < op.TOPK)
         index += sent

@@ -29,6 +29,7 @@ from ep_a2a.kernels.combine_send_kernels import (
     unlike_dispatch,
 )
 from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
@@ -37,6 +38,7 @@ from ep_a2a.kernels.primitives import (
     STATE,
     WEIGHTS_MISSING,
     address,
+    address_at,
     after_previous_launch,
     begin_stage,
     dispatch_flag,
@@ -68,103 +70,96 @@ FLAG_PROGRAM = tl.constexpr(0)
 
 
 @portable
-def tell_weights(table, epoch, rank, S: tl.constexpr):
+def tell_weights(op, epoch):
     """Tell every peer, to be ordered by a later post, that this rank brings weights to this combine."""
-    lanes = tl.arange(0, S.WORLD_LANES)
-    present = lanes < S.WORLD_SIZE
-    epochs_at = address(table, WEIGHT_EPOCHS, tl.where(present, lanes, rank), S.WORLD_SIZE, tl.int32) + rank
+    lanes = tl.arange(0, op.WORLD_LANES)
+    present = lanes < op.WORLD_SIZE
+    epochs_at = address_at(op, WEIGHT_EPOCHS, tl.where(present, lanes, op.rank), tl.int32) + op.rank
     tl.store(epochs_at, full_like(lanes, epoch), mask=present)
 
 
 @portable
-def post_to_peers(table, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr):
+def post_to_peers(op, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr):
     """Post to every peer that this rank has begun this combine, and whether it brings weights.
 
     ORDERS: as in post_all; weights must be ordered.
     """
     if HAS_WEIGHTS:
-        tell_weights(table, epoch, rank, S)
-    post_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS)
+        tell_weights(op, epoch)
+    post_all(op, COMBINE_FLAGS, epoch, ORDERS)
 
 
 @portable
-def await_peers(
-    table, flag, epoch, rank, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr,
-    PATIENCE: tl.constexpr = 1,
-):  # fmt: skip
+def await_peers(op, flag, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1):
     """Wait until every peer has reached `flag` of this combine. Returns the poison word, also when one has no weights.
 
     ORDERS, PATIENCE: as of wait_all.
     """
-    poison = wait_all(table, COMBINE_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES, ORDERS, PATIENCE)
+    poison = wait_all(op, COMBINE_FLAGS, flag, ORDERS, PATIENCE)
     if HAS_WEIGHTS:
         if poison == 0:
-            lanes = tl.arange(0, S.WORLD_LANES)
-            epochs_at = address(table, WEIGHT_EPOCHS, rank, S.WORLD_SIZE, tl.int32) + lanes
-            brought = volatile_load(epochs_at, mask=lanes < S.WORLD_SIZE, other=0)
-            missing = ((brought != epoch) & (lanes < S.WORLD_SIZE)).to(tl.int32)
+            lanes = tl.arange(0, op.WORLD_LANES)
+            epochs_at = address(op, WEIGHT_EPOCHS, tl.int32) + lanes
+            brought = volatile_load(epochs_at, mask=lanes < op.WORLD_SIZE, other=0)
+            missing = ((brought != epoch) & (lanes < op.WORLD_SIZE)).to(tl.int32)
             if reduce_max(missing, 0) > 0:
                 poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)
-                fail(table, poison, COMBINE_PHASE, epoch, 1, missing, rank, S.WORLD_SIZE, S.WORLD_LANES)
+                fail(op, poison, COMBINE_PHASE, epoch, 1, missing)
     return poison
 
 
 @portable
-def send_results(
-    first, given, step, share, poison, S: tl.constexpr, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
-):
+def send_results(first, given, step, share, poison, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr):
     """Do the sending part of a program: post to the peers, or send its share of the rows. first: from first_unit."""
+    op = step.op
     # C2
     if step.signals & (poison == 0):
         if COMBINE.MARKED:
-            post_to_peers(step.table, step.epoch, step.rank, S, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+            post_to_peers(op, step.epoch, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
         elif FORM.HAS_WEIGHTS:
-            tell_weights(step.table, step.epoch, step.rank, S)
+            tell_weights(op, step.epoch)
     # C3
     if step.is_sender & (poison == 0):
-        begin_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
-        push_results(first, given, step, share, S, SENT, FORM.HAS_WEIGHTS, COMBINE)
+        begin_span(FORM.SPANS, op, COPY_AND_PUT)
+        push_results(first, given, step, share, SENT, FORM.HAS_WEIGHTS, COMBINE)
         if not COMBINE.MARKED:
-            post_arrival(
-                step.table, COMBINE_FLAGS, share.program, share.num_programs, step.rank, S.WORLD_SIZE, S.WORLD_LANES
-            )
-        end_span(FORM.SPANS, step.table, COPY_AND_PUT, S.WORLD_SIZE)
+            post_arrival(op, COMBINE_FLAGS, share.program, share.num_programs)
+        end_span(FORM.SPANS, op, COPY_AND_PUT)
 
 
 @portable
 def receive_results(
-    given, step, share, poison, S: tl.constexpr, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
-    FORM: tl.constexpr,
-):  # fmt: skip
+    given, step, share, poison, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
+):
     """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
-    table, rank, epoch = step.table, step.rank, step.epoch
+    op, epoch = step.op, step.epoch
     adds = share.program >= 0
-    flag = epoch if COMBINE.MARKED else dispatch_flag(table, S.WORLD_SIZE)
+    flag = epoch if COMBINE.MARKED else dispatch_flag(op)
     if step.signals | adds:
-        begin_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
+        begin_span(FORM.SPANS, op, RECV_WAIT)
     if step.signals | (not COMBINE.MARKED):
         if poison == 0:
             # C4; then every peer's experts have read what this rank overwrites next
             ordered: tl.constexpr = FORM.HAS_WEIGHTS or not COMBINE.MARKED
-            poison = await_peers(table, flag, epoch, rank, S, FORM.HAS_WEIGHTS, ordered)
-        end_span(FORM.SPANS, table, RECV_WAIT, S.WORLD_SIZE)
+            poison = await_peers(op, flag, epoch, FORM.HAS_WEIGHTS, ordered)
+        end_span(FORM.SPANS, op, RECV_WAIT)
     # C5
     if adds & (poison == 0):
-        own_row = first_row_from(step, step.rank, S)
-        poison = add_results(given, step, share, own_row, S, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
-        end_span(FORM.SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
+        own_row = first_row_from(step, op.rank)
+        poison = add_results(given, step, share, own_row, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
+        end_span(FORM.SPANS, op, TOPK_REDUCE)
     # C6
     if poison != 0:
-        late = lanes_behind(table, COMBINE_FLAGS, flag, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        late = lanes_behind(op, COMBINE_FLAGS, flag)
+        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
         if adds:
             clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
 
 
 @portable
-def begin_combine(table, state, num_tokens, step_tokens, S: tl.constexpr, FORM: tl.constexpr):
+def begin_combine(op, state, num_tokens, step_tokens, FORM: tl.constexpr):
     """Return the step's epoch, and a number that is not 0 when the calls come out of order."""
-    epoch, out_of_order = begin_stage(table, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE, S.WORLD_SIZE)
+    epoch, out_of_order = begin_stage(op, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE)
     return epoch, out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
 
 
@@ -196,38 +191,37 @@ def combine_kernel(
         S: Shape. SENT, ADDED, WEIGHTS: the Block of sent rows, of added rows, and of weights. COMBINE: Combine.
         FORM: LaunchForm.
     """
+    op = OpContext(table, rank, S)
     # addresses never change, so they may be read before the launch before this one has ended
-    recv_counts = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
-    state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
-    poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
+    recv_counts = address(op, RECV_COUNTS, tl.int32)
+    state = address(op, STATE, tl.int32)
+    poison_word = address(op, POISON, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     signals = program == FLAG_PROGRAM
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_combine(table, state, num_tokens, step_tokens, S, FORM)
+    epoch, out_of_order = begin_combine(op, state, num_tokens, step_tokens, FORM)
     answer = load_poison(poison_word, WEIGHTS.GROUPS_LANES)
     given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
     first_sender = (num_receivers > 0).to(tl.int32)
     first_receiver = num_programs - num_receivers if FORM.RECEIVE else num_programs
     sender = program - first_sender
     is_sender = (sender >= 0) & (program < first_receiver)
-    step = CombineStep(
-        table, rank, epoch, num_tokens, step_tokens, M, recv_counts, counts, signals, is_sender, pause_ns
-    )
+    step = CombineStep(op, epoch, num_tokens, step_tokens, M, recv_counts, counts, signals, is_sender, pause_ns)
     sends = Share(sender, first_receiver - first_sender)
     if FORM.SEND:
         # C1; in flight together with what decides whether it is sent
-        first = first_unit(rows_in, step, sends, S, SENT, COMBINE.OWN_IN_PLACE)
-    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        first = first_unit(rows_in, step, sends, SENT, COMBINE.OWN_IN_PLACE)
+    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
     if FORM.SEND:
-        send_results(first, given, step, sends, poison, S, SENT, COMBINE, FORM)
+        send_results(first, given, step, sends, poison, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
         adds = Share(program, num_programs)
         if num_receivers > 0:
             adds = Share(program - first_receiver, num_receivers)
-        receive_results(given, step, adds, poison, S, ADDED, WEIGHTS, COMBINE, FORM)
-        finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
+        receive_results(given, step, adds, poison, ADDED, WEIGHTS, COMBINE, FORM)
+        finish_stage(op, COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
+        finish_stage(op, COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -49,16 +49,16 @@ ROWS_UNDER_WAY = tl.constexpr(6)
 
 
 @portable
-def note_foreign_indices(table, ids, token, epoch, rank, S: tl.constexpr):
+def note_foreign_indices(op, ids, token, epoch):
     """Record a failure for the host when a token's ids differ from those of dispatch; the result stays the same."""
-    slots = tl.arange(0, S.TOPK_LANES)
-    where = tl.cast(token, tl.int64) * S.TOPK + slots
-    sent = tl.load(address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32) + where, mask=slots < S.TOPK, other=0)
-    given = tl.load(ids + where, mask=slots < S.TOPK, other=0)
+    slots = tl.arange(0, op.TOPK_LANES)
+    where = tl.cast(token, tl.int64) * op.TOPK + slots
+    sent = tl.load(address(op, SENT_INDICES, tl.int32) + where, mask=slots < op.TOPK, other=0)
+    given = tl.load(ids + where, mask=slots < op.TOPK, other=0)
     if reduce_max((sent != given).to(tl.int32), 0) > 0:
-        state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
+        state = address(op, STATE, tl.int32)
         if tl.atomic_cas(state + ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
-            record = address(table, ERROR_RECORD, rank, S.WORLD_SIZE, tl.int32)
+            record = address(op, ERROR_RECORD, tl.int32)
             tl.store(record + RECORD_PHASE, COMBINE_PHASE)
             tl.store(record + RECORD_EPOCH, epoch)
             tl.store(record + RECORD_DETAIL, token)
@@ -76,30 +76,31 @@ class Rows(NamedTuple):
 
 
 @portable
-def routes_of(routes, token, step, S: tl.constexpr):
+def routes_of(routes, token, step):
     """Return the numbers of a token's rows by expert rank, -1 for none; none from token `num_tokens` on.
 
     They are a tuple where the ranks are few, else a vector.
     """
-    line = routes + tl.cast(token, tl.int64) * S.WORLD_SIZE
-    if S.WORLD_SIZE <= ROWS_AT_ONCE:
+    op = step.op
+    line = routes + tl.cast(token, tl.int64) * op.WORLD_SIZE
+    if op.WORLD_SIZE <= ROWS_AT_ONCE:
         found = ()
-        for peer in tl.static_range(S.WORLD_SIZE):
+        for peer in tl.static_range(op.WORLD_SIZE):
             found = found + (tl.load(line + peer, mask=token < step.num_tokens, other=-1),)
     else:
         # as many as a warp has threads: it finds their least in one instruction
-        lanes = tl.arange(0, max(S.WORLD_LANES, 32))
-        there = (lanes < S.WORLD_SIZE) & (full_like(lanes, token) < step.num_tokens)
+        lanes = tl.arange(0, max(op.WORLD_LANES, 32))
+        there = (lanes < op.WORLD_SIZE) & (full_like(lanes, token) < step.num_tokens)
         found = tl.load(line + lanes, mask=there, other=-1)
     return found
 
 
 @portable
-def slots_of(found, step, S: tl.constexpr):
+def slots_of(found, step):
     """Return where rows with these routes (routes_of) arrive: a tuple with -1 for none, or a vector with NEVER."""
-    if S.WORLD_SIZE <= ROWS_AT_ONCE:
+    if step.op.WORLD_SIZE <= ROWS_AT_ONCE:
         slots = ()
-        for peer in tl.static_range(S.WORLD_SIZE):
+        for peer in tl.static_range(step.op.WORLD_SIZE):
             slots = slots + (tl.where(found[peer] >= 0, peer * step.M + found[peer], -1),)
     else:
         slots = tl.where(found >= 0, tl.arange(0, found.shape[0]) * step.M + found, NEVER)
@@ -107,21 +108,22 @@ def slots_of(found, step, S: tl.constexpr):
 
 
 @portable
-def next_rows(found, step, S: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+def next_rows(found, step, OWN_IN_PLACE: tl.constexpr):
     """Return (the first of a token's rows as Rows, the slots of the others).
 
     Args:
         found: from slots_of, or the slots of the others from here.
     """
+    op = step.op
     slots, own = found, tl.full((), -1, tl.int32)
-    if S.WORLD_SIZE > ROWS_AT_ONCE:
+    if op.WORLD_SIZE > ROWS_AT_ONCE:
         slots = ()
-        for _ in tl.static_range(min(ROWS_AT_ONCE, S.TOPK)):
+        for _ in tl.static_range(min(ROWS_AT_ONCE, op.TOPK)):
             slot = reduce_min(found, 0)
             found = tl.where(found == slot, NEVER, found)
             slots = slots + (tl.where(slot < NEVER, slot, -1),)
     if OWN_IN_PLACE:
-        first = step.rank * step.M
+        first = op.rank * step.M
         for each in tl.static_range(len(slots)):
             own = tl.where((slots[each] >= first) & (slots[each] < first + step.M), slots[each], own)
     return Rows(slots, own), found
@@ -240,7 +242,7 @@ def empty_block(places, rows, first, B: tl.constexpr):
 
 
 @portable
-def take_block(seen, step, places, own_base, rows, first, sums, S: tl.constexpr, B: tl.constexpr):
+def take_block(seen, step, places, own_base, rows, first, sums, B: tl.constexpr):
     """Wait for a block of rows, add it to the sums and empty it. Returns (sums, poison word).
 
     Args:
@@ -257,7 +259,7 @@ def take_block(seen, step, places, own_base, rows, first, sums, S: tl.constexpr,
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
             late = missing // step.M
-            poison, deadline = overdue(step.table, polls, deadline, late, step.rank, S.WORLD_SIZE, 1)
+            poison, deadline = overdue(step.op, polls, deadline, late, 1)
     empty_block(places, rows, first, B)
     return plus_rows(sums, seen, B), poison
 
@@ -278,32 +280,31 @@ def clear_results(result, num_tokens, share, B: tl.constexpr, DTYPE: tl.constexp
 
 
 @portable
-def add_weights(
-    given, step, places, rows, own_row, token, sums, S: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr
-):
+def add_weights(given, step, places, rows, own_row, token, sums, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
     """Take the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
+    op = step.op
     lines = ReturnPlaces(places.weights, places.scales, places.weights)
-    own_base = slots_at(given.weights, own_row, step, S.TOPK) if COMBINE.OWN_IN_PLACE else places.weights
+    own_base = slots_at(given.weights, own_row, step, op.TOPK) if COMBINE.OWN_IN_PLACE else places.weights
     seen, poison = read_block(lines, own_base, rows, 0, WEIGHTS, COMBINE.MARKED), tl.full((), 0, tl.int32)
     if COMBINE.MARKED:
-        sums, poison = take_block(seen, step, lines, own_base, rows, 0, sums, S, WEIGHTS)
+        sums, poison = take_block(seen, step, lines, own_base, rows, 0, sums, WEIGHTS)
     else:
         sums = plus_rows(sums, seen, WEIGHTS)
-    sums_out = address(step.table, RESULT_WEIGHTS, step.rank, S.WORLD_SIZE, tl.float32)
-    sums_out += tl.cast(token, tl.int64) * S.TOPK
+    sums_out = address(op, RESULT_WEIGHTS, tl.float32)
+    sums_out += tl.cast(token, tl.int64) * op.TOPK
     weights_at = block_offsets(0, WEIGHTS.GROUPS_LANES, 1)
-    tl.store(sums_out + weights_at, sums[0], mask=weights_at < S.TOPK)
+    tl.store(sums_out + weights_at, sums[0], mask=weights_at < op.TOPK)
     return sums, poison
 
 
 @portable
 def slots_at(base, own_row, step, WIDTH: tl.constexpr):
     """Return where slot 0 would be if this rank's slots lay at own_row of base, rows of WIDTH words."""
-    return base + (tl.cast(own_row, tl.int64) - tl.cast(step.rank, tl.int64) * step.M) * WIDTH
+    return base + (tl.cast(own_row, tl.int64) - tl.cast(step.op.rank, tl.int64) * step.M) * WIDTH
 
 
 @portable
-def next_turn(unit, others, following, routes, step, share, S: tl.constexpr, OWN: tl.constexpr, BLOCKS: tl.constexpr):
+def next_turn(unit, others, following, routes, step, share, OWN: tl.constexpr, BLOCKS: tl.constexpr):
     """Return (rows of a unit of work, and for the turn behind it the first three arguments).
 
     The rows are (unit, Rows.slots, Rows.own, whether no others follow): Triton 3.6 loses names in a loop's tuples.
@@ -312,14 +313,14 @@ def next_turn(unit, others, following, routes, step, share, S: tl.constexpr, OWN
         unit: that this turn is of. others: slots of its rows and of those behind them. following: routes of the next
             unit's token. routes: of all tokens. OWN: OWN_IN_PLACE. BLOCKS: units of a token.
     """
-    one_turn: tl.constexpr = min(S.WORLD_SIZE, S.TOPK) <= ROWS_AT_ONCE
-    rows, others = next_rows(others, step, S, OWN)
+    one_turn: tl.constexpr = min(step.op.WORLD_SIZE, step.op.TOPK) <= ROWS_AT_ONCE
+    rows, others = next_rows(others, step, OWN)
     ends, next_unit = tl.full((), 1, tl.int1), unit + share.num_programs
     if not one_turn:
         ends = reduce_min(others, 0) == NEVER
         next_unit = tl.where(ends, next_unit, unit)
-    others = slots_left(ends, following, others, step, S, one_turn)
-    following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step, S)
+    others = slots_left(ends, following, others, step, one_turn)
+    following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step)
     return (unit, rows.slots, rows.own, ends), next_unit, others, following
 
 
@@ -333,7 +334,7 @@ def read_turn(places, own_base, turn, B: tl.constexpr, MARKED: tl.constexpr):
 
 @portable
 def add_results(
-    given, step, share, own_row, S: tl.constexpr, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
+    given, step, share, own_row, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
 ):  # fmt: skip
     """Add and store the rows of this program's share of the tokens. Returns the poison word.
@@ -348,23 +349,23 @@ def add_results(
         B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
         SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
-    table, rank, unit = step.table, step.rank, share.program
+    op, unit = step.op, share.program
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    ahead: tl.constexpr = 2 if COMBINE.MARKED else max(2, ROWS_UNDER_WAY // min(S.WORLD_SIZE, S.TOPK))
+    ahead: tl.constexpr = 2 if COMBINE.MARKED else max(2, ROWS_UNDER_WAY // min(op.WORLD_SIZE, op.TOPK))
     num_turns: tl.constexpr = ahead if COMBINE.READ_AHEAD else 1
-    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
-    places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
+    routes = address(op, ROUTES, tl.int32)
+    places = return_places(op, op.rank, B.ELEMENT)
     own_base = places.rows
     if COMBINE.OWN_IN_PLACE:
         own_base = slots_at(given.rows, own_row, step, B.WIDTH)
     poison = tl.full((), 0, tl.int32)
-    others = slots_of(routes_of(routes, unit // num_blocks, step, S), step, S)
-    following = routes_of(routes, (unit + share.num_programs) // num_blocks, step, S)
+    others = slots_of(routes_of(routes, unit // num_blocks, step), step)
+    following = routes_of(routes, (unit + share.num_programs) // num_blocks, step)
     turns, seen = (), ()
     for _ in tl.static_range(num_turns):
         turn, unit, others, following = next_turn(
-            unit, others, following, routes, step, share, S, COMBINE.OWN_IN_PLACE, num_blocks
+            unit, others, following, routes, step, share, COMBINE.OWN_IN_PLACE, num_blocks
         )
         turns = turns + (turn,)
         if COMBINE.READ_AHEAD:
@@ -379,31 +380,31 @@ def add_results(
             else:
                 taken = read_turn(places, own_base, turns[0], B, COMBINE.MARKED)
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, S, COMBINE.OWN_IN_PLACE, num_blocks
+                    unit, others, following, routes, step, share, COMBINE.OWN_IN_PLACE, num_blocks
                 )
             if (poison == 0) & (token < step.num_tokens):
                 if COMBINE.MARKED:
-                    sums, poison = take_block(taken, step, places, own_base, rows, first, sums, S, B)
+                    sums, poison = take_block(taken, step, places, own_base, rows, first, sums, B)
                 else:
                     sums = plus_rows(sums, taken, B)
                 if turn_unit == share.program:
-                    end_span(SPANS, table, RECV_WAIT, S.WORLD_SIZE)
-                    begin_span(SPANS, table, TOPK_REDUCE, S.WORLD_SIZE)
+                    end_span(SPANS, op, RECV_WAIT)
+                    begin_span(SPANS, op, TOPK_REDUCE)
                 if ends:
                     store_sums(given, sums, token, first, B, COMBINE.DTYPE)
                 if first == 0:
                     if HAS_WEIGHTS:
                         if poison == 0:
                             weight_sums, poison = add_weights(
-                                given, step, places, rows, own_row, token, weight_sums, S, WEIGHTS, COMBINE
+                                given, step, places, rows, own_row, token, weight_sums, WEIGHTS, COMBINE
                             )
                     if COMBINE.CHECK_INDICES:
                         if ends:
-                            note_foreign_indices(table, given.ids, token, step.epoch, rank, S)
+                            note_foreign_indices(op, given.ids, token, step.epoch)
             sums, weight_sums = kept_unless(ends, sums), kept_unless(ends, weight_sums)
             if COMBINE.READ_AHEAD:
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, S, COMBINE.OWN_IN_PLACE, num_blocks
+                    unit, others, following, routes, step, share, COMBINE.OWN_IN_PLACE, num_blocks
                 )
             turns = turns[1:] + (turn,)
             if COMBINE.READ_AHEAD:
@@ -412,9 +413,9 @@ def add_results(
 
 
 @portable
-def slots_left(ends, following, others, step, S: tl.constexpr, ONE_TURN: tl.constexpr):
+def slots_left(ends, following, others, step, ONE_TURN: tl.constexpr):
     """Return the slots of the rows that the next turn takes: those of the next unit where this one ends."""
-    found = slots_of(following, step, S)
+    found = slots_of(following, step)
     if not ONE_TURN:
         found = tl.where(full_like(others, ends.to(tl.int32)) > 0, found, others)
     return found

@@ -7,8 +7,9 @@ import triton.language as tl
 from ep_a2a.config import FP8_GROUP_SIZE
 from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.line_cast_kernels import line_words, quantize_lines
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address_at, reduce_max, reduce_sum
 
 COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
 COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
@@ -25,15 +26,14 @@ LARGEST_INT32 = tl.constexpr((1 << 31) - 1)
 class CombineStep(NamedTuple):
     """One combine as a program sees it.
 
-    table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: of this rank.
+    op: OpContext. epoch: of the step. num_tokens: of this rank.
     step_tokens: as in DispatchStep. M: rows that each peer may send back.
     received: region RECV_COUNTS. counts: received rows by source [WORLD_LANES].
     signals, is_sender: whether this program exchanges flags with the peers, or sends rows.
     pause_ns: time between two looks at rows that have not arrived.
     """
 
-    table: tl.tensor
-    rank: tl.tensor
+    op: OpContext
     epoch: tl.tensor
     num_tokens: tl.tensor
     step_tokens: tl.tensor
@@ -78,28 +78,29 @@ def block_offsets(first, GROUPS_LANES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @portable
-def unit_of(unit, step, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+def unit_of(unit, step, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
     """Return a sender's unit of work, as an Aim.
 
     Rows are sent back in the order in which they lie. B.ROWS rows for each source in turn, beginning after this rank,
     spread the load over the links. OWN_IN_PLACE leaves out this rank's own rows.
     """
-    destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if OWN_IN_PLACE else S.WORLD_SIZE)
+    op = step.op
+    destinations: tl.constexpr = max(1, op.WORLD_SIZE - 1 if OWN_IN_PLACE else op.WORLD_SIZE)
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     turn = unit // num_blocks
-    destination = (step.rank + 1 + turn % destinations) % S.WORLD_SIZE
+    destination = (op.rank + 1 + turn % destinations) % op.WORLD_SIZE
     index = turn // destinations * B.ROWS
-    row = first_row_from(step, destination, S) + index
+    row = first_row_from(step, destination) + index
     return Aim(destination, index, row, (unit % num_blocks) * block)
 
 
 @portable
-def first_row_from(step, source, S: tl.constexpr):
+def first_row_from(step, source):
     """Return where the rows from a rank begin; without a look at memory where one bound of all ranks says it."""
     row = source * step.step_tokens
-    if S.COMPACT or step.step_tokens < 0:
-        row = tl.load(step.received + S.WORLD_SIZE + source)
+    if step.op.COMPACT or step.step_tokens < 0:
+        row = tl.load(step.received + step.op.WORLD_SIZE + source)
     return row
 
 
@@ -171,12 +172,12 @@ class Aim(NamedTuple):
 
 
 @portable
-def return_places(table, destination, WORLD_SIZE: tl.constexpr, ELEMENT: tl.constexpr):
+def return_places(op, destination, ELEMENT: tl.constexpr):
     """Return where a rank takes results (ReturnPlaces)."""
     return ReturnPlaces(
-        address(table, COMBINE_ROWS, destination, WORLD_SIZE, ELEMENT),
-        address(table, COMBINE_SCALES, destination, WORLD_SIZE, tl.int32),
-        address(table, COMBINE_WEIGHTS, destination, WORLD_SIZE, tl.int32),
+        address_at(op, COMBINE_ROWS, destination, ELEMENT),
+        address_at(op, COMBINE_SCALES, destination, tl.int32),
+        address_at(op, COMBINE_WEIGHTS, destination, tl.int32),
     )
 
 
@@ -207,67 +208,66 @@ def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl
 
 
 @portable
-def first_unit(rows_in, step, share, S: tl.constexpr, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+def first_unit(rows_in, step, share, B: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
     """Load a sender's first block before the program waits for anything. Returns (Aim, ReturnPlaces, values).
 
     Counts are not awaited where one bound of all ranks leaves room for rows that were not received; push_results
     compares their index with the counts before it sends.
     """
-    aim = unit_of(share.program, step, S, B, OWN_IN_PLACE)
-    places = return_places(step.table, aim.destination, S.WORLD_SIZE, B.ELEMENT)
+    aim = unit_of(share.program, step, B, OWN_IN_PLACE)
+    places = return_places(step.op, aim.destination, B.ELEMENT)
     # elsewhere rows may end with the last received one, so that counts decide
     num_rows = step.step_tokens
-    if S.COMPACT or step.step_tokens < 0:
-        num_rows = rows_from(aim.destination, step, S)
+    if step.op.COMPACT or step.step_tokens < 0:
+        num_rows = rows_from(aim.destination, step)
     num_rows = tl.where(step.is_sender, num_rows - aim.index, 0)
     return aim, places, load_block(rows_in, aim.row, num_rows, aim.first, B)
 
 
 @portable
-def rows_from(source, step, S: tl.constexpr):
+def rows_from(source, step):
     """Return how many rows this rank has received from a rank."""
-    return reduce_sum(tl.where(tl.arange(0, S.WORLD_LANES) == source, step.counts, 0), 0)
+    return reduce_sum(tl.where(tl.arange(0, step.op.WORLD_LANES) == source, step.counts, 0), 0)
 
 
 @portable
-def push_weights_of(given, places, aim, slot, num_rows, S: tl.constexpr, B: tl.constexpr, MARKED: tl.constexpr):
+def push_weights_of(given, places, aim, slot, num_rows, op, B: tl.constexpr, MARKED: tl.constexpr):
     """Send the weights of a unit's rows, with the first of their blocks."""
-    rows, slots = tl.arange(0, B.ROWS)[:, None], tl.arange(0, S.TOPK_LANES)[None, :]
-    mask = (rows < tl.where(aim.first == 0, num_rows, 0)) & (slots < S.TOPK)
-    offsets = rows * S.TOPK + slots
-    weights = tl.load(given.weights + tl.cast(aim.row, tl.int64) * S.TOPK + offsets, mask=mask, other=0)
-    target = places.weights + tl.cast(slot, tl.int64) * S.TOPK
+    rows, slots = tl.arange(0, B.ROWS)[:, None], tl.arange(0, op.TOPK_LANES)[None, :]
+    mask = (rows < tl.where(aim.first == 0, num_rows, 0)) & (slots < op.TOPK)
+    offsets = rows * op.TOPK + slots
+    weights = tl.load(given.weights + tl.cast(aim.row, tl.int64) * op.TOPK + offsets, mask=mask, other=0)
+    target = places.weights + tl.cast(slot, tl.int64) * op.TOPK
     store_result(target + offsets, weights, mask, MARKED)
 
 
 @portable
-def push_results(
-    first, given, step, share, S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMBINE: tl.constexpr
-):
+def push_results(first, given, step, share, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
     """Send back this program's share of the rows that this rank has received.
 
     Args:
         first: from first_unit. given: Operands. step: CombineStep. share: Share. COMBINE: Combine.
     """
-    destinations: tl.constexpr = max(1, S.WORLD_SIZE - 1 if COMBINE.OWN_IN_PLACE else S.WORLD_SIZE)
+    op = step.op
+    destinations: tl.constexpr = max(1, op.WORLD_SIZE - 1 if COMBINE.OWN_IN_PLACE else op.WORLD_SIZE)
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     num_units = (reduce_max(step.counts, 0) + B.ROWS - 1) // B.ROWS * (destinations * num_blocks)
-    if COMBINE.OWN_IN_PLACE and S.WORLD_SIZE == 1:
+    if COMBINE.OWN_IN_PLACE and op.WORLD_SIZE == 1:
         num_units = num_units * 0
     aim, places, values = first
-    num_rows = rows_from(aim.destination, step, S) - aim.index
+    num_rows = rows_from(aim.destination, step) - aim.index
     for unit in range(share.program, num_units, share.num_programs):
-        next_aim = unit_of(unit + share.num_programs, step, S, B, COMBINE.OWN_IN_PLACE)
-        next_places = return_places(step.table, next_aim.destination, S.WORLD_SIZE, B.ELEMENT)
+        next_aim = unit_of(unit + share.num_programs, step, B, COMBINE.OWN_IN_PLACE)
+        next_places = return_places(op, next_aim.destination, B.ELEMENT)
         # while this block leaves
-        next_num_rows = rows_from(next_aim.destination, step, S) - next_aim.index
+        next_num_rows = rows_from(next_aim.destination, step) - next_aim.index
         next_values = load_block(given.rows, next_aim.row, next_num_rows, next_aim.first, B)
         if num_rows > 0:
-            slot = step.rank * step.M + aim.index
+            slot = op.rank * step.M + aim.index
             push_block(values, places, slot, num_rows, aim.first, B, given.rows.dtype.element_ty, COMBINE.MARKED)
             if HAS_WEIGHTS:
-                push_weights_of(given, places, aim, slot, num_rows, S, B, COMBINE.MARKED)
+                push_weights_of(given, places, aim, slot, num_rows, op, B, COMBINE.MARKED)
         aim, num_rows, places, values = next_aim, next_num_rows, next_places, next_values
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.combine_send_kernels import unlike_dispatch
 from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
@@ -56,7 +57,7 @@ def push_weights(weights, inbox, num_words, epoch, BLOCK_WORDS: tl.constexpr):
 
 
 @portable
-def await_words(table, words_at, wanted, epoch, sender, rank, WORLD_SIZE: tl.constexpr, PATIENCE: tl.constexpr):
+def await_words(op, words_at, wanted, epoch, sender, PATIENCE: tl.constexpr):
     """(words, poison word) once all wanted words are of this epoch.
 
     Each lane is read by one thread, so that their number is one verdict for all; what is judged is what is returned.
@@ -76,35 +77,34 @@ def await_words(table, words_at, wanted, epoch, sender, rank, WORLD_SIZE: tl.con
         num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
-            poison, deadline = overdue(table, polls, deadline, sender, rank, WORLD_SIZE, PATIENCE)
+            poison, deadline = overdue(op, polls, deadline, sender, PATIENCE)
     return words, poison
 
 
 @portable
 def place_weights_of(
-    table, inbox, source, sender, step_tokens, M, epoch, rank,
-    S: tl.constexpr, BLOCK_ROWS: tl.constexpr, PATIENCE: tl.constexpr,
-):  # fmt: skip
+    op, inbox, source, sender, step_tokens, M, epoch, BLOCK_ROWS: tl.constexpr, PATIENCE: tl.constexpr
+):
     """Waits for the weights of all rows that came from `source`, which `sender` writes to the inbox.
 
     Writes them to WEIGHTS, and returns the poison word. PATIENCE: as in overdue.
     """
-    count = tl.load(address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + source)
-    positions = address(table, SOURCE_POSITIONS, rank, S.WORLD_SIZE, tl.int32)
-    targets = address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.int32)
-    topk = tl.arange(0, S.TOPK_LANES)
+    count = tl.load(address(op, RECV_COUNTS, tl.int32) + source)
+    positions = address(op, SOURCE_POSITIONS, tl.int32)
+    targets = address(op, WEIGHTS, tl.int32)
+    topk = tl.arange(0, op.TOPK_LANES)
     poison = tl.full((), 0, tl.int32)
     for first in range(0, count, BLOCK_ROWS):
         if poison == 0:
             index = first + tl.arange(0, BLOCK_ROWS)
             rows = tl.cast(source * step_tokens + index, tl.int64)
-            tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (S.WORLD_SIZE * M)
-            wanted = (index < count)[:, None] & (topk < S.TOPK)[None, :]
-            words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * S.TOPK + topk[None, :]
+            tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (op.WORLD_SIZE * M)
+            wanted = (index < count)[:, None] & (topk < op.TOPK)[None, :]
+            words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * op.TOPK + topk[None, :]
             # W2
-            words, poison = await_words(table, words_at, wanted, epoch, sender, rank, S.WORLD_SIZE, PATIENCE)
+            words, poison = await_words(op, words_at, wanted, epoch, sender, PATIENCE)
             # W3
-            tl.store(targets + rows[:, None] * S.TOPK + topk[None, :], payload_of(words), mask=wanted)
+            tl.store(targets + rows[:, None] * op.TOPK + topk[None, :], payload_of(words), mask=wanted)
     return poison
 
 
@@ -130,13 +130,14 @@ def exchange_weights_kernel(
         BLOCK_WORDS, BLOCK_ROWS * TOPK_LANES: words that a program moves at once; at least its threads.
         SPANS: programs note when they begin and end.
     """
-    begin_span(SPANS, table, EXCHANGE_WEIGHTS, S.WORLD_SIZE)
+    op = OpContext(table, rank, S)
+    begin_span(SPANS, op, EXCHANGE_WEIGHTS)
     peer = tl.program_id(0)
-    epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
-    state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
+    epoch, out_of_order = begin_stage(op, COMBINE_SEND)
+    state = address(op, STATE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), BLOCK_WORDS)
-    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    answer = load_poison(address(op, POISON, tl.int32), BLOCK_WORDS)
+    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:
         node = peer // GPUS
@@ -148,8 +149,8 @@ def exchange_weights_kernel(
         push_weights(weights + tl.cast(node, tl.int64) * step_tokens * S.TOPK, theirs, num_sent, epoch, BLOCK_WORDS)
         own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + peer * inbox_words
         patience: tl.constexpr = AFTER_COMBINING_HOST if GPUS < S.WORLD_SIZE else 1
-        poison = place_weights_of(table, own, peer, partner, step_tokens, M, epoch, rank, S, BLOCK_ROWS, patience)
+        poison = place_weights_of(op, own, peer, partner, step_tokens, M, epoch, BLOCK_ROWS, patience)
         if poison != 0:
             late = (tl.arange(0, S.WORLD_LANES) == partner).to(tl.int32)
-            fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    end_span(SPANS, table, EXCHANGE_WEIGHTS, S.WORLD_SIZE)
+            fail(op, poison, COMBINE_PHASE, epoch, 0, late)
+    end_span(SPANS, op, EXCHANGE_WEIGHTS)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import round_to
 from ep_a2a.kernels.layout import Region, Span, State
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import STATE, address, full_like, reduce_max, reduce_sum, running_sum
 from ep_a2a.kernels.span_kernels import begin_span, end_span
@@ -38,36 +39,36 @@ WEIGH_ROWS = tl.constexpr(Span.WEIGH_ROWS.value)
 
 
 @portable
-def received_of(table, rank, S: tl.constexpr):
+def received_of(op):
     """Rows received from each source, and where they begin: tuples, so that all loads are in flight together."""
-    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    received = address(op, RECV_COUNTS, tl.int32)
     counts, starts = (), ()
-    for source in tl.static_range(S.WORLD_SIZE):
+    for source in tl.static_range(op.WORLD_SIZE):
         counts = counts + (tl.load(received + source),)
-        starts = starts + (tl.load(received + S.WORLD_SIZE + source),)
+        starts = starts + (tl.load(received + op.WORLD_SIZE + source),)
     return counts, starts
 
 
 @portable
-def row_of(index, counts, starts, S: tl.constexpr):
+def row_of(index, counts, starts, op):
     """Where the received row number `index` lies."""
     row = full_like(counts[0], index)
     end = full_like(counts[0], 0)
-    for source in tl.static_range(S.WORLD_SIZE - 1):
+    for source in tl.static_range(op.WORLD_SIZE - 1):
         end = end + counts[source]
         row = tl.where(index >= end, starts[source + 1] + index - end, row)
     return row
 
 
 @portable
-def rows_of(index, table, rank, S: tl.constexpr):
+def rows_of(index, op):
     """row_of for a vector: a loop, since a tuple of counts beside many rows would not fit into registers."""
-    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    received = address(op, RECV_COUNTS, tl.int32)
     rows = index + 0
     end = tl.full((), 0, tl.int32)
-    for source in range(S.WORLD_SIZE - 1):
+    for source in range(op.WORLD_SIZE - 1):
         end += tl.load(received + source)
-        rows = tl.where(index >= end, tl.load(received + S.WORLD_SIZE + source + 1) + index - end, rows)
+        rows = tl.where(index >= end, tl.load(received + op.WORLD_SIZE + source + 1) + index - end, rows)
     return rows
 
 
@@ -97,18 +98,19 @@ def number_expert_rows_kernel(
         BLOCK_ROWS: received rows looked at at once.
         SPANS: programs note when they begin and end, here and below.
     """
+    op = OpContext(table, rank, S)
     # E1
-    begin_span(SPANS, table, NUMBER_ROWS, S.WORLD_SIZE)
+    begin_span(SPANS, op, NUMBER_ROWS)
     expert = tl.program_id(0)
-    ids = tl.multiple_of(address(table, INDICES, rank, S.WORLD_SIZE, tl.int32), 16)
-    slots_out = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
-    total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
+    ids = tl.multiple_of(address(op, INDICES, tl.int32), 16)
+    slots_out = address(op, EXPERT_SLOTS, tl.int32)
+    total = tl.load(address(op, TOTAL_RECV, tl.int32))
     topk = tl.arange(0, S.TOPK_LANES)
     next_slot = expert * block_rows
     found = tl.full((), 0, tl.int32)
     for start in range(0, total, BLOCK_ROWS):
         index = start + tl.arange(0, BLOCK_ROWS)
-        rows = rows_of(index, table, rank, S)
+        rows = rows_of(index, op)
         where = tl.cast(rows, tl.int64)[:, None] * S.TOPK + topk[None, :]
         inside = (index < total)[:, None] & (topk < S.TOPK)[None, :]
         local = tl.load(ids + where, mask=inside, other=-1) - first_expert
@@ -120,28 +122,28 @@ def number_expert_rows_kernel(
             elsewhere = (local < 0) | (local >= num_local_experts)
             tl.store(slots_out + where, tl.full((BLOCK_ROWS, S.TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
         found += reduce_sum(has_row, 0)
-    tl.store(address(table, EXPERT_RECV_COUNT, rank, S.WORLD_SIZE, tl.int32) + expert, found)
-    end_span(SPANS, table, NUMBER_ROWS, S.WORLD_SIZE)
+    tl.store(address(op, EXPERT_RECV_COUNT, tl.int32) + expert, found)
+    end_span(SPANS, op, NUMBER_ROWS)
 
 
 @portable
-def copy_words(table, row, slots, first, rank, S: tl.constexpr, E: tl.constexpr):
+def copy_words(op, row, slots, first, E: tl.constexpr):
     """Copies the words of a received row from `first` on, a block of them, to all its experts' rows."""
     offsets = first + tl.arange(0, E.BLOCK_WORDS)
-    source = address(table, TOKENS, rank, S.WORLD_SIZE, tl.int32) + tl.cast(row, tl.int64) * E.ROW_WORDS
+    source = address(op, TOKENS, tl.int32) + tl.cast(row, tl.int64) * E.ROW_WORDS
     words = tl.load(tl.multiple_of(source, 16) + offsets, mask=offsets < E.ROW_WORDS, other=0)
-    targets = address(table, EXPERT_ROWS, rank, S.WORLD_SIZE, tl.int32)
-    for k in tl.static_range(S.TOPK):
+    targets = address(op, EXPERT_ROWS, tl.int32)
+    for k in tl.static_range(op.TOPK):
         if slots[k] >= 0:
             target = targets + tl.cast(slots[k], tl.int64) * E.ROW_WORDS
             tl.store(tl.multiple_of(target, 16) + offsets, words, mask=offsets < E.ROW_WORDS)
 
 
 @portable
-def scales_at(table, slot, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
+def scales_at(op, slot, block_rows, E: tl.constexpr):
     """Where an expert's row has its scales: pointers [SCALE_LANES]."""
     lanes = tl.arange(0, E.SCALE_LANES)
-    base = address(table, EXPERT_SCALES, rank, S.WORLD_SIZE, E.SCALE_DTYPE)
+    base = address(op, EXPERT_SCALES, E.SCALE_DTYPE)
     if E.COLUMN_MULTIPLE > 0:
         stride = (block_rows + (E.COLUMN_MULTIPLE - 1)) // E.COLUMN_MULTIPLE * E.COLUMN_MULTIPLE
         columns = tl.cast(slot // block_rows, tl.int64) * E.SCALE_WIDTH + lanes
@@ -152,34 +154,34 @@ def scales_at(table, slot, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
 
 
 @portable
-def copy_scales(table, row, slots, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
+def copy_scales(op, row, slots, block_rows, E: tl.constexpr):
     """Copies the scales of a received row to all its experts' rows."""
     lanes = tl.arange(0, E.SCALE_LANES)
-    source = address(table, SCALES, rank, S.WORLD_SIZE, E.SCALE_DTYPE) + tl.cast(row, tl.int64) * E.SCALE_WIDTH
+    source = address(op, SCALES, E.SCALE_DTYPE) + tl.cast(row, tl.int64) * E.SCALE_WIDTH
     scales = tl.load(source + lanes, mask=lanes < E.SCALE_WIDTH, other=0)
-    for k in tl.static_range(S.TOPK):
+    for k in tl.static_range(op.TOPK):
         if slots[k] >= 0:
-            tl.store(scales_at(table, slots[k], block_rows, rank, S, E), scales, mask=lanes < E.SCALE_WIDTH)
+            tl.store(scales_at(op, slots[k], block_rows, E), scales, mask=lanes < E.SCALE_WIDTH)
 
 
 @portable
-def place_weights(table, row, slots, rank, S: tl.constexpr):
+def place_weights(op, row, slots):
     """Writes the weight of each of a received row's expert rows: the sum over the ids that name the expert."""
-    topk = tl.arange(0, S.TOPK_LANES)
-    slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32) + tl.cast(row, tl.int64) * S.TOPK
-    own_slots = tl.load(slots_at + topk, mask=topk < S.TOPK, other=-1)
-    weights = topk_of(address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.float32), row, S.TOPK)
-    sums = tl.full((S.TOPK_LANES,), 0.0, tl.float32)
-    for k in tl.static_range(S.TOPK):
+    topk = tl.arange(0, op.TOPK_LANES)
+    slots_at = address(op, EXPERT_SLOTS, tl.int32) + tl.cast(row, tl.int64) * op.TOPK
+    own_slots = tl.load(slots_at + topk, mask=topk < op.TOPK, other=-1)
+    weights = topk_of(address(op, WEIGHTS, tl.float32), row, op.TOPK)
+    sums = tl.full((op.TOPK_LANES,), 0.0, tl.float32)
+    for k in tl.static_range(op.TOPK):
         sums += tl.where(own_slots == slots[k], weights[k], 0.0)
-    target = address(table, EXPERT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32)
+    target = address(op, EXPERT_WEIGHTS, tl.float32)
     tl.store(target + tl.cast(own_slots, tl.int64), sums, mask=own_slots >= 0)
 
 
 @portable
-def clear_row(table, slot, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
+def clear_row(op, slot, block_rows, E: tl.constexpr):
     """Writes zeros to an expert's row, its scales and its weight."""
-    target = address(table, EXPERT_ROWS, rank, S.WORLD_SIZE, tl.int32) + tl.cast(slot, tl.int64) * E.ROW_WORDS
+    target = address(op, EXPERT_ROWS, tl.int32) + tl.cast(slot, tl.int64) * E.ROW_WORDS
     for first in tl.static_range(0, E.ROW_WORDS, E.BLOCK_WORDS):
         offsets = first + tl.arange(0, E.BLOCK_WORDS)
         zeros = tl.full((E.BLOCK_WORDS,), 0, tl.int32)
@@ -187,24 +189,24 @@ def clear_row(table, slot, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
     if E.SCALE_WIDTH > 0:
         zeros = tl.full((E.SCALE_LANES,), 0, E.SCALE_DTYPE)
         inside = tl.arange(0, E.SCALE_LANES) < E.SCALE_WIDTH
-        tl.store(scales_at(table, slot, block_rows, rank, S, E), zeros, mask=inside)
-    tl.store(address(table, EXPERT_WEIGHTS, rank, S.WORLD_SIZE, tl.float32) + slot, 0.0)
+        tl.store(scales_at(op, slot, block_rows, E), zeros, mask=inside)
+    tl.store(address(op, EXPERT_WEIGHTS, tl.float32) + slot, 0.0)
 
 
 @portable
-def copy_block(table, row, slots, block, block_rows, rank, S: tl.constexpr, E: tl.constexpr):
+def copy_block(op, row, slots, block, block_rows, E: tl.constexpr):
     """Copies a block of a received row to its experts' rows; with the first one, its scales and weights, too."""
-    copy_words(table, row, slots, block * E.BLOCK_WORDS, rank, S, E)
+    copy_words(op, row, slots, block * E.BLOCK_WORDS, E)
     if block == 0:
         if E.SCALE_WIDTH > 0:
-            copy_scales(table, row, slots, block_rows, rank, S, E)
-        place_weights(table, row, slots, rank, S)
+            copy_scales(op, row, slots, block_rows, E)
+        place_weights(op, row, slots)
 
 
 @portable
-def clear_padding(table, block_rows, rank, num_local_experts, program, num_programs, S: tl.constexpr, E: tl.constexpr):
+def clear_padding(op, block_rows, num_local_experts, program, num_programs, E: tl.constexpr):
     """Writes this program's share of the zeros behind each expert's rows."""
-    recv_count = address(table, EXPERT_RECV_COUNT, rank, S.WORLD_SIZE, tl.int32)
+    recv_count = address(op, EXPERT_RECV_COUNT, tl.int32)
     most = tl.minimum(E.ALIGNMENT - 1, block_rows)
     for unit in range(program, num_local_experts * most, num_programs):
         expert = unit % num_local_experts
@@ -212,7 +214,7 @@ def clear_padding(table, block_rows, rank, num_local_experts, program, num_progr
         index = count + unit // num_local_experts
         end = tl.minimum((count + (E.ALIGNMENT - 1)) // E.ALIGNMENT * E.ALIGNMENT, block_rows)
         if index < end:
-            clear_row(table, expert * block_rows + index, block_rows, rank, S, E)
+            clear_row(op, expert * block_rows + index, block_rows, E)
 
 
 @portable(do_not_specialize=["block_rows", "rank", "num_local_experts"])
@@ -225,22 +227,23 @@ def expand_kernel(
         block_rows: rows for each expert, R.
         S: Shape. E: Expand.
     """
+    op = OpContext(table, rank, S)
     # E2
-    begin_span(SPANS, table, COPY_ROWS, S.WORLD_SIZE)
+    begin_span(SPANS, op, COPY_ROWS)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_blocks: tl.constexpr = (E.ROW_WORDS + E.BLOCK_WORDS - 1) // E.BLOCK_WORDS
-    total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
-    counts, starts = received_of(table, rank, S)
-    slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
+    total = tl.load(address(op, TOTAL_RECV, tl.int32))
+    counts, starts = received_of(op)
+    slots_at = address(op, EXPERT_SLOTS, tl.int32)
     for unit in range(program, total * num_blocks, num_programs):
-        row = row_of(unit // num_blocks, counts, starts, S)
+        row = row_of(unit // num_blocks, counts, starts, op)
         slots = topk_of(slots_at, row, S.TOPK)
-        copy_block(table, row, slots, unit % num_blocks, block_rows, rank, S, E)
+        copy_block(op, row, slots, unit % num_blocks, block_rows, E)
     # E3
     if E.ALIGNMENT > 1:
-        clear_padding(table, block_rows, rank, num_local_experts, program, num_programs, S, E)
-    end_span(SPANS, table, COPY_ROWS, S.WORLD_SIZE)
+        clear_padding(op, block_rows, num_local_experts, program, num_programs, E)
+    end_span(SPANS, op, COPY_ROWS)
 
 
 @portable(do_not_specialize=["step_tokens", "rank"])
@@ -257,19 +260,20 @@ def reduce_experts_kernel(
         rows_in: the experts' results, [num_local_experts, R, HIDDEN] of DTYPE.
         step_tokens: the step's, as in DispatchStep.
     """
+    op = OpContext(table, rank, S)
     # E4
-    begin_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)
+    begin_span(SPANS, op, WEIGH_ROWS)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    total = tl.load(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32))
+    total = tl.load(address(op, TOTAL_RECV, tl.int32))
     # slots of another bound may lie beyond rows_in; combine, launched behind this, records the mistake
-    if tl.load(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + LAST_STEP_TOKENS) != step_tokens:
+    if tl.load(address(op, STATE, tl.int32) + LAST_STEP_TOKENS) != step_tokens:
         total = total * 0
-    counts, starts = received_of(table, rank, S)
-    slots_at = address(table, EXPERT_SLOTS, rank, S.WORLD_SIZE, tl.int32)
-    weights_at = address(table, WEIGHTS, rank, S.WORLD_SIZE, tl.float32)
-    reduced = address(table, REDUCED_ROWS, rank, S.WORLD_SIZE, DTYPE)
+    counts, starts = received_of(op)
+    slots_at = address(op, EXPERT_SLOTS, tl.int32)
+    weights_at = address(op, WEIGHTS, tl.float32)
+    reduced = address(op, REDUCED_ROWS, DTYPE)
     for unit in range(tl.program_id(0), total * num_blocks, tl.num_programs(0)):
-        row = row_of(unit // num_blocks, counts, starts, S)
+        row = row_of(unit // num_blocks, counts, starts, op)
         slots = topk_of(slots_at, row, S.TOPK)
         weights = topk_of(weights_at, row, S.TOPK)
         offsets = (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -283,4 +287,4 @@ def reduce_experts_kernel(
             sums += tl.where(present, weights[k] * values, 0.0)
         target = tl.multiple_of(reduced + tl.cast(row, tl.int64) * HIDDEN, 16)
         tl.store(target + offsets, round_to(sums, DTYPE), mask=offsets < HIDDEN)
-    end_span(SPANS, table, WEIGH_ROWS, S.WORLD_SIZE)
+    end_span(SPANS, op, WEIGH_ROWS)

@@ -23,6 +23,7 @@ import triton.language as tl
 from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage
 from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
 from ep_a2a.kernels.ll_send_kernels import SendPlaces, SentToken, send_token
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -85,8 +86,8 @@ class Roles(NamedTuple):
 
 @portable
 def send_rows(
-    given, step, roles, places, answer, out_of_order, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
-    LL: tl.constexpr, FORM: tl.constexpr,
+    given, step, roles, places, answer, out_of_order, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Do the sending part of a program: post flags or counts, or send its share of the tokens. Returns the poison word.
 
@@ -94,73 +95,71 @@ def send_rows(
         given: DispatchInputs. step: DispatchStep. roles: Roles. places: SendPlaces.
         answer: from load_poison. out_of_order: from begin_stage.
     """
-    table, rank, num_tokens = step.table, step.rank, step.num_tokens
+    op, num_tokens = step.op, step.num_tokens
     sender, num_senders = step.program - NUM_FLAG_PROGRAMS, roles.num_senders
     # below the sender of the first two programs, which must find no token
     end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_FLAG_PROGRAMS)
     # D1; in flight together with all that decides where the row goes
     tiles = load_row(given.x, sender, end, 0, ROW)
-    token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, S, FORM.HAS_WEIGHTS)
-    going = ranks_of_tokens(given.ids, num_tokens, S, OWNERS, LL.TOKEN_LANES)
-    poison = initial_poison(table, answer, DISPATCH_PHASE, step.epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, op, FORM.HAS_WEIGHTS)
+    going = ranks_of_tokens(given.ids, num_tokens, op, OWNERS, LL.TOKEN_LANES)
+    poison = initial_poison(op, answer, DISPATCH_PHASE, step.epoch, out_of_order)
     # D2
     if roles.is_poster & (poison == 0):
-        post_all(table, DISPATCH_FLAGS, dispatch_flag(table, S.WORLD_SIZE), rank, S.WORLD_SIZE, S.WORLD_LANES, False)
+        post_all(op, DISPATCH_FLAGS, dispatch_flag(op), False)
     # D3
     if roles.is_publisher & (poison == 0):
-        begin_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
-        tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-        counts = rows_before_token(going, num_tokens, tl.arange(0, S.WORLD_LANES), LL.TOKEN_LANES)
-        post_counts(table, counts, step.first_row, step.wire_word, step.epoch, rank, S, S.COMPACT)
-        end_span(FORM.SPANS, table, COUNT_PUT, S.WORLD_SIZE)
+        begin_span(FORM.SPANS, op, COUNT_PUT)
+        tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, num_tokens)
+        counts = rows_before_token(going, num_tokens, tl.arange(0, op.WORLD_LANES), LL.TOKEN_LANES)
+        post_counts(op, counts, step.first_row, step.wire_word, step.epoch, op.COMPACT)
+        end_span(FORM.SPANS, op, COUNT_PUT)
     if (sender >= 0) & (sender < num_senders):
-        next_span(FORM.SPANS, table, PREPARE, QUANT_AND_PUT, S.WORLD_SIZE)
+        next_span(FORM.SPANS, op, PREPARE, QUANT_AND_PUT)
     # D4
     for token in range(sender, end, num_senders):
         loaded = SentToken(token, tiles, token_ids, token_weights)
-        send_token(given, step, places, loaded, going, poison, OWNERS, S, ROW, LL, FORM)
+        send_token(given, step, places, loaded, going, poison, OWNERS, ROW, LL, FORM)
         following = token + num_senders
         tiles = load_row(given.x, following, end, 0, ROW)
-        token_ids, token_weights = load_choices(given.ids, given.weights, following, end, S, FORM.HAS_WEIGHTS)
+        token_ids, token_weights = load_choices(given.ids, given.weights, following, end, op, FORM.HAS_WEIGHTS)
     if (sender >= 0) & (sender < num_senders):
-        end_span(FORM.SPANS, table, QUANT_AND_PUT, S.WORLD_SIZE)
+        end_span(FORM.SPANS, op, QUANT_AND_PUT)
     return poison
 
 
 @portable
-def receive_rows(step, places, roles, poison, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
+def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
     """Do the receiving part of a program: await counts, or receive its share of the rows."""
-    table, rank, epoch = step.table, step.rank, step.epoch
+    op, epoch = step.op, step.epoch
     receiver = step.program - (step.num_programs - roles.num_receivers)
     waits = roles.is_publisher | (receiver >= 0)
     if waits:
-        begin_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+        begin_span(FORM.SPANS, op, WAIT)
     counts_needed = roles.is_publisher
-    if S.COMPACT or step.step_tokens < 0:
+    if op.COMPACT or step.step_tokens < 0:
         counts_needed = waits
     words = full_like(tl.arange(0, LL.COUNT_LANES), 0)
     old_rows, old_pad_id = words, step.pad_id
     if counts_needed & (poison == 0):
         if roles.is_publisher:
-            old_rows, old_pad_id = last_received(table, rank, S.WORLD_SIZE, LL.COUNT_LANES)
+            old_rows, old_pad_id = last_received(op, LL.COUNT_LANES)
         # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
-        words, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, LL.COUNT_LANES)
+        words, poison = wait_counts(op, epoch, LL.COUNT_LANES)
     if roles.is_publisher:
         if poison == 0:
-            poison = accept_rows(step, Received(old_rows, old_pad_id), words, S, LL.COUNT_LANES)
+            poison = accept_rows(step, Received(old_rows, old_pad_id), words, LL.COUNT_LANES)
         # D6
         if poison != 0:
-            receive_nothing(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
+            receive_nothing(op)
     elif (receiver >= 0) & (poison == 0):
         # D7
-        poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, S, ROW, LL, FORM)
+        poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, ROW, LL, FORM)
     if poison != 0:
-        late = lanes_behind(
-            table, DISPATCH_FLAGS, dispatch_flag(table, S.WORLD_SIZE), rank, S.WORLD_SIZE, S.WORLD_LANES
-        )
-        fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        late = lanes_behind(op, DISPATCH_FLAGS, dispatch_flag(op))
+        fail(op, poison, DISPATCH_PHASE, epoch, 0, late)
     if waits:
-        end_span(FORM.SPANS, table, WAIT, S.WORLD_SIZE)
+        end_span(FORM.SPANS, op, WAIT)
 
 
 @portable(
@@ -185,32 +184,33 @@ def ll_dispatch_kernel(
         num_receivers: the last programs of the grid, which receive.
         S: Shape. OWNERS: ExpertPlacement. ROW: Row. LL: LowLatencyDispatch. FORM: LaunchForm.
     """
+    op = OpContext(table, rank, S)
     # addresses never change, so they may be read before the launch before this one has ended
     places = SendPlaces(
-        received_places(table, rank, S.WORLD_SIZE, tl.uint8 if ROW.BYTE_SCALES else tl.int32),
-        address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32),
-        address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32),
+        received_places(op, tl.uint8 if ROW.BYTE_SCALES else tl.int32),
+        address(op, ROUTES, tl.int32),
+        address(op, SENT_INDICES, tl.int32),
     )
-    poison_word = address(table, POISON, rank, S.WORLD_SIZE, tl.int32)
+    poison_word = address(op, POISON, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     if FORM.SEND:
-        begin_span(FORM.SPANS, table, PREPARE, S.WORLD_SIZE)
+        begin_span(FORM.SPANS, op, PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     roles = Roles(program == COUNT_PUBLISHER, program == FLAG_POSTER, num_senders, num_receivers)
-    epoch, out_of_order = begin_stage(table, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE, S.WORLD_SIZE)
+    epoch, out_of_order = begin_stage(op, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE)
     answer = load_poison(poison_word, LL.POISON_LANES)
     step = DispatchStep(
-        table, rank, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
+        op, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
         num_region_rows, first_position, program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)
-        poison = send_rows(given, step, roles, places, answer, out_of_order, OWNERS, S, ROW, LL, FORM)
+        poison = send_rows(given, step, roles, places, answer, out_of_order, OWNERS, ROW, LL, FORM)
     else:
-        poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
     if FORM.RECEIVE:
-        receive_rows(step, places.own, roles, poison, S, ROW, LL, FORM)
-        finish_stage(table, DISPATCH_RECEIVE, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
+        receive_rows(step, places.own, roles, poison, ROW, LL, FORM)
+        finish_stage(op, DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE, FORM.DEPENDENT_LAUNCH)
+        finish_stage(op, DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -86,7 +86,7 @@ class ArrivingRow(NamedTuple):
 
 
 @portable
-def take_row_block(step, row, words_at, sides_at, sent, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
+def take_row_block(step, row, words_at, sides_at, sent, ROW: tl.constexpr, LL: tl.constexpr):
     """Wait for a block of a row and for what travels beside it, or for the word that there is no such row.
 
     With LL.SPARSE_POLLS the row is read when all beside it has come, which leaves more of the memory's bandwidth to
@@ -99,7 +99,7 @@ def take_row_block(step, row, words_at, sides_at, sent, S: tl.constexpr, ROW: tl
     Returns:
         (words, words beside, whether there is such a row, poison word).
     """
-    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * S.TOPK + 1
+    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * step.op.TOPK + 1
     is_cast: tl.constexpr = ROW.GROUP > 0
     inside = words_at < ROW.ROW_WORDS
     side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
@@ -122,7 +122,7 @@ def take_row_block(step, row, words_at, sides_at, sent, S: tl.constexpr, ROW: tl
             num_late = judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
-            poison, deadline = overdue(step.table, polls, deadline, row.source, step.rank, S.WORLD_SIZE, 1)
+            poison, deadline = overdue(step.op, polls, deadline, row.source, 1)
     if not is_cast:
         # a row written in full may have been read before its last word came: read it behind the fence
         position = reduce_sum(tl.where(sides_at == side_words - 1, payload_of(side), 0), 0)
@@ -145,14 +145,14 @@ class ReceivedPlaces(NamedTuple):
 
 
 @portable
-def received_places(table, rank, WORLD_SIZE: tl.constexpr, SCALE_DTYPE: tl.constexpr):
+def received_places(op, SCALE_DTYPE: tl.constexpr):
     """Where the experts of this rank read (ReceivedPlaces)."""
     return ReceivedPlaces(
-        address(table, TOKENS, rank, WORLD_SIZE, tl.int32),
-        address(table, SCALES, rank, WORLD_SIZE, SCALE_DTYPE),
-        address(table, WEIGHTS, rank, WORLD_SIZE, tl.int32),
-        address(table, INDICES, rank, WORLD_SIZE, tl.int32),
-        address(table, SOURCE_POSITIONS, rank, WORLD_SIZE, tl.int32),
+        address(op, TOKENS, tl.int32),
+        address(op, SCALES, SCALE_DTYPE),
+        address(op, WEIGHTS, tl.int32),
+        address(op, INDICES, tl.int32),
+        address(op, SOURCE_POSITIONS, tl.int32),
     )
 
 
@@ -185,9 +185,7 @@ def sent_sides(sides_at, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.c
 
 
 @portable
-def receive_row(
-    step, places, row, sides_at, sent, poison, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
-):
+def receive_row(step, places, row, sides_at, sent, poison, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
     """Wait for one row and move it to where the experts read it; leave EMPTY behind. Returns the poison word.
 
     Args:
@@ -196,7 +194,7 @@ def receive_row(
     target = places.rows + tl.cast(row.number, tl.int64) * ROW.ROW_WORDS
     for first_word in tl.static_range(0, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
         words_at = first_word + tl.arange(0, ROW.BLOCK_WORDS)
-        words, side, exists, late = take_row_block(step, row, words_at, sides_at, sent, S, ROW, LL)
+        words, side, exists, late = take_row_block(step, row, words_at, sides_at, sent, ROW, LL)
         poison = tl.where(poison == 0, late, poison)
         if exists:
             has_room = full_like(words_at, row.number) < step.row_limit
@@ -205,15 +203,14 @@ def receive_row(
             tl.store(row.words + words_at, full_like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
             if first_word == 0:
                 if (row.number < step.row_limit) & (poison == 0):
-                    place_side(places, side, sides_at, row.number, S.TOPK, LL, FORM.HAS_WEIGHTS)
+                    place_side(places, side, sides_at, row.number, step.op.TOPK, LL, FORM.HAS_WEIGHTS)
     return poison
 
 
 @portable
 def receive_low_latency_rows(
-    step, places, told, receiver, num_receivers, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
-    FORM: tl.constexpr,
-):  # fmt: skip
+    step, places, told, receiver, num_receivers, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
+):
     """Moves this program's share of the rows from where peers push them to where the experts read them.
 
     Rows are taken in the order in which they are sent, one from each source in turn. Where a row goes follows from its
@@ -224,33 +221,33 @@ def receive_low_latency_rows(
         step: DispatchStep. places: from received_places.
         told: from wait_counts; not read if places follow from a common bound.
     """
-    table, rank = step.table, step.rank
+    op = step.op
     # this rank's own rows are straight where they belong, unless that takes counts
-    first_source: tl.constexpr = 0 if S.COMPACT else 1
-    num_sources: tl.constexpr = S.WORLD_SIZE - first_source
+    first_source: tl.constexpr = 0 if op.COMPACT else 1
+    num_sources: tl.constexpr = op.WORLD_SIZE - first_source
     sides_at = tl.arange(0, LL.SIDE_LANES)
-    sent = sent_sides(sides_at, S.TOPK, LL, FORM.HAS_WEIGHTS)
+    sent = sent_sides(sides_at, op.TOPK, LL, FORM.HAS_WEIGHTS)
     poison = tl.full((), 0, tl.int32)
     num_units = step.step_tokens * num_sources
     lanes = tl.arange(0, LL.COUNT_LANES)
-    counts = tl.where(lanes < S.WORLD_SIZE, told, 0)
-    if S.COMPACT or step.step_tokens < 0:
+    counts = tl.where(lanes < op.WORLD_SIZE, told, 0)
+    if op.COMPACT or step.step_tokens < 0:
         num_units = reduce_max(counts, 0) * num_sources
-    count_words = address(table, COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank
-    all_rows = address(table, LOW_LATENCY_ROWS, rank, S.WORLD_SIZE, tl.int32)
-    all_sides = address(table, LOW_LATENCY_SIDES, rank, S.WORLD_SIZE, tl.int64)
+    count_words = address(op, COUNTS, tl.int64) + op.rank
+    all_rows = address(op, LOW_LATENCY_ROWS, tl.int32)
+    all_sides = address(op, LOW_LATENCY_SIDES, tl.int64)
     for unit in range(receiver, num_units, num_receivers):
         index = unit // max(1, num_sources)
-        source = (rank + first_source + unit % max(1, num_sources)) % S.WORLD_SIZE
+        source = (op.rank + first_source + unit % max(1, num_sources)) % op.WORLD_SIZE
         if poison == 0:
             number = source * step.step_tokens + index
-            if S.COMPACT:
+            if op.COMPACT:
                 number = reduce_sum(tl.where(lanes < source, counts, 0), 0) + index
             elif step.step_tokens < 0:
-                number = reduce_sum(tl.where(lanes == S.WORLD_SIZE + source, told, 0), 0) + index
+                number = reduce_sum(tl.where(lanes == op.WORLD_SIZE + source, told, 0), 0) + index
             slot = tl.cast(source * LL.SLOTS + index, tl.int64)
             words = tl.multiple_of(all_rows + slot * ROW.ROW_WORDS, 16)
-            beside = all_sides + slot * (LL.SCALE_WORDS + 2 * S.TOPK + 1)
-            row = ArrivingRow(words, beside, count_words + source * (S.WORLD_SIZE + 2), source, index, number)
-            poison = receive_row(step, places, row, sides_at, sent, poison, S, ROW, LL, FORM)
+            beside = all_sides + slot * (LL.SCALE_WORDS + 2 * op.TOPK + 1)
+            row = ArrivingRow(words, beside, count_words + source * (op.WORLD_SIZE + 2), source, index, number)
+            poison = receive_row(step, places, row, sides_at, sent, poison, ROW, LL, FORM)
     return poison

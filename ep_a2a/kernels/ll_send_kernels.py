@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import EMPTY, address, flagged, full_like, reduce_max, reduce_sum
+from ep_a2a.kernels.primitives import EMPTY, address_at, flagged, full_like, reduce_max, reduce_sum
 from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, rows_before_token, weights_at
 from ep_a2a.kernels.send_kernels import cast_row, load_row
 from ep_a2a.kernels.target import barrier
@@ -60,44 +60,44 @@ class Targets(NamedTuple):
 
 
 @portable
-def targets_of(step, token, going, poison, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
+def targets_of(step, token, going, poison, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
     """Return Targets of a token, with nowhere to go when poisoned.
 
     Args:
         step: DispatchStep. token: SentToken. going: from ranks_of_tokens, of all tokens of this rank.
     """
-    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * S.TOPK + 1
-    own_region: tl.constexpr = LOW_LATENCY_ROWS if S.COMPACT else TOKENS
-    rank = step.rank
-    peers, goes = destinations_of(token.ids, rank, OWNERS, S)
+    op = step.op
+    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * op.TOPK + 1
+    own_region: tl.constexpr = LOW_LATENCY_ROWS if op.COMPACT else TOKENS
+    peers, goes = destinations_of(token.ids, op, OWNERS)
     goes = goes & (full_like(peers, poison) == 0)
-    is_own = peers == rank
+    is_own = peers == op.rank
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
     regions = tl.where(is_own, own_region, LOW_LATENCY_ROWS)
-    rows = tl.load(step.table + regions * S.WORLD_SIZE + peers).to(tl.pointer_type(tl.int32))
-    sides = address(step.table, LOW_LATENCY_SIDES, peers, S.WORLD_SIZE, tl.int64)
+    rows = tl.load(op.table + regions * op.WORLD_SIZE + peers).to(tl.pointer_type(tl.int32))
+    sides = address_at(op, LOW_LATENCY_SIDES, peers, tl.int64)
     index = rows_before_token(going, token.number, peers, LL.TOKEN_LANES)
-    first = rank * LL.SLOTS
-    slots = index + (first if S.COMPACT else tl.where(is_own, step.first_row, first))
+    first = op.rank * LL.SLOTS
+    slots = index + (first if op.COMPACT else tl.where(is_own, step.first_row, first))
     lines = tl.cast(slots, tl.int64)
     own_slot = reduce_max(tl.where(is_own & goes, slots, -1), 0)
-    far = goes if S.COMPACT else goes & (peers != rank)
+    far = goes if op.COMPACT else goes & (peers != op.rank)
     return Targets(peers, index, rows + lines * ROW.ROW_WORDS, goes, sides + lines * side_words, far, own_slot)
 
 
 @portable
-def record_slots(places, token, to, S: tl.constexpr):
+def record_slots(places, token, to, op):
     """Record where a token goes and its ids [TOPK_LANES] for combine: routes of send_one_by_one (bulk_send_kernels).
 
     Args:
         places: SendPlaces. token: SentToken. to: Targets.
     """
-    lanes, choices = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
+    lanes, choices = tl.arange(0, op.WORLD_LANES), tl.arange(0, op.TOPK_LANES)
     here = (to.peers[:, None] == lanes[None, :]) & to.goes[:, None]
     index = reduce_max(tl.where(here, to.index[:, None], -1), 0)
     number = tl.cast(token.number, tl.int64)
-    tl.store(places.routes + number * S.WORLD_SIZE + lanes, index, mask=lanes < S.WORLD_SIZE)
-    tl.store(places.ids + number * S.TOPK + choices, token.ids, mask=choices < S.TOPK)
+    tl.store(places.routes + number * op.WORLD_SIZE + lanes, index, mask=lanes < op.WORLD_SIZE)
+    tl.store(places.ids + number * op.TOPK + choices, token.ids, mask=choices < op.TOPK)
 
 
 @portable
@@ -122,9 +122,7 @@ def push_row(x, words, token, to, ROW: tl.constexpr):
 
 
 @portable
-def push_beside(
-    own_lines, own_values, values, to, epoch, FIRST_WORD: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr
-):
+def push_beside(own_lines, own_values, values, to, epoch, FIRST_WORD: tl.constexpr, COUNT: tl.constexpr, op):
     """Push COUNT values that travel beside a row to Targets.
 
     Those of an own row go straight to its line of `own_lines`, unless layout compact takes all counts to know where
@@ -137,16 +135,16 @@ def push_beside(
     mask = to.far[:, None] & (lanes < COUNT)[None, :]
     words_at = to.sides[:, None] + (FIRST_WORD + lanes)[None, :]
     tl.store(words_at, flagged(values, epoch), mask=mask, cache_modifier=".wt")
-    if not S.COMPACT:
+    if not op.COMPACT:
         if to.own_slot >= 0:
             line = own_lines + tl.cast(to.own_slot, tl.int64) * COUNT
             tl.store(line + lanes, own_values.to(own_lines.dtype.element_ty), mask=lanes < COUNT)
 
 
 @portable
-def push_position(own_positions, to, position, written_in_full, epoch, POSITION: tl.constexpr, S: tl.constexpr):
+def push_position(own_positions, to, position, written_in_full, epoch, POSITION: tl.constexpr, op):
     """Push the word that says where a row comes from, behind a fence when the row could not be its own flag."""
-    if not S.COMPACT:
+    if not op.COMPACT:
         if to.own_slot >= 0:
             tl.store(own_positions + to.own_slot, position)
     positions = full_like(to.peers, position)
@@ -160,16 +158,16 @@ def push_position(own_positions, to, position, written_in_full, epoch, POSITION:
 
 @portable
 def send_token(
-    given, step, places, token, going, poison, OWNERS: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr,
-    LL: tl.constexpr, FORM: tl.constexpr,
+    given, step, places, token, going, poison, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Push a token's row and the words beside it to the ranks it goes to; nothing when poisoned.
 
     Args:
         given: DispatchInputs. step: DispatchStep. places: SendPlaces. token: SentToken. going: as of targets_of.
     """
-    epoch, own, rank = step.epoch, places.own, step.rank
-    to = targets_of(step, token, going, poison, OWNERS, S, ROW, LL)
+    epoch, own, op = step.epoch, places.own, step.op
+    to = targets_of(step, token, going, poison, OWNERS, ROW, LL)
     written_in_full = step.num_tokens < 0
     if ROW.GROUP > 0:
         words, scales = cast_row(token.tiles, given.scales, given.x.dtype.element_ty, ROW)
@@ -181,14 +179,14 @@ def send_token(
             line = given.scales + token.number * LL.SCALE_WORDS
             scales = tl.load(line + lanes, mask=lanes < LL.SCALE_WORDS, other=0).to(tl.int32)
     if LL.HAS_SCALES:
-        push_beside(own.scales, scales, scales[None, :], to, epoch, 0, LL.SCALE_WORDS, S)
+        push_beside(own.scales, scales, scales[None, :], to, epoch, 0, LL.SCALE_WORDS, op)
     token_ids, peers = token.ids[None, :], to.peers[:, None]
-    own_ids, ids = ids_at(token.ids, rank, S), ids_at(token_ids, peers, S)
-    push_beside(own.ids, own_ids, ids, to, epoch, LL.SCALE_WORDS, S.TOPK, S)
+    own_ids, ids = ids_at(token.ids, op.rank, op), ids_at(token_ids, peers, op)
+    push_beside(own.ids, own_ids, ids, to, epoch, LL.SCALE_WORDS, op.TOPK, op)
     if FORM.HAS_WEIGHTS:
-        own_weights = weights_at(token.weights, token.ids, rank, S)
-        weights = weights_at(token.weights[None, :], token_ids, peers, S)
-        push_beside(own.weights, own_weights, weights, to, epoch, LL.SCALE_WORDS + S.TOPK, S.TOPK, S)
+        own_weights = weights_at(token.weights, token.ids, op.rank, op)
+        weights = weights_at(token.weights[None, :], token_ids, peers, op)
+        push_beside(own.weights, own_weights, weights, to, epoch, LL.SCALE_WORDS + op.TOPK, op.TOPK, op)
     position = step.first_position + token.number
-    push_position(own.positions, to, position, written_in_full, epoch, LL.SCALE_WORDS + 2 * S.TOPK, S)
-    record_slots(places, token, to, S)
+    push_position(own.positions, to, position, written_in_full, epoch, LL.SCALE_WORDS + 2 * op.TOPK, op)
+    record_slots(places, token, to, op)

@@ -19,7 +19,7 @@ from typing import Any
 import triton.language as tl
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.kernels import target
+from ep_a2a.kernels import op_context, target
 from ep_a2a.kernels.interpreter_operators import fast_operators
 from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.kernel_cache import check_kernel_cache
@@ -34,8 +34,8 @@ _interpreting = threading.Lock()
 
 
 @functools.cache
-def _target_digest() -> str:
-    return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
+def _builtins_digest() -> str:
+    return hashlib.sha256((inspect.getsource(target) + inspect.getsource(op_context)).encode()).hexdigest()
 
 
 class _InPlaceExecutor(GridExecutor):
@@ -96,13 +96,13 @@ class PortableFunction(JITFunction):
 
         Triton 3.6 takes a callee's globals into the key only if the callee has got its own key earlier. So the
         same kernel had another key in a process that compiled its kernels in another order, and was compiled again.
-        Here the callees get their keys first. The functions of `target.py` are builtins, whose code Triton does not
-        look at, so its text is in every key.
+        Here the callees get their keys first. The functions of `target.py` and the class of `op_context.py` are
+        builtins, whose code Triton does not look at, so their text is in every key.
         """
         if self.hash is None:
             super().cache_key  # noqa: B018 - for its effect: the callees have their keys afterwards
             self.hash = None
-        return f"{super().cache_key}-{_target_digest()}"
+        return f"{super().cache_key}-{_builtins_digest()}"
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compile, or load from Triton's cache, and launch: all that `function[grid](...)` and `warmup` do.

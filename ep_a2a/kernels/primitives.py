@@ -149,9 +149,15 @@ def allow_next_launch():
 
 
 @portable
-def address(table, region: tl.constexpr, peer, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr):
+def address_at(op, region: tl.constexpr, peer, DTYPE: tl.constexpr):
     """Pointer to `peer`'s region; `peer` may be a vector. Regions start at multiples of 256 bytes."""
-    return tl.load(table + region * WORLD_SIZE + peer).to(tl.pointer_type(DTYPE))
+    return tl.load(op.table + region * op.WORLD_SIZE + peer).to(tl.pointer_type(DTYPE))
+
+
+@portable
+def address(op, region: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointer to this rank's own region."""
+    return address_at(op, region, op.rank, DTYPE)
 
 
 @portable
@@ -185,13 +191,13 @@ def running_sum(values, axis: tl.constexpr):
 
 
 @portable
-def begin_stage(table, stage: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def begin_stage(op, stage: tl.constexpr):
     """(epoch of the op's current step, non-zero when `stage` is not the next one of the step).
 
     A counter has one value for all programs of a launch, however many of them have finished already: it moves on when
     the last one does. Epochs are 1 to 2**32 - 1, and then 1 again: 0 is what memory holds that nobody has written.
     """
-    steps = table + NUM_REGIONS * WORLD_SIZE
+    steps = op.table + NUM_REGIONS * op.WORLD_SIZE
     done = tl.load(steps + stage) >> STEP_SHIFT
     out_of_order = done - done
     for other in tl.static_range(NUM_STAGES):
@@ -223,9 +229,7 @@ def load_poison(poison_word, LANES: tl.constexpr):
 
 
 @portable
-def initial_poison(
-    table, answer, phase: tl.constexpr, epoch, out_of_order, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
-):
+def initial_poison(op, answer, phase: tl.constexpr, epoch, out_of_order):
     """Return the poison word that this launch starts with, 0 to go on; a launch out of its order fails here.
 
     Args:
@@ -233,9 +237,9 @@ def initial_poison(
     """
     poison = reduce_max(answer, 0)
     if (poison == 0) & (out_of_order != 0):
-        poison = (rank | (ALTERNATION << 16)).to(tl.int32)
-        nobody = full_like(tl.arange(0, WORLD_LANES), 0)
-        fail(table, poison, phase, epoch, 0, nobody, rank, WORLD_SIZE, WORLD_LANES)
+        poison = (op.rank | (ALTERNATION << 16)).to(tl.int32)
+        nobody = full_like(tl.arange(0, op.WORLD_LANES), 0)
+        fail(op, poison, phase, epoch, 0, nobody)
     return poison
 
 
@@ -246,15 +250,12 @@ def share_of(unit, program, num_programs):
 
 
 @portable
-def finish_stage(
-    table, stage: tl.constexpr, program, num_programs, WORLD_SIZE: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr = False,
-):  # fmt: skip
+def finish_stage(op, stage: tl.constexpr, program, num_programs, DEPENDENT_LAUNCH: tl.constexpr = False):
     """Counts this program's arrival at the end of a stage; all of a launch add up to one step. Nobody waits for it.
 
     With DEPENDENT_LAUNCH, the next launch is set up once every program has come here.
     """
-    counter = table + NUM_REGIONS * WORLD_SIZE + stage
+    counter = op.table + NUM_REGIONS * op.WORLD_SIZE + stage
     share = share_of(STEP_UNIT, program, num_programs)
     # one thread arrives for its program: behind the barrier, none of them waits for another rank
     barrier()
@@ -264,21 +265,21 @@ def finish_stage(
 
 
 @portable
-def poison_of(table, rank, WORLD_SIZE: tl.constexpr):
+def poison_of(op):
     """Reads this rank's poison word. One thread reads, so every thread of the program gets the same value."""
-    word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
+    word = address(op, POISON, tl.int32)
     return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
 
 
 @portable
-def arrive_last(table, rank, num_programs, poison, WORLD_SIZE: tl.constexpr):
+def arrive_last(op, num_programs, poison):
     """(True in the program that arrives last, whether any program arrived poisoned).
 
     The last program sees the memory operations of all programs of the launch. The barrier orders every thread of a
     program before the thread that arrives for it. Poisoned arrivals also count in the upper half of the word, so that
     the last program knows of programs that left their part undone. The word is back at zero when the launch ends.
     """
-    counter = address(table, STATE, rank, WORLD_SIZE, tl.int32) + ARRIVED
+    counter = address(op, STATE, tl.int32) + ARRIVED
     mine = tl.where(poison == 0, 1, POISONED_ARRIVAL)
     barrier()
     before = tl.full((), 0, tl.int32)
@@ -291,20 +292,17 @@ def arrive_last(table, rank, num_programs, poison, WORLD_SIZE: tl.constexpr):
 
 
 @portable
-def post_all(
-    table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    ORDERS: tl.constexpr,
-):  # fmt: skip
+def post_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr):
     """Posts `epoch` into this rank's flag word at every peer: one vector of posts costs one hop, a loop W.
 
     Args:
         ORDERS: whoever acquires the flag sees all that this program has written or acquired before. A fence takes more
             than a microsecond; without it the flag says only that the launches before this one have ended.
     """
-    peers = tl.arange(0, WORLD_LANES)
-    present = peers < WORLD_SIZE
-    flags = address(table, region, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
-    epochs = tl.full((WORLD_LANES,), 0, tl.int32) + epoch
+    peers = tl.arange(0, op.WORLD_LANES)
+    present = peers < op.WORLD_SIZE
+    flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
+    epochs = tl.full((op.WORLD_LANES,), 0, tl.int32) + epoch
     if ORDERS:
         barrier()
         tl.atomic_xchg(flags, epochs, mask=present, sem="release", scope="sys")
@@ -313,26 +311,24 @@ def post_all(
 
 
 @portable
-def post_arrival(
-    table, region: tl.constexpr, program, num_programs, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr
-):
+def post_arrival(op, region: tl.constexpr, program, num_programs):
     """Adds this program's share to this rank's flag word at every peer; those of a launch make one step.
 
     Whoever acquires the word with all shares sees what all programs have written before: an addition hands on what the
     additions before it have released.
     """
-    peers = tl.arange(0, WORLD_LANES)
-    present = peers < WORLD_SIZE
-    flags = address(table, region, tl.where(present, peers, 0), WORLD_SIZE, tl.int32) + rank
+    peers = tl.arange(0, op.WORLD_LANES)
+    present = peers < op.WORLD_SIZE
+    flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
     share = share_of(ARRIVAL_UNIT, program, num_programs)
     barrier()
     tl.atomic_add(flags, full_like(peers, share), mask=present, sem="release", scope="sys")
 
 
 @portable
-def dispatch_flag(table, WORLD_SIZE: tl.constexpr):
+def dispatch_flag(op):
     """The flag word of a rank that has done its part of the running step: steps by 2**11."""
-    num_ended = tl.load(table + NUM_REGIONS * WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
+    num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
     return ((num_ended + 1) << ARRIVAL_SHIFT).to(tl.int32)
 
 
@@ -353,7 +349,7 @@ def next_poll(polls):
 
 
 @portable
-def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr, PATIENCE: tl.constexpr):
+def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr):
     """(poison word, deadline): the verdict on a wait after `polls` polls, a multiple of POLLS_PER_CLOCK; 0 to go on.
 
     All threads of a program get one verdict, the old value of one compare-and-swap on the poison word: threads read
@@ -364,29 +360,26 @@ def overdue(table, polls, deadline, accused, rank, WORLD_SIZE: tl.constexpr, PAT
     # the first look at the clock starts the time: waits that end before it, the common ones, never look
     if polls == POLLS_PER_CLOCK:
         # no combine has ended in an op's first step, which has a bound of its own
-        num_ended = tl.load(table + NUM_REGIONS * WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
-        limits = address(table, LIMITS, rank, WORLD_SIZE, tl.int64)
+        num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
+        limits = address(op, LIMITS, tl.int64)
         deadline = now + PATIENCE * tl.load(limits + tl.where(num_ended == 0, 1, 0))
     verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
-    poison_word = address(table, POISON, rank, WORLD_SIZE, tl.int32)
+    poison_word = address(op, POISON, tl.int32)
     return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline
 
 
 @portable
-def wait_all(
-    table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr,
-    ORDERS: tl.constexpr, PATIENCE: tl.constexpr, WITHIN: tl.constexpr = 0,
-):  # fmt: skip
+def wait_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, PATIENCE: tl.constexpr, WITHIN: tl.constexpr = 0):
     """Waits until every peer's flag has reached `epoch`, or dispatch_flag. 0 when all came, else the poison word.
 
     All threads of a program leave with one verdict: arrival is a reduction over all lanes. ORDERS: as in post_all.
     PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is waited for; 0 for all ranks.
     """
-    lanes = tl.arange(0, WORLD_LANES)
-    present = lanes < WORLD_SIZE
+    lanes = tl.arange(0, op.WORLD_LANES)
+    present = lanes < op.WORLD_SIZE
     if WITHIN:
-        present = present & (lanes // WITHIN == rank // WITHIN)
-    flags = address(table, region, rank, WORLD_SIZE, tl.int32) + lanes
+        present = present & (lanes // WITHIN == op.rank // WITHIN)
+    flags = address(op, region, tl.int32) + lanes
     late = late_lanes(flags, epoch, present, ORDERS)
     num_late = reduce_sum(late, 0)
     poison = tl.full((), 0, tl.int32)
@@ -398,8 +391,8 @@ def wait_all(
         num_late = reduce_sum(late, 0)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
-            accused = reduce_min(tl.where(late > 0, lanes, WORLD_LANES), 0)
-            poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
+            accused = reduce_min(tl.where(late > 0, lanes, op.WORLD_LANES), 0)
+            poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
     barrier()
     return poison
 
@@ -423,26 +416,26 @@ def epoch_of(words):
 
 
 @portable
-def fail(table, poison, phase, epoch, detail, late, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def fail(op, poison, phase, epoch, detail, late):
     """Records this rank's first failure for the host and poisons every peer that is not poisoned yet.
 
     layout.Record says what `detail` and the lanes of `late` are. The host may see the code before the rest; it
     synchronises the device before it reads the rest.
     """
-    state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
+    state = address(op, STATE, tl.int32)
     if tl.atomic_cas(state + ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
-        lanes = tl.arange(0, WORLD_LANES)
-        present = lanes < WORLD_SIZE
-        record = address(table, ERROR_RECORD, rank, WORLD_SIZE, tl.int32)
+        lanes = tl.arange(0, op.WORLD_LANES)
+        present = lanes < op.WORLD_SIZE
+        record = address(op, ERROR_RECORD, tl.int32)
         tl.store(record + RECORD_ACCUSED, poison & 0xFFFF)
         tl.store(record + RECORD_PHASE, phase)
         tl.store(record + RECORD_EPOCH, epoch)
         tl.store(record + RECORD_DETAIL, detail)
         tl.store(record + RECORD_RANKS + lanes, late, mask=present)
         # compare-and-swap takes no mask: surplus lanes repeat this rank's own word
-        words = address(table, POISON, tl.where(present, lanes, rank), WORLD_SIZE, tl.int32)
+        words = address_at(op, POISON, tl.where(present, lanes, op.rank), tl.int32)
         tl.atomic_cas(
-            words, tl.full((WORLD_LANES,), 0, tl.int32), tl.full((WORLD_LANES,), 0, tl.int32) + poison,
+            words, tl.full((op.WORLD_LANES,), 0, tl.int32), tl.full((op.WORLD_LANES,), 0, tl.int32) + poison,
             sem="relaxed", scope="sys",
         )  # fmt: skip
         barrier()
@@ -450,8 +443,8 @@ def fail(table, poison, phase, epoch, detail, late, rank, WORLD_SIZE: tl.constex
 
 
 @portable
-def lanes_behind(table, region: tl.constexpr, epoch, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def lanes_behind(op, region: tl.constexpr, epoch):
     """1 in the lanes of ranks whose flag has not reached `epoch` now."""
-    lanes = tl.arange(0, WORLD_LANES)
-    flags = address(table, region, rank, WORLD_SIZE, tl.int32) + lanes
-    return late_lanes(flags, epoch, lanes < WORLD_SIZE, True)
+    lanes = tl.arange(0, op.WORLD_LANES)
+    flags = address(op, region, tl.int32) + lanes
+    return late_lanes(flags, epoch, lanes < op.WORLD_SIZE, True)

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from ep_a2a.kernels import layout
 from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     CAPACITY,
@@ -15,6 +16,7 @@ from ep_a2a.kernels.primitives import (
     STATE,
     STEP_TOKENS_MISMATCH,
     address,
+    address_at,
     epoch_of,
     fail,
     flagged,
@@ -45,7 +47,7 @@ BOUNDS_MASK = tl.constexpr(layout.BOUNDS_MASK)
 class DispatchStep(NamedTuple):
     """One dispatch as its device functions see it.
 
-    table: addresses (kernels/layout.py). rank: this rank. epoch: of the step. num_tokens: that this rank sends.
+    op: OpContext. epoch: of the step. num_tokens: that this rank sends.
     step_tokens: the bound of every rank; where bounds differ, their checksum, below 0 (ops/bounds.py).
     wire_word: this rank's bound and the wire format, compared with every peer's. bound_mask: the bound's bits in it.
     first_row: where this rank's rows begin at every rank, but for layout compact. pad_id: id of rows without a token.
@@ -54,8 +56,7 @@ class DispatchStep(NamedTuple):
     program: this one, of num_programs.
     """
 
-    table: tl.tensor
-    rank: tl.tensor
+    op: OpContext
     epoch: tl.tensor
     num_tokens: tl.tensor
     step_tokens: tl.tensor
@@ -96,56 +97,53 @@ MOST_COUNTS = tl.constexpr(256)
 
 
 @portable
-def post_counts(table, counts, first_row, wire_word, epoch, rank, S: tl.constexpr, ALL: tl.constexpr):
+def post_counts(op, counts, first_row, wire_word, epoch, ALL: tl.constexpr):
     """Posts to every rank how many rows this rank sends to it, or with ALL to each rank, where they begin, and its wire
     word.
 
     The words are flagged: line `rank` of COUNTS [W, W + 2] at every peer, which ends in `first_row` and `wire_word`.
     """
-    lanes = tl.arange(0, S.WORLD_LANES)
-    present = lanes < S.WORLD_SIZE
+    lanes = tl.arange(0, op.WORLD_LANES)
+    present = lanes < op.WORLD_SIZE
     words = flagged(counts, epoch)
     nothing = full_like(lanes, 0)
-    lines = address(table, COUNTS, tl.where(present, lanes, rank), S.WORLD_SIZE, tl.int64) + rank * (S.WORLD_SIZE + 2)
-    tl.store(lines + S.WORLD_SIZE, flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
-    tl.store(lines + S.WORLD_SIZE + 1, flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
+    lines = address_at(op, COUNTS, tl.where(present, lanes, op.rank), tl.int64) + op.rank * (op.WORLD_SIZE + 2)
+    tl.store(lines + op.WORLD_SIZE, flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
+    tl.store(lines + op.WORLD_SIZE + 1, flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
     if ALL:
-        num_peers: tl.constexpr = min(S.WORLD_LANES, max(1, MOST_COUNTS // S.WORLD_LANES))
-        for first in range(0, S.WORLD_SIZE, num_peers):
+        num_peers: tl.constexpr = min(op.WORLD_LANES, max(1, MOST_COUNTS // op.WORLD_LANES))
+        for first in range(0, op.WORLD_SIZE, num_peers):
             peers = first + tl.arange(0, num_peers)
-            regions = address(table, COUNTS, tl.where(peers < S.WORLD_SIZE, peers, rank), S.WORLD_SIZE, tl.int64)
-            where = regions[:, None] + rank * (S.WORLD_SIZE + 2) + lanes[None, :]
-            mask = (peers < S.WORLD_SIZE)[:, None] & present[None, :]
+            regions = address_at(op, COUNTS, tl.where(peers < op.WORLD_SIZE, peers, op.rank), tl.int64)
+            where = regions[:, None] + op.rank * (op.WORLD_SIZE + 2) + lanes[None, :]
+            mask = (peers < op.WORLD_SIZE)[:, None] & present[None, :]
             tl.store(where, words[None, :] + full_like(peers, 0)[:, None], mask=mask, cache_modifier=".wt")
     else:
         tl.store(lines + lanes, words, mask=present, cache_modifier=".wt")
 
 
 @portable
-def look_at_counts(lines, epoch, index, rank, WORLD_SIZE: tl.constexpr, ALL: tl.constexpr, WITHIN: tl.constexpr):
+def look_at_counts(lines, epoch, index, op, ALL: tl.constexpr, WITHIN: tl.constexpr):
     """(1 for words of COUNTS that are not of this epoch, their payload, the rank that posts them).
 
     Args:
         index: which words, a vector: those of wait_counts, or with ALL the words of all lines in their order.
     """
     if ALL:
-        source, where, inside = index // (WORLD_SIZE + 2), index, index < WORLD_SIZE * (WORLD_SIZE + 2)
+        source, where, inside = index // (op.WORLD_SIZE + 2), index, index < op.WORLD_SIZE * (op.WORLD_SIZE + 2)
     else:
-        source, column = index % WORLD_SIZE, index // WORLD_SIZE
-        where = source * (WORLD_SIZE + 2) + tl.where(column == 0, rank, WORLD_SIZE - 1 + column)
-        inside = index < 3 * WORLD_SIZE
+        source, column = index % op.WORLD_SIZE, index // op.WORLD_SIZE
+        where = source * (op.WORLD_SIZE + 2) + tl.where(column == 0, op.rank, op.WORLD_SIZE - 1 + column)
+        inside = index < 3 * op.WORLD_SIZE
     if WITHIN:
-        inside = inside & (source // WITHIN == rank // WITHIN)
+        inside = inside & (source // WITHIN == op.rank // WITHIN)
     seen = volatile_load(lines + where, mask=inside, other=0)
     late = ((epoch_of(seen) != epoch) & inside).to(tl.int32)
     return late, payload_of(seen), source
 
 
 @portable
-def wait_counts(
-    table, epoch, rank, WORLD_SIZE: tl.constexpr, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1,
-    WITHIN: tl.constexpr = 0,
-):  # fmt: skip
+def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1, WITHIN: tl.constexpr = 0):
     """Waits until every rank has told this one how many rows it sends here, where they begin, and its wire word.
 
     COUNT_LANES must be at least the threads of a program: each lane is read by one thread then, and a reduction over
@@ -157,110 +155,107 @@ def wait_counts(
         compact, lane 2 * W + s its wire word; the poison word when they did not come.
     """
     index = tl.arange(0, COUNT_LANES)
-    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64)
+    lines = address(op, COUNTS, tl.int64)
     words = full_like(index, 0)
     num_late = tl.full((), 1, tl.int32)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
-        late, words, source = look_at_counts(lines, epoch, index, rank, WORLD_SIZE, False, WITHIN)
+        late, words, source = look_at_counts(lines, epoch, index, op, False, WITHIN)
         num_late = reduce_sum(late, 0)
         if num_late > 0:
             pause(0)
             polls = next_poll(polls)
             if polls % POLLS_PER_CLOCK == 0:
-                accused = reduce_min(tl.where(late > 0, source, WORLD_SIZE), 0)
-                poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
+                accused = reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
+                poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
     return words, poison
 
 
 @portable
-def wait_all_counts(
-    table, epoch, rank, WORLD_SIZE: tl.constexpr, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1,
-    WITHIN: tl.constexpr = 0,
-):  # fmt: skip
+def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1, WITHIN: tl.constexpr = 0):
     """Waits until every rank has told this one how many rows it sends to each rank. Returns the poison word.
 
     Only who needs rows_before waits for so many words. Arguments: as in wait_counts.
     """
     lanes = tl.arange(0, COUNT_LANES)
-    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64)
+    lines = address(op, COUNTS, tl.int64)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
     first = tl.full((), 0, tl.int32)
-    while (first < WORLD_SIZE * (WORLD_SIZE + 2)) & (poison == 0):
-        late, _, source = look_at_counts(lines, epoch, first + lanes, rank, WORLD_SIZE, True, WITHIN)
+    while (first < op.WORLD_SIZE * (op.WORLD_SIZE + 2)) & (poison == 0):
+        late, _, source = look_at_counts(lines, epoch, first + lanes, op, True, WITHIN)
         if reduce_sum(late, 0) == 0:
             first += COUNT_LANES
         else:
             pause(0)
             polls = next_poll(polls)
             if polls % POLLS_PER_CLOCK == 0:
-                accused = reduce_min(tl.where(late > 0, source, WORLD_SIZE), 0)
-                poison, deadline = overdue(table, polls, deadline, accused, rank, WORLD_SIZE, PATIENCE)
+                accused = reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
+                poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
     return poison
 
 
 @portable
-def absent_rank(table, epoch, otherwise, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def absent_rank(op, epoch, otherwise):
     """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
-    lanes = tl.arange(0, WORLD_LANES)
-    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 2)
-    words = volatile_load(lines + WORLD_SIZE + 1, mask=lanes < WORLD_SIZE, other=0)
-    absent = (epoch_of(words) != epoch) & (lanes < WORLD_SIZE)
-    first = reduce_min(tl.where(absent, lanes, WORLD_SIZE), 0)
-    return tl.where(first < WORLD_SIZE, first, otherwise)
+    lanes = tl.arange(0, op.WORLD_LANES)
+    lines = address(op, COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
+    words = volatile_load(lines + op.WORLD_SIZE + 1, mask=lanes < op.WORLD_SIZE, other=0)
+    absent = (epoch_of(words) != epoch) & (lanes < op.WORLD_SIZE)
+    first = reduce_min(tl.where(absent, lanes, op.WORLD_SIZE), 0)
+    return tl.where(first < op.WORLD_SIZE, first, otherwise)
 
 
 @portable
-def counts_from(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def counts_from(op):
     """Once every line has come, by source [WORLD_LANES]: rows for this rank, where they begin, wire words."""
-    lanes = tl.arange(0, WORLD_LANES)
-    lines = address(table, COUNTS, rank, WORLD_SIZE, tl.int64) + lanes * (WORLD_SIZE + 2)
-    present = lanes < WORLD_SIZE
-    counts = volatile_load(lines + rank, mask=present, other=0)
-    starts = volatile_load(lines + WORLD_SIZE, mask=present, other=0)
-    wire_words = volatile_load(lines + WORLD_SIZE + 1, mask=present, other=0)
+    lanes = tl.arange(0, op.WORLD_LANES)
+    lines = address(op, COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
+    present = lanes < op.WORLD_SIZE
+    counts = volatile_load(lines + op.rank, mask=present, other=0)
+    starts = volatile_load(lines + op.WORLD_SIZE, mask=present, other=0)
+    wire_words = volatile_load(lines + op.WORLD_SIZE + 1, mask=present, other=0)
     return payload_of(counts), payload_of(starts), payload_of(wire_words)
 
 
 @portable
-def rows_before(table, rank, source, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def rows_before(op, source):
     """[WORLD_LANES]: at each destination, the rows of all sources below `source` (layout compact).
 
     All counts must have come (wait_all_counts).
     """
-    lanes = tl.arange(0, WORLD_LANES)
-    num_lines: tl.constexpr = max(1, MOST_COUNTS // WORLD_LANES)
-    first_line = address(table, COUNTS, rank, WORLD_SIZE, tl.int64)
+    lanes = tl.arange(0, op.WORLD_LANES)
+    num_lines: tl.constexpr = max(1, MOST_COUNTS // op.WORLD_LANES)
+    first_line = address(op, COUNTS, tl.int64)
     rows = full_like(lanes, 0)
     for first in range(0, source, num_lines):
         sources = first + tl.arange(0, num_lines)
-        lines = first_line + sources[:, None] * (WORLD_SIZE + 2) + lanes[None, :]
-        mask = (sources < source)[:, None] & (lanes < WORLD_SIZE)[None, :]
+        lines = first_line + sources[:, None] * (op.WORLD_SIZE + 2) + lanes[None, :]
+        mask = (sources < source)[:, None] & (lanes < op.WORLD_SIZE)[None, :]
         rows += reduce_sum(payload_of(volatile_load(lines, mask=mask, other=0)), 0)
     return rows
 
 
 @portable
-def last_rows(table, rank, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
+def last_rows(op, LANES: tl.constexpr):
     """[LANES]: the previous step's rows by source, behind them where each source's begin, until accept_rows."""
     lanes = tl.arange(0, LANES)
-    rows = address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32)
-    return tl.load(rows + lanes, mask=lanes < 2 * WORLD_SIZE, other=0)
+    rows = address(op, RECV_COUNTS, tl.int32)
+    return tl.load(rows + lanes, mask=lanes < 2 * op.WORLD_SIZE, other=0)
 
 
 @portable
-def last_received(table, rank, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr):
+def last_received(op, LANES: tl.constexpr):
     """State of the previous step (Received), loaded before the wait for this one."""
-    state = address(table, STATE, rank, WORLD_SIZE, tl.int32)
-    return Received(last_rows(table, rank, WORLD_SIZE, LANES), tl.load(state + LAST_PAD_ID))
+    state = address(op, STATE, tl.int32)
+    return Received(last_rows(op, LANES), tl.load(state + LAST_PAD_ID))
 
 
 @portable
-def accept_counts(step, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+def accept_counts(step, COUNT_LANES: tl.constexpr):
     """Waits for the counts of all ranks, and publishes what this rank receives. Returns the poison word of a failure.
 
     One program of a step does this. Rows may still be on their way: those that are padded here are none of them.
@@ -268,15 +263,15 @@ def accept_counts(step, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     Args:
         step: DispatchStep. COUNT_LANES: as in wait_counts.
     """
-    old = last_received(step.table, step.rank, S.WORLD_SIZE, COUNT_LANES)
-    words, poison = wait_counts(step.table, step.epoch, step.rank, S.WORLD_SIZE, COUNT_LANES)
+    old = last_received(step.op, COUNT_LANES)
+    words, poison = wait_counts(step.op, step.epoch, COUNT_LANES)
     if poison == 0:
-        poison = accept_rows(step, old, words, S, COUNT_LANES)
+        poison = accept_rows(step, old, words, COUNT_LANES)
     return poison
 
 
 @portable
-def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+def disagrees(step, words, COUNT_LANES: tl.constexpr):
     """Return 1 if the ranks' wire words do not fit this rank's step, else 0.
 
     Words of a common bound are equal. Of bounds that differ the rest of each word is, the first row of this rank
@@ -286,16 +281,17 @@ def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
     Args:
         step: DispatchStep. words: from wait_counts.
     """
+    op = step.op
     lanes = tl.arange(0, COUNT_LANES)
-    is_wire_word = (lanes >= 2 * S.WORLD_SIZE) & (lanes < 3 * S.WORLD_SIZE)
+    is_wire_word = (lanes >= 2 * op.WORLD_SIZE) & (lanes < 3 * op.WORLD_SIZE)
     compared = tl.where(step.step_tokens < 0, ~step.bound_mask, -1)
     differs = is_wire_word & (((words ^ step.wire_word) & compared) != 0)
     found = reduce_max(differs.to(tl.int32), 0)
     if step.step_tokens < 0:
-        ranks = tl.arange(0, S.WORLD_LANES)
-        _, _, wire_words = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+        ranks = tl.arange(0, op.WORLD_LANES)
+        _, _, wire_words = counts_from(op)
         bounds = (wire_words & step.bound_mask) >> BOUND_SHIFT
-        first_row = reduce_sum(tl.where(ranks < step.rank, bounds, 0), 0)
+        first_row = reduce_sum(tl.where(ranks < op.rank, bounds, 0), 0)
         num_rows = tl.minimum(reduce_sum(bounds, 0), step.num_region_rows)
         mixed = ((ranks + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
         weights = mixed ^ (mixed >> BOUNDS_SHIFT) | 1
@@ -306,49 +302,47 @@ def disagrees(step, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
 
 
 @portable
-def accept_rows(step, old, words, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
     """Publishes what this rank receives, once every rank's counts are there. Returns the poison word of a failure.
 
     Args:
         step: DispatchStep. old: from last_received. words: from wait_counts.
     """
-    table, rank = step.table, step.rank
+    op = step.op
     lanes = tl.arange(0, COUNT_LANES)
-    is_count = lanes < S.WORLD_SIZE
-    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32) + lanes
+    is_count = lanes < op.WORLD_SIZE
+    received = address(op, RECV_COUNTS, tl.int32) + lanes
     counts = tl.where(is_count, words, 0)
     total = reduce_sum(counts, 0)
-    mismatch = disagrees(step, words, S, COUNT_LANES) != 0
-    poison = tl.where(total > step.row_limit, (rank | (CAPACITY << 16)).to(tl.int32), 0)
+    mismatch = disagrees(step, words, COUNT_LANES) != 0
+    poison = tl.where(total > step.row_limit, (op.rank | (CAPACITY << 16)).to(tl.int32), 0)
     poison = tl.where(mismatch, (STEP_TOKENS_MISMATCH << 16) | NOBODY, poison)
     if poison != 0:
-        sent, _, wire_words = counts_from(table, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        sent, _, wire_words = counts_from(op)
         found, by_rank = tl.where(mismatch, 1, total), tl.where(mismatch, wire_words, sent)
-        fail(table, poison, DISPATCH_PHASE, step.epoch, found, by_rank, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        fail(op, poison, DISPATCH_PHASE, step.epoch, found, by_rank)
     else:
-        pad_unused_rows(step, old, words, total, S, COUNT_LANES)
+        pad_unused_rows(step, old, words, total, COUNT_LANES)
     # every thread has read the previous rows before they are replaced
     barrier()
     tl.store(received, tl.where(poison == 0, counts, 0), mask=is_count)
-    if S.COMPACT:
-        tl.store(received + S.WORLD_SIZE, running_sum(counts, 0) - counts, mask=is_count)
+    if op.COMPACT:
+        tl.store(received + op.WORLD_SIZE, running_sum(counts, 0) - counts, mask=is_count)
     else:
-        tl.store(received, words, mask=(lanes >= S.WORLD_SIZE) & (lanes < 2 * S.WORLD_SIZE))
-    tl.store(address(table, TOTAL_RECV, rank, S.WORLD_SIZE, tl.int32), tl.where(poison == 0, total, 0))
+        tl.store(received, words, mask=(lanes >= op.WORLD_SIZE) & (lanes < 2 * op.WORLD_SIZE))
+    tl.store(address(op, TOTAL_RECV, tl.int32), tl.where(poison == 0, total, 0))
     return poison
 
 
 @portable
-def receive_nothing(table, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr):
+def receive_nothing(op):
     """Publishes that a failed step has brought nothing.
 
     Whoever has read the previous counts has taken part in a reduction since.
     """
-    lanes = tl.arange(0, WORLD_LANES)
-    tl.store(
-        address(table, RECV_COUNTS, rank, WORLD_SIZE, tl.int32) + lanes, full_like(lanes, 0), mask=lanes < WORLD_SIZE
-    )
-    tl.store(address(table, TOTAL_RECV, rank, WORLD_SIZE, tl.int32), 0)
+    lanes = tl.arange(0, op.WORLD_LANES)
+    tl.store(address(op, RECV_COUNTS, tl.int32) + lanes, full_like(lanes, 0), mask=lanes < op.WORLD_SIZE)
+    tl.store(address(op, TOTAL_RECV, tl.int32), 0)
 
 
 @portable
@@ -361,7 +355,7 @@ def pad_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr):
 
 
 @portable
-def pad_unused_rows(step, old, words, total, S: tl.constexpr, COUNT_LANES: tl.constexpr):
+def pad_unused_rows(step, old, words, total, COUNT_LANES: tl.constexpr):
     """Gives `pad_id` to the rows that the previous step filled and this one does not; all others carry it already.
 
     The work is proportional to the rows of the previous step, and to all rows only when pad_id changes.
@@ -369,50 +363,52 @@ def pad_unused_rows(step, old, words, total, S: tl.constexpr, COUNT_LANES: tl.co
     Args:
         step: DispatchStep. old: Received of the previous step. words: from wait_counts. total: rows of all.
     """
-    state = address(step.table, STATE, step.rank, S.WORLD_SIZE, tl.int32)
-    ids = address(step.table, INDICES, step.rank, S.WORLD_SIZE, tl.int32)
+    op = step.op
+    state = address(op, STATE, tl.int32)
+    ids = address(op, INDICES, tl.int32)
     lanes = tl.arange(0, COUNT_LANES)
-    if S.COMPACT:
-        last = reduce_sum(tl.where(lanes < S.WORLD_SIZE, old.rows, 0), 0)
+    if op.COMPACT:
+        last = reduce_sum(tl.where(lanes < op.WORLD_SIZE, old.rows, 0), 0)
         if old.pad_id != step.pad_id:
             last = step.num_region_rows + 0
-        pad_rows(ids, total, last, step.pad_id, S.TOPK)
+        pad_rows(ids, total, last, step.pad_id, op.TOPK)
     else:
-        has_moved = ((old.rows != words) & (lanes < 2 * S.WORLD_SIZE)) | (old.pad_id != step.pad_id)
-        left = tl.where(lanes < S.WORLD_SIZE, old.rows - words, tl.where(has_moved, MOVED, 0))
+        has_moved = ((old.rows != words) & (lanes < 2 * op.WORLD_SIZE)) | (old.pad_id != step.pad_id)
+        left = tl.where(lanes < op.WORLD_SIZE, old.rows - words, tl.where(has_moved, MOVED, 0))
         most_left = reduce_max(left, 0)
         # steps of equal counts, the common case, have nothing to do
         if most_left > 0:
-            pad_gaps(step, old, ids, most_left == MOVED, S)
+            pad_gaps(step, old, ids, most_left == MOVED)
     tl.store(state + LAST_PAD_ID, step.pad_id)
     tl.store(state + LAST_STEP_TOKENS, step.step_tokens)
 
 
 @portable
-def pad_gaps(step, old, ids, moved, S: tl.constexpr):
+def pad_gaps(step, old, ids, moved):
     """Pads the rows that follow each source's, up to those of the previous step; one gap per source, all at once.
 
     Args:
         moved: whether rows of the previous step may lie elsewhere, in gaps of any size and behind all of this step's.
     """
-    lanes = tl.arange(0, S.WORLD_LANES)
-    num_ids: tl.constexpr = max(1, PADDED_IDS // S.WORLD_LANES)
-    present = lanes < S.WORLD_SIZE
-    rows_at = address(step.table, RECV_COUNTS, step.rank, S.WORLD_SIZE, tl.int32) + lanes
+    op = step.op
+    lanes = tl.arange(0, op.WORLD_LANES)
+    num_ids: tl.constexpr = max(1, PADDED_IDS // op.WORLD_LANES)
+    present = lanes < op.WORLD_SIZE
+    rows_at = address(op, RECV_COUNTS, tl.int32) + lanes
     old_counts = tl.load(rows_at, mask=present, other=0)
-    counts, starts, words = counts_from(step.table, step.rank, S.WORLD_SIZE, S.WORLD_LANES)
+    counts, starts, words = counts_from(op)
     ends = starts + old_counts
     if moved:
-        old_ends = tl.load(rows_at + S.WORLD_SIZE, mask=present, other=0) + old_counts
+        old_ends = tl.load(rows_at + op.WORLD_SIZE, mask=present, other=0) + old_counts
         last = reduce_max(tl.where(old_counts > 0, old_ends, 0), 0)
         if old.pad_id != step.pad_id:
             last = step.num_region_rows + 0
         ends = starts + ((words & step.bound_mask) >> BOUND_SHIFT)
-        pad_rows(ids, reduce_max(ends, 0), last, step.pad_id, S.TOPK)
+        pad_rows(ids, reduce_max(ends, 0), last, step.pad_id, op.TOPK)
         ends = tl.minimum(ends, last)
-    num_left = (ends - starts - counts)[:, None] * S.TOPK
-    gaps = ids + tl.cast(starts + counts, tl.int64)[:, None] * S.TOPK
-    for first in range(0, reduce_max(ends - starts - counts, 0) * S.TOPK, num_ids):
+    num_left = (ends - starts - counts)[:, None] * op.TOPK
+    gaps = ids + tl.cast(starts + counts, tl.int64)[:, None] * op.TOPK
+    for first in range(0, reduce_max(ends - starts - counts, 0) * op.TOPK, num_ids):
         index = first + tl.arange(0, num_ids)[None, :]
         tl.store(gaps + index, full_like(num_left + index, step.pad_id), mask=index < num_left)
 
@@ -420,9 +416,10 @@ def pad_gaps(step, old, ids, moved, S: tl.constexpr):
 @portable(do_not_specialize=["rank", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
 def count_local_experts_kernel(table, rank, first_expert, counts_out, S: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """counts_out[e] = slots of received rows with the id of this rank's expert e; one program per expert."""
+    op = OpContext(table, rank, S)
     expert = first_expert + tl.program_id(0)
-    ids = address(table, INDICES, rank, S.WORLD_SIZE, tl.int32)
-    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
+    ids = address(op, INDICES, tl.int32)
+    received = address(op, RECV_COUNTS, tl.int32)
     slots = tl.arange(0, S.TOPK_LANES)
     found = tl.full((BLOCK_ROWS, S.TOPK_LANES), 0, tl.int32)
     for source in range(S.WORLD_SIZE):

@@ -12,6 +12,7 @@ program, one for each such rank:
 import triton.language as tl
 
 from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POISON, address
 from ep_a2a.kernels.put_kernels import fence, put_and_count
@@ -28,39 +29,38 @@ ELEMENTS = tl.constexpr(Region.ELEMENTS.value)
 
 
 @portable
-def put_mirror(
-    table, region: tl.constexpr, mirror: tl.constexpr, first_byte, num_bytes: tl.constexpr, remote, rank,
-    WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
+def put_mirror(op, region: tl.constexpr, mirror: tl.constexpr, first_byte, num_bytes: tl.constexpr, remote):
     """Puts bytes of a mirror to the same place of the region at rank `remote`."""
-    target = tl.load(table + region * WORLD_SIZE + rank) + first_byte
-    source = tl.load(table + mirror * WORLD_SIZE + rank) + first_byte
-    unread = tl.load(table + UNREAD * WORLD_SIZE + rank)
-    put_and_count(target, source, num_bytes, unread, tl.load(table + ELEMENTS * WORLD_SIZE + remote))
+    target = tl.load(op.table + region * op.WORLD_SIZE + op.rank) + first_byte
+    source = tl.load(op.table + mirror * op.WORLD_SIZE + op.rank) + first_byte
+    unread = tl.load(op.table + UNREAD * op.WORLD_SIZE + op.rank)
+    put_and_count(target, source, num_bytes, unread, tl.load(op.table + ELEMENTS * op.WORLD_SIZE + remote))
 
 
 @portable(do_not_specialize=["rank"])
 def put_mirrors_kernel(
-    table, rank, GPUS: tl.constexpr, WORLD_SIZE: tl.constexpr, TELLS_COUNTS: tl.constexpr, TELLS_FLAGS: tl.constexpr,
+    table, rank, GPUS: tl.constexpr, S: tl.constexpr, TELLS_COUNTS: tl.constexpr, TELLS_FLAGS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Puts this rank's mirrors to one rank of another node; a program each. Failures are always put.
 
     Args:
-        TELLS_COUNTS: how many rows this rank sends. TELLS_FLAGS: that it has begun a combine, HAS_WEIGHTS with weights.
+        GPUS: ranks of a node. S: Shape. TELLS_COUNTS: how many rows this rank sends. TELLS_FLAGS: that it has begun a
+            combine, HAS_WEIGHTS with weights.
     """
-    remote = ((rank // GPUS + 1) * GPUS + tl.program_id(0)) % WORLD_SIZE
+    op = OpContext(table, rank, S)
+    remote = ((rank // GPUS + 1) * GPUS + tl.program_id(0)) % S.WORLD_SIZE
     # M1
-    if tl.load(address(table, MIRROR_POISON, rank, WORLD_SIZE, tl.int32)) != 0:
-        put_mirror(table, POISON, MIRROR_POISON, 0, 4, remote, rank, WORLD_SIZE)
+    if tl.load(address(op, MIRROR_POISON, tl.int32)) != 0:
+        put_mirror(op, POISON, MIRROR_POISON, 0, 4, remote)
     # M2
     if TELLS_COUNTS:
         # flagged words, which need no order
-        line_bytes: tl.constexpr = (WORLD_SIZE + 2) * 8
-        put_mirror(table, COUNTS, MIRROR_COUNTS, rank * line_bytes, line_bytes, remote, rank, WORLD_SIZE)
+        line_bytes: tl.constexpr = (S.WORLD_SIZE + 2) * 8
+        put_mirror(op, COUNTS, MIRROR_COUNTS, rank * line_bytes, line_bytes, remote)
     # M3
     if TELLS_FLAGS:
         if HAS_WEIGHTS:
-            put_mirror(table, WEIGHT_EPOCHS, MIRROR_WEIGHT_EPOCHS, rank * 4, 4, remote, rank, WORLD_SIZE)
+            put_mirror(op, WEIGHT_EPOCHS, MIRROR_WEIGHT_EPOCHS, rank * 4, 4, remote)
             fence()
-        put_mirror(table, COMBINE_FLAGS, MIRROR_COMBINE_FLAGS, rank * 4, 4, remote, rank, WORLD_SIZE)
+        put_mirror(op, COMBINE_FLAGS, MIRROR_COMBINE_FLAGS, rank * 4, 4, remote)

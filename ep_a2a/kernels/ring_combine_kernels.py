@@ -20,11 +20,13 @@ from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
 from ep_a2a.kernels.combine_send_kernels import block_offsets
 from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     POISON,
     address,
+    address_at,
     begin_stage,
     fail,
     finish_stage,
@@ -70,29 +72,26 @@ COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 class Results(NamedTuple):
     """Memory that a combine over rings writes and compares.
 
-    table: addresses (kernels/layout.py). result, ids, num_tokens: as of return_kernel. epoch: of the step. rank: this
-    rank.
+    op: OpContext. result, ids, num_tokens: as of return_kernel. epoch: of the step.
     """
 
-    table: tl.tensor
+    op: OpContext
     result: tl.tensor
     ids: tl.tensor
     num_tokens: tl.tensor
     epoch: tl.tensor
-    rank: tl.tensor
 
 
 @portable
 def places_of_rows(
-    table, region: tl.constexpr, rows, first_rank, WIDTH: tl.constexpr, ELEMENT: tl.constexpr, S: tl.constexpr,
-    R: tl.constexpr,
-):  # fmt: skip
+    op, region: tl.constexpr, rows, first_rank, WIDTH: tl.constexpr, ELEMENT: tl.constexpr, R: tl.constexpr
+):
     """Where a node's ranks keep those rows of a region with WIDTH elements per row, a tuple; of -1 it is row 0."""
     # the hint must be given here: on the result of a call it would be lost
     aligned: tl.constexpr = 16 if WIDTH * ELEMENT.primitive_bitwidth % 128 == 0 else 1
     places = ()
     for local in tl.static_range(R.GPUS):
-        base = address(table, region, first_rank + local, S.WORLD_SIZE, ELEMENT)
+        base = address_at(op, region, first_rank + local, ELEMENT)
         places = places + (tl.multiple_of(base + tl.cast(tl.maximum(rows[local], 0), tl.int64) * WIDTH, aligned),)
     return places
 
@@ -127,34 +126,34 @@ def sum_of(
 
 
 @portable
-def add_line(table, line, rows, rank, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr):
+def add_line(op, line, rows, R: tl.constexpr, A: tl.constexpr):
     """Writes the sum of a token's `rows` at the ranks of this node to its line, and the sum of their weights."""
     offered: tl.constexpr = fp8_dtype() if A.QUANTIZED else A.DTYPE
     element: tl.constexpr = tl.uint8 if A.QUANTIZED else A.ELEMENT
-    first_rank = (rank // R.GPUS) * R.GPUS
-    places = places_of_rows(table, COMBINE_ROWS, rows, first_rank, A.HIDDEN, element, S, R)
+    first_rank = (op.rank // R.GPUS) * R.GPUS
+    places = places_of_rows(op, COMBINE_ROWS, rows, first_rank, A.HIDDEN, element, R)
     scales = places
     if A.SCALE_GROUP:
         num_scales: tl.constexpr = A.HIDDEN // A.SCALE_GROUP
-        scales = places_of_rows(table, COMBINE_SCALES, rows, first_rank, num_scales, tl.float32, S, R)
+        scales = places_of_rows(op, COMBINE_SCALES, rows, first_rank, num_scales, tl.float32, R)
     if A.HAS_WEIGHTS:
         # asked for before the first store, which would wait for it
-        choices = tile_offsets(0, S.TOPK_LANES, 0)
-        places_of_weights = places_of_rows(table, COMBINE_WEIGHTS, rows, first_rank, S.TOPK, tl.int32, S, R)
-        sums = sum_of(places_of_weights, places, rows, 0, R.GPUS, S.TOPK, S.TOPK_LANES, tl.float32, 0)
+        choices = tile_offsets(0, op.TOPK_LANES, 0)
+        places_of_weights = places_of_rows(op, COMBINE_WEIGHTS, rows, first_rank, op.TOPK, tl.int32, R)
+        sums = sum_of(places_of_weights, places, rows, 0, R.GPUS, op.TOPK, op.TOPK_LANES, tl.float32, 0)
     for first in tl.static_range(0, A.HIDDEN, A.BLOCK):
         at = tile_offsets(first, A.BLOCK, A.SCALE_GROUP)
         total = sum_of(places, scales, rows, first, R.GPUS, A.HIDDEN, A.BLOCK, offered, A.SCALE_GROUP)
         tl.store(words_at(line, 0, A.DTYPE) + at, round_to(total, A.DTYPE), mask=at < A.HIDDEN)
     if A.HAS_WEIGHTS:
-        tl.store(words_at(line, A.WEIGHTS_AT, tl.float32) + choices, sums, mask=choices < S.TOPK)
+        tl.store(words_at(line, A.WEIGHTS_AT, tl.float32) + choices, sums, mask=choices < op.TOPK)
 
 
 @portable
-def add_ranks(table, slot, source_node, chunk, rank, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr):
+def add_ranks(op, slot, source_node, chunk, R: tl.constexpr, A: tl.constexpr):
     """Writes the node's sums for the lines of a chunk that was forwarded, at an address; returns the words written."""
-    lines = address(table, FORWARDED_LINES, rank, S.WORLD_SIZE, tl.int32)
-    record = address(table, FORWARDED_ROWS, rank, S.WORLD_SIZE, tl.int32)
+    lines = address(op, FORWARDED_LINES, tl.int32)
+    record = address(op, FORWARDED_ROWS, tl.int32)
     num_lines = tl.load(lines + source_node * R.NUM_CHUNKS + chunk)
     for number in range(num_lines):
         line = slot + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
@@ -162,24 +161,24 @@ def add_ranks(table, slot, source_node, chunk, rank, S: tl.constexpr, R: tl.cons
         rows = ()
         for local in tl.static_range(R.GPUS):
             rows = rows + (tl.load(record + place * R.GPUS + local),)
-        add_line(table, line, rows, rank, S, R, A)
+        add_line(op, line, rows, R, A)
     return num_lines * R.LINE_WORDS
 
 
 @portable
-def return_chunk(table, channel, peer, count, before, rank, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr):
+def return_chunk(op, channel, peer, count, before, R: tl.constexpr, A: tl.constexpr):
     """Sends the sums for a channel's next chunk back to node `peer` if the ring has room; returns whether it had.
 
     Args:
         count, before: chunks of the channel that went back there in this step, and before it.
     """
-    room = counter_of(table, CHUNKS_TAKEN, rank, peer, channel, S, R)
+    room = counter_of(op, CHUNKS_TAKEN, op.rank, peer, channel, R)
     has_room = has_reached(room, before + count + 1 - R.SLOTS)
     if has_room:
-        slot, written = slot_to_fill(table, peer, channel, before + count, rank, S, R)
-        num_words = add_ranks(table, written, peer, channel + count * R.CHANNELS, rank, S, R, A)
+        slot, written = slot_to_fill(op, peer, channel, before + count, R)
+        num_words = add_ranks(op, written, peer, channel + count * R.CHANNELS, R, A)
         # a put has bytes (give_room), also that of a chunk without lines
-        hand_over(table, slot, written, tl.maximum(num_words, 1), peer, channel, before + count + 1, rank, S, R)
+        hand_over(op, slot, written, tl.maximum(num_words, 1), peer, channel, before + count + 1, R)
     return has_room
 
 
@@ -197,29 +196,30 @@ def places_in_slots(slots, numbers, offset_words: tl.constexpr, R: tl.constexpr,
 
 
 @portable
-def add_token(out, slots, bias_0, bias_1, token, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr):
+def add_token(out, slots, bias_0, bias_1, token, R: tl.constexpr, A: tl.constexpr):
     """Adds the nodes' sums of one token, and those of its weights. out: Results. slots: as of add_nodes."""
-    lines = address(out.table, OWN_LINES, out.rank, S.WORLD_SIZE, tl.int32)
-    sums_out = address(out.table, RESULT_WEIGHTS, out.rank, S.WORLD_SIZE, tl.float32)
+    op = out.op
+    lines = address(op, OWN_LINES, tl.int32)
+    sums_out = address(op, RESULT_WEIGHTS, tl.float32)
     numbers = ()
     for node in tl.static_range(R.NODES):
         numbers = numbers + (tl.load(lines + tl.cast(token, tl.int64) * R.NODES + node),)
     places = places_in_slots(slots, numbers, 0, R, A.ELEMENT)
     if A.HAS_WEIGHTS:
-        choices = tile_offsets(0, S.TOPK_LANES, 0)
+        choices = tile_offsets(0, op.TOPK_LANES, 0)
         places_of_weights = places_in_slots(slots, numbers, A.WEIGHTS_AT, R, tl.int32)
-        sums = sum_of(places_of_weights, places, numbers, 0, R.NODES, S.TOPK, S.TOPK_LANES, tl.float32, 0)
+        sums = sum_of(places_of_weights, places, numbers, 0, R.NODES, op.TOPK, op.TOPK_LANES, tl.float32, 0)
     for first in tl.static_range(0, A.HIDDEN, A.BLOCK):
         at = tile_offsets(first, A.BLOCK, 0)
         total = sum_of(places, places, numbers, first, R.NODES, A.HIDDEN, A.BLOCK, A.DTYPE, 0)
         total = plus_biases(total, bias_0, bias_1, token, at, A.HIDDEN)
         tl.store(row_at(out.result, token, A.HIDDEN, A.DTYPE) + at, round_to(total, A.DTYPE), mask=at < A.HIDDEN)
     if A.HAS_WEIGHTS:
-        tl.store(sums_out + tl.cast(token, tl.int64) * S.TOPK + choices, sums, mask=choices < S.TOPK)
+        tl.store(sums_out + tl.cast(token, tl.int64) * op.TOPK + choices, sums, mask=choices < op.TOPK)
 
 
 @portable
-def add_nodes(out, slots, bias_0, bias_1, channel, count, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr):
+def add_nodes(out, slots, bias_0, bias_1, channel, count, R: tl.constexpr, A: tl.constexpr):
     """Adds the nodes' sums of the tokens in a chunk that has come back from all nodes, in ascending order of nodes.
 
     Args:
@@ -227,9 +227,9 @@ def add_nodes(out, slots, bias_0, bias_1, channel, count, S: tl.constexpr, R: tl
     """
     first_token, end = tokens_of_chunk(out.num_tokens, channel, count, R)
     for token in range(first_token, end):
-        add_token(out, slots, bias_0, bias_1, token, S, R, A)
+        add_token(out, slots, bias_0, bias_1, token, R, A)
         if A.CHECK_INDICES:
-            note_foreign_indices(out.table, out.ids, token, out.epoch, out.rank, S)
+            note_foreign_indices(out.op, out.ids, token, out.epoch)
 
 
 @portable
@@ -245,7 +245,7 @@ def clear_results(result, num_tokens, channel, R: tl.constexpr, A: tl.constexpr)
 
 
 @portable
-def take_chunk(out, bias_0, bias_1, channel, count, before, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr):
+def take_chunk(out, bias_0, bias_1, channel, count, before, R: tl.constexpr, A: tl.constexpr):
     """Adds up a channel's next chunk if it has come back from all nodes.
 
     Args:
@@ -254,11 +254,11 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, S: tl.constexpr, R: 
     Returns:
         ([NODE_LANES] 1 for the nodes from which it had not come, whether it was there).
     """
-    table, rank = out.table, out.rank
+    op = out.op
     nodes = tl.arange(0, R.NODE_LANES)
     present = nodes < R.NODES
     safe = tl.where(present, nodes, 0)
-    arrived = counter_of(table, CHUNKS_ARRIVED, rank, safe, channel, S, R)
+    arrived = counter_of(op, CHUNKS_ARRIVED, op.rank, safe, channel, R)
     seen = tl.atomic_add(arrived, 0, mask=present, sem="acquire", scope="sys")
     behind = tl.sub(tl.where(present, seen, before + count + 1), before + count + 1, sanitize_overflow=False) < 0
     missing = behind.to(tl.int32)
@@ -268,18 +268,16 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, S: tl.constexpr, R: 
         barrier()
         slots = ()
         for node in tl.static_range(R.NODES):
-            came = counter_of(table, CHUNKS_ARRIVED, rank, node, channel, S, R)
+            came = counter_of(op, CHUNKS_ARRIVED, op.rank, node, channel, R)
             before_reading(came, R)
-            slots = slots + (slot_of(table, rank, node, channel, before + count, S, R),)
-        add_nodes(out, slots, bias_0, bias_1, channel, count, S, R, A)
-        give_room_to_all(table, channel, before + count + 1, rank, S, R)
+            slots = slots + (slot_of(op, op.rank, node, channel, before + count, R),)
+        add_nodes(out, slots, bias_0, bias_1, channel, count, R, A)
+        give_room_to_all(op, channel, before + count + 1, R)
     return missing, is_there
 
 
 @portable
-def return_turn(
-    table, channel, to_send, sent, sent_before, rank, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr
-):  # fmt: skip
+def return_turn(op, channel, to_send, sent, sent_before, R: tl.constexpr, A: tl.constexpr):
     """Sends the next chunk back to every node to which one is left and whose ring has room.
 
     Args:
@@ -292,21 +290,19 @@ def return_turn(
     nodes = tl.arange(0, R.NODE_LANES)
     moved = tl.full((), 0, tl.int32)
     for step in range(R.NODES):
-        peer = (rank // R.GPUS + step) % R.NODES
+        peer = (op.rank // R.GPUS + step) % R.NODES
         here = nodes == peer
         count = pick(sent, peer, R.NODE_LANES)
         if count < pick(to_send, peer, R.NODE_LANES):
             before = pick(sent_before, peer, R.NODE_LANES)
-            gone = return_chunk(table, channel, peer, count, before, rank, S, R, A)
+            gone = return_chunk(op, channel, peer, count, before, R, A)
             sent += (here & gone).to(tl.int32)
             moved += gone.to(tl.int32)
     return sent, moved
 
 
 @portable
-def return_channel(
-    out, bias_0, bias_1, forwarded, channel, poison, S: tl.constexpr, R: tl.constexpr, A: tl.constexpr
-):  # fmt: skip
+def return_channel(out, bias_0, bias_1, forwarded, channel, poison, R: tl.constexpr, A: tl.constexpr):
     """Sends back, and takes, all chunks of a channel.
 
     Args:
@@ -315,9 +311,9 @@ def return_channel(
     Returns:
         The poison word.
     """
-    table, rank = out.table, out.rank
+    op = out.op
     nodes = tl.arange(0, R.NODE_LANES)
-    sent_before, taken_before = load_channel(table, channel, rank, S, R)
+    sent_before, taken_before = load_channel(op, channel, R)
     before_all = pick(taken_before, 0, R.NODE_LANES)
     num_own = num_own_chunks(out.num_tokens, channel, R)
     to_send = tl.load(forwarded + channel * R.NODES + nodes, mask=nodes < R.NODES, other=0)
@@ -327,15 +323,15 @@ def return_channel(
     polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while ((reduce_sum(to_send - sent, 0) > 0) | (num_taken < num_own)) & (poison == 0):
         # C4
-        sent, moved = return_turn(table, channel, to_send, sent, sent_before, rank, S, R, A)
+        sent, moved = return_turn(op, channel, to_send, sent, sent_before, R, A)
         # C5
         if num_taken < num_own:
-            missing, is_there = take_chunk(out, bias_0, bias_1, channel, num_taken, before_all, S, R, A)
+            missing, is_there = take_chunk(out, bias_0, bias_1, channel, num_taken, before_all, R, A)
             num_taken += is_there.to(tl.int32)
             moved += is_there.to(tl.int32)
         waiting = missing + (to_send - sent)
-        poison, polls, deadline = idle(table, moved, polls, deadline, waiting, out.epoch, rank, S, R)
-    store_channel(table, channel, sent_before + sent, taken_before + num_taken, rank, S, R)
+        poison, polls, deadline = idle(op, moved, polls, deadline, waiting, out.epoch, R)
+    store_channel(op, channel, sent_before + sent, taken_before + num_taken, R)
     return poison
 
 
@@ -349,21 +345,22 @@ def return_kernel(
         result: [num_tokens, HIDDEN] of DTYPE; ids, bias_0, bias_1: as of combine_kernel.
         S: Shape. R: Ring of the way back. A: NodeSums.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
-    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    out = Results(table, result, ids, num_tokens, epoch, rank)
-    forwarded = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32)
+    epoch, out_of_order = begin_stage(op, COMBINE_RECEIVE)
+    answer = load_poison(address(op, POISON, tl.int32), A.POISON_LANES)
+    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    out = Results(op, result, ids, num_tokens, epoch)
+    forwarded = address(op, FORWARDED_CHUNKS, tl.int32)
     # C3
     if poison == 0:
-        poison = await_peers(table, epoch, epoch, rank, S, A.HAS_WEIGHTS, True)
+        poison = await_peers(op, epoch, epoch, A.HAS_WEIGHTS, True)
     for channel in range(program, R.CHANNELS, num_programs):
-        poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, S, R, A)
+        poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, R, A)
     # C6
     if poison != 0:
-        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        late = lanes_behind(op, COMBINE_FLAGS, epoch)
+        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
         for channel in range(program, R.CHANNELS, num_programs):
             clear_results(result, num_tokens, channel, R, A)
-    finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE)
+    finish_stage(op, COMBINE_RECEIVE, program, num_programs)

@@ -16,6 +16,7 @@ to finish.
 import triton.language as tl
 
 from ep_a2a.kernels.layout import Stage
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
@@ -42,21 +43,19 @@ DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
 
 
 @portable
-def post_totals(
-    ids, table, num_tokens, wire_word, first_row, epoch, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
+def post_totals(ids, op, num_tokens, wire_word, first_row, epoch, OWNERS: tl.constexpr, N: tl.constexpr):
     """Posts to all ranks how many rows this rank sends to each."""
-    tl.store(address(table, STATE, rank, S.WORLD_SIZE, tl.int32) + NUM_TOKENS, num_tokens)
-    counts = count_by_rank(ids, 0, num_tokens, S, OWNERS, N.MANY_TOKENS)
-    post_counts(table, counts, first_row, wire_word, epoch, rank, S, S.COMPACT)
+    tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, num_tokens)
+    counts = count_by_rank(ids, 0, num_tokens, op, OWNERS, N.MANY_TOKENS)
+    post_counts(op, counts, first_row, wire_word, epoch, op.COMPACT)
 
 
 @portable
-def number_rows(ids, table, first, last, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
+def number_rows(ids, op, first, last, OWNERS: tl.constexpr, N: tl.constexpr):
     """Records the rows that tokens first ... last - 1 get at every rank, among those that this rank sends there."""
-    index = count_by_rank(ids, 0, first, S, OWNERS, N.MANY_TOKENS)
+    index = count_by_rank(ids, 0, first, op, OWNERS, N.MANY_TOKENS)
     for start in range(first, last, N.TOKENS):
-        _, _, index = record_routes(ids, table, start, last, index, rank, OWNERS, S, N.TOKENS)
+        _, _, index = record_routes(ids, op, start, last, index, OWNERS, N.TOKENS)
 
 
 @portable(do_not_specialize=["num_tokens", "wire_word", "first_row", "rank"], do_not_specialize_on_alignment=["ids"])
@@ -69,26 +68,27 @@ def number_rows_kernel(
         ids: [num_tokens, TOPK] int32. wire_word, first_row: as in DispatchStep.
         OWNERS: ExpertPlacement. S: Shape. N: Numbering.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, DISPATCH_SEND, S.WORLD_SIZE)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), N.POISON_LANES)
-    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    epoch, out_of_order = begin_stage(op, DISPATCH_SEND)
+    answer = load_poison(address(op, POISON, tl.int32), N.POISON_LANES)
+    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
     # D1
     if poison == 0:
         if program == 0:
-            post_totals(ids, table, num_tokens, wire_word, first_row, epoch, rank, OWNERS, S, N)
+            post_totals(ids, op, num_tokens, wire_word, first_row, epoch, OWNERS, N)
         share = (num_tokens + num_programs - 1) // num_programs
         first = tl.minimum(program * share, num_tokens)
         last = tl.minimum(first + share, num_tokens)
-        number_rows(ids, table, first, last, rank, OWNERS, S, N)
+        number_rows(ids, op, first, last, OWNERS, N)
     if N.FINISHES:
-        finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE)
+        finish_stage(op, DISPATCH_SEND, program, num_programs)
 
 
 @portable
 def send_turn(
-    source, table, channel, peer, here, sent, unsent, sent_before, num_own, moved, rank, S: tl.constexpr,
-    R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+    source, op, channel, peer, here, sent, unsent, sent_before, num_own, moved, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """Sends the next chunk to node `peer`, if one is left and the ring has room.
 
@@ -103,7 +103,7 @@ def send_turn(
     """
     if pick(unsent, peer, R.NODE_LANES) > 0:
         count, before = pick(sent, peer, R.NODE_LANES), pick(sent_before, peer, R.NODE_LANES)
-        gone = send_chunk(source, table, channel, peer, count, before, num_own, rank, S, R, ROW, LINE)
+        gone = send_chunk(source, op, channel, peer, count, before, num_own, R, ROW, LINE)
         sent += (here & gone).to(tl.int32)
         unsent = tl.where(here & gone & (count + 1 == num_own), 0, unsent)
         moved += gone.to(tl.int32)
@@ -112,8 +112,8 @@ def send_turn(
 
 @portable
 def forward_turn(
-    table, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, rank, S: tl.constexpr,
-    R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+    op, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, R: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """Forwards the next chunk from node `peer`, if one is due and has come.
 
@@ -127,7 +127,7 @@ def forward_turn(
     """
     if pick(unfinished, peer, R.NODE_LANES) > 0:
         count, before = pick(taken, peer, R.NODE_LANES), pick(taken_before, peer, R.NODE_LANES)
-        gone, ended = forward_chunk(table, channel, peer, count, before, places, rank, S, R, ROW, LINE)
+        gone, ended = forward_chunk(op, channel, peer, count, before, places, R, ROW, LINE)
         taken += (here & gone).to(tl.int32)
         unfinished = tl.where(here & ended, 0, unfinished)
         moved += gone.to(tl.int32)
@@ -136,12 +136,11 @@ def forward_turn(
 
 @portable
 def exchange_channel(
-    source, table, channel, places, poison, epoch, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr, X: tl.constexpr,
-):  # fmt: skip
+    source, op, channel, places, poison, epoch, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, X: tl.constexpr
+):
     """Sends and forwards all chunks of a channel. Returns the poison word."""
     nodes = tl.arange(0, R.NODE_LANES)
-    sent_before, taken_before = load_channel(table, channel, rank, S, R)
+    sent_before, taken_before = load_channel(op, channel, R)
     num_own = num_own_chunks(source.num_tokens, channel, R)
     sent, taken = full_like(nodes, 0), full_like(nodes, 0)
     unsent, unfinished = (nodes < R.NODES).to(tl.int32), (nodes < R.NODES).to(tl.int32)
@@ -153,21 +152,21 @@ def exchange_channel(
     while (reduce_sum(unsent + unfinished, 0) > 0) & (poison == 0):
         moved = tl.full((), 0, tl.int32)
         for step in range(R.NODES):
-            peer = (rank // R.GPUS + step) % R.NODES
+            peer = (op.rank // R.GPUS + step) % R.NODES
             here = nodes == peer
             # D3
             if X.SENDS:
                 sent, unsent, moved = send_turn(
-                    source, table, channel, peer, here, sent, unsent, sent_before, num_own, moved, rank, S, R, ROW, LINE
+                    source, op, channel, peer, here, sent, unsent, sent_before, num_own, moved, R, ROW, LINE
                 )
             # D4
             if X.FORWARDS:
                 taken, unfinished, moved = forward_turn(
-                    table, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, rank, S, R, ROW,
+                    op, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, R, ROW,
                     LINE,
                 )  # fmt: skip
-        poison, polls, deadline = idle(table, moved, polls, deadline, unsent + unfinished, epoch, rank, S, R)
-    store_channel(table, channel, sent_before + sent, taken_before + taken, rank, S, R)
+        poison, polls, deadline = idle(op, moved, polls, deadline, unsent + unfinished, epoch, R)
+    store_channel(op, channel, sent_before + sent, taken_before + taken, R)
     return poison
 
 
@@ -186,20 +185,21 @@ def exchange_kernel(
         positions_per_rank: W * M, by which source positions count.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. X: Exchange.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, X.STAGE, S.WORLD_SIZE)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), X.POISON_LANES)
-    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    epoch, out_of_order = begin_stage(op, X.STAGE)
+    answer = load_poison(address(op, POISON, tl.int32), X.POISON_LANES)
+    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
     source = Source(x, scales, weights, ids, num_tokens, first_row)
     places = Places(row_limit, positions_per_rank)
     # D2
     if S.COMPACT and X.FORWARDS:
         if poison == 0:
-            poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, X.COUNT_LANES)
+            poison = wait_all_counts(op, epoch, X.COUNT_LANES)
     for channel in range(program, R.CHANNELS, num_programs):
-        poison = exchange_channel(source, table, channel, places, poison, epoch, rank, S, R, ROW, LINE, X)
+        poison = exchange_channel(source, op, channel, places, poison, epoch, R, ROW, LINE, X)
     if poison != 0:
         late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-        fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+        fail(op, poison, DISPATCH_PHASE, epoch, 0, late)
     if X.FINISHES:
-        finish_stage(table, X.STAGE, program, num_programs, S.WORLD_SIZE)
+        finish_stage(op, X.STAGE, program, num_programs)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, dispatch_flag, full_like, pick
+from ep_a2a.kernels.primitives import address, address_at, dispatch_flag, full_like, pick
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
     CHUNKS_ARRIVED,
@@ -56,13 +56,13 @@ def load_blocks(source, WIDTH: tl.constexpr, LANES: tl.constexpr):
 
 @portable
 def store_to_rows(
-    table, region: tl.constexpr, blocks, rows, first_rank, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    DTYPE: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    op, region: tl.constexpr, blocks, rows, first_rank, WIDTH: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Writes those elements to the row that each rank of the node has for them; -1 for none."""
     for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
-            base = address(table, region, first_rank + local, S.WORLD_SIZE, DTYPE)
+            base = address_at(op, region, first_rank + local, DTYPE)
             target = row_at(base, rows[local], WIDTH, DTYPE)
             for block in tl.static_range((WIDTH + LANES - 1) // LANES):
                 at = block * LANES + tl.arange(0, LANES)
@@ -70,102 +70,89 @@ def store_to_rows(
 
 
 @portable
-def first_row_at_each(table, slot, source, rank, S: tl.constexpr):
+def first_row_at_each(op, slot, source):
     """[WORLD_LANES] where the rows of rank `source`, whose chunk is at `slot`, begin at every rank."""
-    bases = full_like(tl.arange(0, S.WORLD_LANES), tl.load(words_at(slot, FIRST_ROW, tl.int32)))
-    if S.COMPACT:
-        bases = rows_before(table, rank, source, S.WORLD_SIZE, S.WORLD_LANES)
+    bases = full_like(tl.arange(0, op.WORLD_LANES), tl.load(words_at(slot, FIRST_ROW, tl.int32)))
+    if op.COMPACT:
+        bases = rows_before(op, source)
     return bases
 
 
 @portable
-def rows_of_line(line, bases, first_rank, row_limit, S: tl.constexpr, R: tl.constexpr, LINE: tl.constexpr):
+def rows_of_line(line, bases, first_rank, row_limit, op, R: tl.constexpr, LINE: tl.constexpr):
     """The line's row at each rank of the node, -1 for none, as a tuple."""
     rows = ()
     for local in tl.static_range(R.GPUS):
         index = tl.load(words_at(line, LINE.ROWS_AT + local, tl.int32))
-        row = pick(bases, first_rank + local, S.WORLD_LANES) + index
+        row = pick(bases, first_rank + local, op.WORLD_LANES) + index
         rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
     return rows
 
 
 @portable
-def copy_line(
-    table, line, recorded, bases, source, places, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
+def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Copies a token to the ranks of this node that it goes to, and records its rows there at `recorded`."""
-    first_rank = (rank // R.GPUS) * R.GPUS
+    first_rank = (op.rank // R.GPUS) * R.GPUS
     line_ids = words_at(line, LINE.IDS_AT, tl.int32)
     # all of a line is asked for before the first store, which would wait for it
     words = load_blocks(words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
     scales = load_blocks(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE), LINE.SCALE_WIDTH, LINE.SCALE_LANES)
-    slots = tl.arange(0, S.TOPK_LANES)
-    ids = tl.load(line_ids + slots, mask=slots < S.TOPK)
-    weights = tl.load(line_ids + S.TOPK + slots, mask=slots < S.TOPK) if LINE.HAS_WEIGHTS else ids
+    slots = tl.arange(0, op.TOPK_LANES)
+    ids = tl.load(line_ids + slots, mask=slots < op.TOPK)
+    weights = tl.load(line_ids + op.TOPK + slots, mask=slots < op.TOPK) if LINE.HAS_WEIGHTS else ids
     position = source * places.positions_per_rank + tl.load(words_at(line, LINE.TOKEN_AT, tl.int32))
-    rows = rows_of_line(line, bases, first_rank, places.row_limit, S, R, LINE)
+    rows = rows_of_line(line, bases, first_rank, places.row_limit, op, R, LINE)
     for local in tl.static_range(R.GPUS):
         tl.store(recorded + local, rows[local])
-    store_to_rows(table, TOKENS, words, rows, first_rank, ROW.ROW_WORDS, ROW.BLOCK_WORDS, tl.int32, S, R)
+    store_to_rows(op, TOKENS, words, rows, first_rank, ROW.ROW_WORDS, ROW.BLOCK_WORDS, tl.int32, R)
     if LINE.SCALE_WIDTH > 0:
-        store_to_rows(
-            table, SCALES, scales, rows, first_rank, LINE.SCALE_WIDTH, LINE.SCALE_LANES, LINE.SCALE_DTYPE, S, R
-        )
+        store_to_rows(op, SCALES, scales, rows, first_rank, LINE.SCALE_WIDTH, LINE.SCALE_LANES, LINE.SCALE_DTYPE, R)
     for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
             peer = first_rank + local
-            target = row_at(address(table, INDICES, peer, S.WORLD_SIZE, tl.int32), rows[local], S.TOPK, tl.int32)
-            tl.store(target + slots, ids_at(ids, peer, S), mask=slots < S.TOPK)
+            target = row_at(address_at(op, INDICES, peer, tl.int32), rows[local], op.TOPK, tl.int32)
+            tl.store(target + slots, ids_at(ids, peer, op), mask=slots < op.TOPK)
             if LINE.HAS_WEIGHTS:
-                target = row_at(address(table, WEIGHTS, peer, S.WORLD_SIZE, tl.int32), rows[local], S.TOPK, tl.int32)
-                tl.store(target + slots, weights_at(weights, ids, peer, S), mask=slots < S.TOPK)
-            positions = address(table, SOURCE_POSITIONS, peer, S.WORLD_SIZE, tl.int32)
+                target = row_at(address_at(op, WEIGHTS, peer, tl.int32), rows[local], op.TOPK, tl.int32)
+                tl.store(target + slots, weights_at(weights, ids, peer, op), mask=slots < op.TOPK)
+            positions = address_at(op, SOURCE_POSITIONS, peer, tl.int32)
             tl.store(positions + rows[local], position)
 
 
 @portable
-def copy_lines(
-    table, slot, source_node, chunk, places, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
+def copy_lines(op, slot, source_node, chunk, places, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
-    source = source_node * R.GPUS + rank % R.GPUS
-    bases = first_row_at_each(table, slot, source, rank, S)
-    record = address(table, FORWARDED_ROWS, rank, S.WORLD_SIZE, tl.int32)
+    source = source_node * R.GPUS + op.rank % R.GPUS
+    bases = first_row_at_each(op, slot, source)
+    record = address(op, FORWARDED_ROWS, tl.int32)
     num_lines = tl.load(words_at(slot, NUM_LINES, tl.int32))
     for number in range(num_lines):
         line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
         place = tl.cast((source_node * R.NUM_CHUNKS + chunk) * R.CHUNK_TOKENS + number, tl.int64)
-        copy_line(table, line, record + place * R.GPUS, bases, source, places, rank, S, R, ROW, LINE)
-    lines = address(table, FORWARDED_LINES, rank, S.WORLD_SIZE, tl.int32)
+        copy_line(op, line, record + place * R.GPUS, bases, source, places, R, ROW, LINE)
+    lines = address(op, FORWARDED_LINES, tl.int32)
     tl.store(lines + source_node * R.NUM_CHUNKS + chunk, num_lines)
 
 
 @portable
-def end_stream(table, source_node, channel, num_chunks, rank, S: tl.constexpr, R: tl.constexpr):
+def end_stream(op, source_node, channel, num_chunks, R: tl.constexpr):
     """Notes that a channel has forwarded all of a source; the last channel raises the source's flags at this node."""
-    chunks = address(table, FORWARDED_CHUNKS, rank, S.WORLD_SIZE, tl.int32) + channel * R.NODES
+    chunks = address(op, FORWARDED_CHUNKS, tl.int32) + channel * R.NODES
     tl.store(chunks + source_node, num_chunks)
-    counter = address(table, FORWARDED_CHANNELS, rank, S.WORLD_SIZE, tl.int32) + source_node
+    counter = address(op, FORWARDED_CHANNELS, tl.int32) + source_node
     barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == R.CHANNELS - 1:
         tl.store(counter, 0)
         local_ranks = tl.arange(0, R.GPU_LANES)
         present = local_ranks < R.GPUS
-        members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
-        flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + source_node * R.GPUS + rank % R.GPUS
+        members = (op.rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
+        flags = address_at(op, DISPATCH_FLAGS, members, tl.int32) + source_node * R.GPUS + op.rank % R.GPUS
         barrier()
-        tl.atomic_xchg(
-            flags, full_like(local_ranks, dispatch_flag(table, S.WORLD_SIZE)), mask=present, sem="release", scope="sys"
-        )
+        tl.atomic_xchg(flags, full_like(local_ranks, dispatch_flag(op)), mask=present, sem="release", scope="sys")
 
 
 @portable
-def forward_chunk(
-    table, channel, peer, count, before, places, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
+def forward_chunk(op, channel, peer, count, before, places, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Forwards a channel's next chunk from node `peer` if it has come.
 
     Args:
@@ -174,15 +161,15 @@ def forward_chunk(
     Returns:
         (whether it had, whether it was the last one of the step).
     """
-    arrived = counter_of(table, CHUNKS_ARRIVED, rank, peer, channel, S, R)
+    arrived = counter_of(op, CHUNKS_ARRIVED, op.rank, peer, channel, R)
     has_come = has_reached(arrived, before + count + 1)
     is_last = tl.full((), 0, tl.int32)
     if has_come:
         before_reading(arrived, R)
-        slot = slot_of(table, rank, peer, channel, before + count, S, R)
+        slot = slot_of(op, op.rank, peer, channel, before + count, R)
         is_last += tl.load(words_at(slot, IS_LAST, tl.int32))
-        copy_lines(table, slot, peer, channel + count * R.CHANNELS, places, rank, S, R, ROW, LINE)
-        give_room(table, peer, channel, before + count + 1, rank, S, R)
+        copy_lines(op, slot, peer, channel + count * R.CHANNELS, places, R, ROW, LINE)
+        give_room(op, peer, channel, before + count + 1, R)
         if is_last > 0:
-            end_stream(table, peer, channel, count + 1, rank, S, R)
+            end_stream(op, peer, channel, count + 1, R)
     return has_come, is_last > 0

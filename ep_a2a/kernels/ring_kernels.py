@@ -4,7 +4,7 @@ Both counters of a ring grow by one per chunk for as long as the op lives, and a
 writer of chunk c may use its slot when c + 1 - SLOTS chunks have been taken; the reader may read it when c + 1 have
 arrived. A release of either counter orders what was written to, or read from, the slot before it.
 
-Helpers take S, the op's Shape, and R, the Ring of the direction (kernels/constants.py). With R.STAGED_WORDS, memory of
+Helpers take op, the OpContext, and R, the Ring of the direction (kernels/constants.py). With R.STAGED_WORDS, memory of
 other nodes is reached by puts only: a chunk is written where it is staged and put to its slot, and counters are raised
 with puts.
 """
@@ -17,6 +17,7 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     POLLS_PER_CLOCK,
     address,
+    address_at,
     full_like,
     next_poll,
     overdue,
@@ -46,13 +47,13 @@ UNREAD_BYTES = tl.constexpr(8)
 
 
 @portable
-def counter_of(table, region: tl.constexpr, owner, node, channel, S: tl.constexpr, R: tl.constexpr):
+def counter_of(op, region: tl.constexpr, owner, node, channel, R: tl.constexpr):
     """Pointer to the counter that `owner` keeps of its ring with `node`; owner and node may be vectors.
 
     NVSHMEM counts in 64 bits; only the lower 32 are compared.
     """
     ring = (R.DIRECTION * R.NODES + node) * R.CHANNELS + channel
-    return address(table, region, owner, S.WORLD_SIZE, tl.int32) + 2 * ring
+    return address_at(op, region, owner, tl.int32) + 2 * ring
 
 
 @portable
@@ -70,82 +71,77 @@ def raise_counter(counter, value):
 
 
 @portable
-def slot_of(table, owner, node, channel, chunk, S: tl.constexpr, R: tl.constexpr):
+def slot_of(op, owner, node, channel, chunk, R: tl.constexpr):
     """Address (int64) of a chunk's slot in `owner`'s ring with `node`; `chunk` counts from the op's first one on."""
     region: tl.constexpr = CHUNKS if R.DIRECTION == TO_EXPERTS else CHUNKS_BACK
     # a power of two divides 2**32, so that counters may wrap
     slot = (node * R.CHANNELS + channel) * R.SLOTS + (chunk & (R.SLOTS - 1))
-    return tl.load(table + region * S.WORLD_SIZE + owner) + tl.cast(slot, tl.int64) * (R.SLOT_WORDS * 4)
+    return tl.load(op.table + region * op.WORLD_SIZE + owner) + tl.cast(slot, tl.int64) * (R.SLOT_WORDS * 4)
 
 
 @portable
-def slot_to_fill(table, peer, channel, chunk, rank, S: tl.constexpr, R: tl.constexpr):
+def slot_to_fill(op, peer, channel, chunk, R: tl.constexpr):
     """(the slot of this rank's next chunk for node `peer`, where the chunk is to be written), both addresses.
 
     By puts the slot is given as the place in this rank's own memory.
     """
-    node = rank // R.GPUS
+    node = op.rank // R.GPUS
     if R.STAGED_WORDS > 0:
-        slot = slot_of(table, rank, node, channel, chunk, S, R)
-        staged = tl.load(table + STAGED_CHUNKS * S.WORLD_SIZE + rank)
+        slot = slot_of(op, op.rank, node, channel, chunk, R)
+        staged = tl.load(op.table + STAGED_CHUNKS * op.WORLD_SIZE + op.rank)
         staged += tl.cast(channel, tl.int64) * (R.STAGED_WORDS * 4)
         written = tl.where(peer == node, slot, staged)
     else:
-        slot = slot_of(table, peer * R.GPUS + rank % R.GPUS, node, channel, chunk, S, R)
+        slot = slot_of(op, peer * R.GPUS + op.rank % R.GPUS, node, channel, chunk, R)
         written = slot
     return slot, written
 
 
 @portable
-def raise_at_node(
-    table, region: tl.constexpr, target, source, num_bytes, peer, channel, value, rank, S: tl.constexpr,
-    R: tl.constexpr,
-):  # fmt: skip
+def raise_at_node(op, region: tl.constexpr, target, source, num_bytes, peer, channel, value, R: tl.constexpr):
     """Makes a counter of this rank's ring with node `peer`, which is kept there, `value`, one more than it was.
 
     By puts, bytes from `source` come to `target` of another node before that; both are addresses in this rank's memory.
     """
-    node, partner = rank // R.GPUS, peer * R.GPUS + rank % R.GPUS
+    node, partner = op.rank // R.GPUS, peer * R.GPUS + op.rank % R.GPUS
     if R.STAGED_WORDS > 0:
-        counter = counter_of(table, region, rank, node, channel, S, R)
+        counter = counter_of(op, region, op.rank, node, channel, R)
         if peer == node:
             raise_counter(counter, value)
         else:
-            element = tl.load(table + ELEMENTS * S.WORLD_SIZE + partner)
+            element = tl.load(op.table + ELEMENTS * op.WORLD_SIZE + partner)
             barrier()
             put_and_count(target, source, num_bytes, counter.to(tl.int64), element)
     else:
-        raise_counter(counter_of(table, region, partner, node, channel, S, R), value)
+        raise_counter(counter_of(op, region, partner, node, channel, R), value)
 
 
 @portable
-def hand_over(
-    table, slot, written, num_words, peer, channel, value, rank, S: tl.constexpr, R: tl.constexpr
-):  # fmt: skip
+def hand_over(op, slot, written, num_words, peer, channel, value, R: tl.constexpr):
     """Makes a chunk of slot_to_fill the node's: `value` chunks of the channel have come to it then."""
-    raise_at_node(table, CHUNKS_ARRIVED, slot, written, num_words * 4, peer, channel, value, rank, S, R)
+    raise_at_node(op, CHUNKS_ARRIVED, slot, written, num_words * 4, peer, channel, value, R)
 
 
 @portable
-def give_room(table, peer, channel, value, rank, S: tl.constexpr, R: tl.constexpr):
+def give_room(op, peer, channel, value, R: tl.constexpr):
     """Raises the count of chunks that this rank has taken from node `peer` to `value`, for the channel."""
     unread = tl.full((), 0, tl.int64)
     if R.STAGED_WORDS > 0:
         # NVSHMEM's interface does not say that a put without bytes raises the counter
-        unread = tl.load(table + UNREAD * S.WORLD_SIZE + rank)
-    raise_at_node(table, CHUNKS_TAKEN, unread, unread, UNREAD_BYTES, peer, channel, value, rank, S, R)
+        unread = tl.load(op.table + UNREAD * op.WORLD_SIZE + op.rank)
+    raise_at_node(op, CHUNKS_TAKEN, unread, unread, UNREAD_BYTES, peer, channel, value, R)
 
 
 @portable
-def give_room_to_all(table, channel, value, rank, S: tl.constexpr, R: tl.constexpr):
+def give_room_to_all(op, channel, value, R: tl.constexpr):
     """give_room for every node; in one hop where memory is reached by stores."""
     if R.STAGED_WORDS > 0:
         for step in tl.static_range(R.NODES):
-            give_room(table, (rank // R.GPUS + step) % R.NODES, channel, value, rank, S, R)
+            give_room(op, (op.rank // R.GPUS + step) % R.NODES, channel, value, R)
     else:
         nodes = tl.arange(0, R.NODE_LANES)
-        partners = tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + rank % R.GPUS
-        taken = counter_of(table, CHUNKS_TAKEN, partners, rank // R.GPUS, channel, S, R)
+        partners = tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + op.rank % R.GPUS
+        taken = counter_of(op, CHUNKS_TAKEN, partners, op.rank // R.GPUS, channel, R)
         barrier()
         tl.atomic_xchg(taken, full_like(nodes, value), mask=nodes < R.NODES, sem="release", scope="sys")
 
@@ -187,35 +183,32 @@ def tokens_of_chunk(num_tokens, channel, count, R: tl.constexpr):
 
 
 @portable
-def state_of_channel(table, channel, rank, S: tl.constexpr, R: tl.constexpr):
+def state_of_channel(op, channel, R: tl.constexpr):
     """Pointer to a channel's counts of chunks: NODES that were sent, then NODES that were taken."""
-    return (
-        address(table, CHANNEL_STATE, rank, S.WORLD_SIZE, tl.int32)
-        + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
-    )  # fmt: skip
+    return address(op, CHANNEL_STATE, tl.int32) + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
 
 
 @portable
-def load_channel(table, channel, rank, S: tl.constexpr, R: tl.constexpr):
+def load_channel(op, channel, R: tl.constexpr):
     """([NODE_LANES] chunks that this rank has sent to each node before this step, those it has taken from each)."""
     nodes = tl.arange(0, R.NODE_LANES)
-    state = state_of_channel(table, channel, rank, S, R)
+    state = state_of_channel(op, channel, R)
     sent = tl.load(state + nodes, mask=nodes < R.NODES, other=0)
     return sent, tl.load(state + R.NODES + nodes, mask=nodes < R.NODES, other=0)
 
 
 @portable
-def store_channel(table, channel, sent, taken, rank, S: tl.constexpr, R: tl.constexpr):
+def store_channel(op, channel, sent, taken, R: tl.constexpr):
     """Keeps those counts for the next step."""
     nodes = tl.arange(0, R.NODE_LANES)
-    state = state_of_channel(table, channel, rank, S, R)
+    state = state_of_channel(op, channel, R)
     barrier()
     tl.store(state + nodes, sent, mask=nodes < R.NODES)
     tl.store(state + R.NODES + nodes, taken, mask=nodes < R.NODES)
 
 
 @portable
-def idle(table, moved, polls, deadline, waiting, epoch, rank, S: tl.constexpr, R: tl.constexpr):
+def idle(op, moved, polls, deadline, waiting, epoch, R: tl.constexpr):
     """(poison word, polls, deadline) after one turn of a channel; a turn in which nothing moved counts as a poll.
 
     Args:
@@ -229,9 +222,9 @@ def idle(table, moved, polls, deadline, waiting, epoch, rank, S: tl.constexpr, R
         if polls % POLLS_PER_CLOCK == 0:
             nodes = tl.arange(0, R.NODE_LANES)
             # this rank has no room for its own chunk where another node's is missing
-            others = (waiting > 0) & (nodes != rank // R.GPUS)
+            others = (waiting > 0) & (nodes != op.rank // R.GPUS)
             first = reduce_min(tl.where(others, nodes, R.NODE_LANES), 0)
-            otherwise = first * R.GPUS + rank % R.GPUS
-            accused = absent_rank(table, epoch, otherwise, rank, S.WORLD_SIZE, S.WORLD_LANES)
-            poison, deadline = overdue(table, polls, deadline, accused, rank, S.WORLD_SIZE, 1)
+            otherwise = first * R.GPUS + op.rank % R.GPUS
+            accused = absent_rank(op, epoch, otherwise)
+            poison, deadline = overdue(op, polls, deadline, accused, 1)
     return poison, polls, deadline

@@ -11,6 +11,7 @@ import triton.language as tl
 from ep_a2a.kernels.combine_kernels import post_to_peers
 from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places, unlike_dispatch
 from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
@@ -29,17 +30,17 @@ COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
 
 
 @portable
-def offer_row(rows_in, weights_in, places, row, S: tl.constexpr, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+def offer_row(rows_in, weights_in, places, row, op, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
     """Puts one row, and its weights, where the ranks of this node read them (places: ReturnPlaces)."""
     for start in tl.static_range(0, B.WIDTH, B.GROUPS_LANES * B.GROUP):
         values = load_block(rows_in, row, 1, start, B)
         push_block(values, places, row, 1, start, B, rows_in.dtype.element_ty, True)
     if HAS_WEIGHTS:
         # where they lie is not known to be aligned
-        choices = tl.arange(0, S.TOPK_LANES)
-        where = tl.cast(row, tl.int64) * S.TOPK + choices
-        words = tl.load(weights_in + where, mask=choices < S.TOPK)
-        tl.store(places.weights + where, words, mask=choices < S.TOPK)
+        choices = tl.arange(0, op.TOPK_LANES)
+        where = tl.cast(row, tl.int64) * op.TOPK + choices
+        words = tl.load(weights_in + where, mask=choices < op.TOPK)
+        tl.store(places.weights + where, words, mask=choices < op.TOPK)
 
 
 @portable(do_not_specialize=["num_tokens", "step_tokens", "rank"], do_not_specialize_on_alignment=["weights_in"])
@@ -53,14 +54,15 @@ def offer_results_kernel(
         rows_in, weights_in, step_tokens: as of combine_kernel.
         S: Shape. B: the Block that a program takes at once. POISON_LANES: at least the threads of a program.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, COMBINE_SEND, S.WORLD_SIZE)
-    state = address(table, STATE, rank, S.WORLD_SIZE, tl.int32)
+    epoch, out_of_order = begin_stage(op, COMBINE_SEND)
+    state = address(op, STATE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    received = address(table, RECV_COUNTS, rank, S.WORLD_SIZE, tl.int32)
-    places = return_places(table, rank, S.WORLD_SIZE, B.ELEMENT)
+    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
+    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    received = address(op, RECV_COUNTS, tl.int32)
+    places = return_places(op, rank, B.ELEMENT)
     # C1
     if poison == 0:
         before = tl.full((), 0, tl.int32)
@@ -69,11 +71,11 @@ def offer_results_kernel(
             # rows are shared out over all sources: a few from each would else all be the first programs'
             own = (program + num_programs - before % num_programs) % num_programs
             for index in range(own, count, num_programs):
-                offer_row(rows_in, weights_in, places, first + index, S, B, HAS_WEIGHTS)
+                offer_row(rows_in, weights_in, places, first + index, op, B, HAS_WEIGHTS)
             before += count
     # C2
-    is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, S.WORLD_SIZE)
+    is_last, any_poisoned = arrive_last(op, num_programs, poison)
     if is_last:
         if not any_poisoned:
-            post_to_peers(table, epoch, rank, S, HAS_WEIGHTS, True)
-    finish_stage(table, COMBINE_SEND, program, num_programs, S.WORLD_SIZE)
+            post_to_peers(op, epoch, HAS_WEIGHTS, True)
+    finish_stage(op, COMBINE_SEND, program, num_programs)

@@ -59,51 +59,46 @@ def write_row(source, line, token, end, ROW: tl.constexpr, LINE: tl.constexpr):
 
 
 @portable
-def write_line(
-    source, line, token, end, rows, goes, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr
-):
+def write_line(source, line, token, end, rows, goes, op, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Writes one token's line (ring_shape.py) at an address; of a token that does not go there, only its rows."""
-    choices, local_ranks = tl.arange(0, S.TOPK_LANES), tl.arange(0, R.GPU_LANES)
+    choices, local_ranks = tl.arange(0, op.TOPK_LANES), tl.arange(0, R.GPU_LANES)
     if goes:
         # asked for before the row's first store, which would wait for them
-        ids, weights = load_choices(source.ids, source.weights, token, end, S, LINE.HAS_WEIGHTS)
+        ids, weights = load_choices(source.ids, source.weights, token, end, op, LINE.HAS_WEIGHTS)
         write_row(source, line, token, end, ROW, LINE)
-        tl.store(words_at(line, LINE.IDS_AT, tl.int32) + choices, ids, mask=choices < S.TOPK)
+        tl.store(words_at(line, LINE.IDS_AT, tl.int32) + choices, ids, mask=choices < op.TOPK)
         if LINE.HAS_WEIGHTS:
-            tl.store(words_at(line, LINE.WEIGHTS_AT, tl.int32) + choices, weights, mask=choices < S.TOPK)
+            tl.store(words_at(line, LINE.WEIGHTS_AT, tl.int32) + choices, weights, mask=choices < op.TOPK)
         tl.store(words_at(line, LINE.TOKEN_AT, tl.int32), token)
     tl.store(words_at(line, LINE.ROWS_AT, tl.int32) + local_ranks, rows, mask=local_ranks < R.GPUS)
 
 
 @portable
-def load_rows(routes, token, end, S: tl.constexpr, R: tl.constexpr):
+def load_rows(routes, token, end, op, R: tl.constexpr):
     """[GPU_LANES] a token's row index at each rank of a node, -1 for none; none from token `end` on."""
     local_ranks = tl.arange(0, R.GPU_LANES)
     is_there = (local_ranks < R.GPUS) & (full_like(local_ranks, token) < end)
-    return tl.load(routes + tl.cast(token, tl.int64) * S.WORLD_SIZE + local_ranks, mask=is_there, other=-1)
+    return tl.load(routes + tl.cast(token, tl.int64) * op.WORLD_SIZE + local_ranks, mask=is_there, other=-1)
 
 
 @portable
-def write_chunk(
-    source, table, slot, first, end, peer, is_last, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
+def write_chunk(source, op, slot, first, end, peer, is_last, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Writes tokens first ... end - 1 that go to node `peer` at an address, and which line each has taken.
 
     Returns:
         The words written.
     """
-    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32) + peer * R.GPUS
-    own_lines = address(table, OWN_LINES, rank, S.WORLD_SIZE, tl.int32) + peer
+    routes = address(op, ROUTES, tl.int32) + peer * R.GPUS
+    own_lines = address(op, OWN_LINES, tl.int32) + peer
     num_lines = tl.full((), 0, tl.int32)
-    rows = load_rows(routes, first, end, S, R)
+    rows = load_rows(routes, first, end, op, R)
     for token in range(first, end):
         # on its way while this token's line is written
-        following = load_rows(routes, token + 1, end, S, R)
+        following = load_rows(routes, token + 1, end, op, R)
         goes = reduce_max(rows, 0) >= 0
         if goes | LINE.OWN_LINE_EACH:
             line = slot + HEADER * 4 + tl.cast(num_lines, tl.int64) * (R.LINE_WORDS * 4)
-            write_line(source, line, token, end, rows, goes, S, R, ROW, LINE)
+            write_line(source, line, token, end, rows, goes, op, R, ROW, LINE)
         tl.store(own_lines + tl.cast(token, tl.int64) * R.NODES, tl.where(goes, num_lines, -1))
         num_lines += tl.where(goes | LINE.OWN_LINE_EACH, 1, 0)
         rows = following
@@ -116,20 +111,19 @@ def write_chunk(
 
 @portable
 def send_chunk(
-    source, table, channel, peer, count, before, num_own, rank, S: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
+    source, op, channel, peer, count, before, num_own, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr
+):
     """Sends a channel's next chunk to node `peer` if the ring has room; returns whether it had.
 
     Args:
         count, before: chunks of the channel that went there in this step, and before it; num_own: of this step in all.
     """
-    room = counter_of(table, CHUNKS_TAKEN, rank, peer, channel, S, R)
+    room = counter_of(op, CHUNKS_TAKEN, op.rank, peer, channel, R)
     has_room = has_reached(room, before + count + 1 - R.SLOTS)
     if has_room:
         first, end = tokens_of_chunk(source.num_tokens, channel, count, R)
-        slot, written = slot_to_fill(table, peer, channel, before + count, rank, S, R)
+        slot, written = slot_to_fill(op, peer, channel, before + count, R)
         is_last = count + 1 == num_own
-        num_words = write_chunk(source, table, written, first, end, peer, is_last, rank, S, R, ROW, LINE)
-        hand_over(table, slot, written, num_words, peer, channel, before + count + 1, rank, S, R)
+        num_words = write_chunk(source, op, written, first, end, peer, is_last, R, ROW, LINE)
+        hand_over(op, slot, written, num_words, peer, channel, before + count + 1, R)
     return has_room

@@ -45,32 +45,32 @@ def owner_of(experts, OWNERS: tl.constexpr):
 
 
 @portable
-def first_expert_of(rank, S: tl.constexpr):
+def first_expert_of(rank, op):
     """The first expert that a rank owns, where received ids are local."""
-    small: tl.constexpr = S.LOCAL_IDS_OF // S.WORLD_SIZE
-    num_large: tl.constexpr = S.LOCAL_IDS_OF % S.WORLD_SIZE
+    small: tl.constexpr = op.LOCAL_IDS_OF // op.WORLD_SIZE
+    num_large: tl.constexpr = op.LOCAL_IDS_OF % op.WORLD_SIZE
     return rank * small + tl.minimum(rank, num_large)
 
 
 @portable
-def is_local(ids, rank, S: tl.constexpr):
+def is_local(ids, rank, op):
     """Which ids are those of a rank's experts."""
-    return (ids >= first_expert_of(rank, S)) & (ids < first_expert_of(rank + 1, S))
+    return (ids >= first_expert_of(rank, op)) & (ids < first_expert_of(rank + 1, op))
 
 
 @portable
-def ids_at(ids, rank, S: tl.constexpr):
+def ids_at(ids, rank, op):
     """A token's ids as that rank receives them: where they are local, -1 for other ranks' experts."""
-    if S.LOCAL_IDS_OF > 0:
-        ids = tl.where(is_local(ids, rank, S), ids - first_expert_of(rank, S), -1)
+    if op.LOCAL_IDS_OF > 0:
+        ids = tl.where(is_local(ids, rank, op), ids - first_expert_of(rank, op), -1)
     return ids
 
 
 @portable
-def weights_at(weights, ids, rank, S: tl.constexpr):
+def weights_at(weights, ids, rank, op):
     """A token's weights as that rank receives them: where ids are local, 0 for other ranks' experts."""
-    if S.LOCAL_IDS_OF > 0:
-        weights = tl.where(is_local(ids, rank, S), weights, 0)
+    if op.LOCAL_IDS_OF > 0:
+        weights = tl.where(is_local(ids, rank, op), weights, 0)
     return weights
 
 
@@ -81,38 +81,38 @@ def either(left, right):
 
 
 @portable
-def destinations_of(token_ids, rank, OWNERS: tl.constexpr, S: tl.constexpr):
+def destinations_of(token_ids, op, OWNERS: tl.constexpr):
     """Return (ranks, whether a token goes there): vectors with a place for each of the most ranks it may go to.
 
     The ranks follow each other from this one on, which spreads the load over the links. Where they are more than a
     token has experts, there is a place for each expert.
     """
     owners = owner_of(token_ids, OWNERS)
-    if S.WORLD_SIZE <= S.TOPK:
-        lanes = tl.arange(0, S.WORLD_LANES)
-        peers = (rank + lanes) % S.WORLD_SIZE
-        distances = tl.where(owners >= 0, owners - rank + S.WORLD_SIZE, 0) % S.WORLD_SIZE
+    if op.WORLD_SIZE <= op.TOPK:
+        lanes = tl.arange(0, op.WORLD_LANES)
+        peers = (op.rank + lanes) % op.WORLD_SIZE
+        distances = tl.where(owners >= 0, owners - op.rank + op.WORLD_SIZE, 0) % op.WORLD_SIZE
         # TOPK is 32 at most
         bits = tl.reduce(tl.where(owners >= 0, full_like(owners, 1) << distances, 0), 0, either)
         goes = ((bits >> lanes) & 1) > 0
     else:
-        slots = tl.arange(0, S.TOPK_LANES)
+        slots = tl.arange(0, op.TOPK_LANES)
         # one row for several experts of a rank: the first of them counts
         earlier = (slots[None, :] < slots[:, None]) & (owners[None, :] == owners[:, None])
         goes = (owners >= 0) & (reduce_max(earlier.to(tl.int32), 1) == 0)
-        peers = tl.where(goes, owners, rank)
+        peers = tl.where(goes, owners, op.rank)
     return peers, goes
 
 
 @portable
-def ranks_of_tokens(ids, num_tokens, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
+def ranks_of_tokens(ids, num_tokens, op, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
     """Return which ranks each of at most TOKENS tokens goes to: words [TOKENS] with a bit for each rank."""
-    tokens, choices = tl.arange(0, TOKENS), tl.arange(0, S.TOPK_LANES)
-    mask = (tokens < num_tokens)[:, None] & (choices < S.TOPK)[None, :]
-    experts = tl.load(ids + tokens[:, None] * S.TOPK + choices[None, :], mask=mask, other=-1)
+    tokens, choices = tl.arange(0, TOKENS), tl.arange(0, op.TOPK_LANES)
+    mask = (tokens < num_tokens)[:, None] & (choices < op.TOPK)[None, :]
+    experts = tl.load(ids + tokens[:, None] * op.TOPK + choices[None, :], mask=mask, other=-1)
     owners = owner_of(experts, OWNERS)
     words = ()
-    for first_rank in tl.static_range(0, S.WORLD_SIZE, 32):
+    for first_rank in tl.static_range(0, op.WORLD_SIZE, 32):
         place = owners - first_rank
         here = (place >= 0) & (place < 32)
         bits = tl.where(here, full_like(place, 1) << tl.where(here, place, 0), 0)
@@ -137,20 +137,18 @@ def rows_before_token(words, token, ranks, TOKENS: tl.constexpr):
 
 
 @portable
-def count_by_rank(ids, first, last, S: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
+def count_by_rank(ids, first, last, op, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
     """Return rows per rank of tokens first ... last - 1, [WORLD_LANES]; TOKENS are looked at at once."""
-    ranks = tl.arange(0, S.WORLD_LANES)
-    counts = tl.full((TOKENS, S.WORLD_LANES), 0, tl.int32)
+    ranks = tl.arange(0, op.WORLD_LANES)
+    counts = tl.full((TOKENS, op.WORLD_LANES), 0, tl.int32)
     for start in range(first, last, TOKENS):
-        words = ranks_of_tokens(ids + tl.cast(start, tl.int64) * S.TOPK, last - start, S, OWNERS, TOKENS)
+        words = ranks_of_tokens(ids + tl.cast(start, tl.int64) * op.TOPK, last - start, op, OWNERS, TOKENS)
         counts += goes_to(words, ranks)
-    return tl.where(ranks < S.WORLD_SIZE, reduce_sum(counts, 0), 0)
+    return tl.where(ranks < op.WORLD_SIZE, reduce_sum(counts, 0), 0)
 
 
 @portable
-def rows_of_programs_before(
-    table, epoch, own, program, rank, WORLD_SIZE: tl.constexpr, WORLD_LANES: tl.constexpr, PROGRAM_LANES: tl.constexpr
-):
+def rows_of_programs_before(op, epoch, own, program, PROGRAM_LANES: tl.constexpr):
     """Posts this program's rows per rank to the launch's other programs; returns the sum over the programs before it.
 
     Every program posts before it waits, failed or not, and waits only for programs that started before it.
@@ -160,15 +158,15 @@ def rows_of_programs_before(
         PROGRAM_LANES: programs looked at at once; times WORLD_LANES at least the threads of a program, so that one
             thread reads each word and the reduction is one verdict for all.
     """
-    ranks = tl.arange(0, WORLD_LANES)
-    posted_at = address(table, CHUNK_COUNTS, rank, WORLD_SIZE, tl.int64)
-    words_at = posted_at + program * WORLD_SIZE + ranks
-    tl.store(words_at, flagged(own, epoch), mask=ranks < WORLD_SIZE, cache_modifier=".wt")
-    before = tl.full((PROGRAM_LANES, WORLD_LANES), 0, tl.int32)
+    ranks = tl.arange(0, op.WORLD_LANES)
+    posted_at = address(op, CHUNK_COUNTS, tl.int64)
+    words_at = posted_at + program * op.WORLD_SIZE + ranks
+    tl.store(words_at, flagged(own, epoch), mask=ranks < op.WORLD_SIZE, cache_modifier=".wt")
+    before = tl.full((PROGRAM_LANES, op.WORLD_LANES), 0, tl.int32)
     for start in range(0, program, PROGRAM_LANES):
         programs = start + tl.arange(0, PROGRAM_LANES)
-        mask = (programs < program)[:, None] & (ranks < WORLD_SIZE)[None, :]
-        where = posted_at + programs[:, None] * WORLD_SIZE + ranks[None, :]
+        mask = (programs < program)[:, None] & (ranks < op.WORLD_SIZE)[None, :]
+        where = posted_at + programs[:, None] * op.WORLD_SIZE + ranks[None, :]
         words = volatile_load(where, mask=mask, other=0)
         while reduce_sum(reduce_sum(((epoch_of(words) != epoch) & mask).to(tl.int32), 1), 0) > 0:
             words = volatile_load(where, mask=mask, other=0)
@@ -177,7 +175,7 @@ def rows_of_programs_before(
 
 
 @portable
-def record_routes(ids, table, start, last, index, rank, OWNERS: tl.constexpr, S: tl.constexpr, TOKENS: tl.constexpr):
+def record_routes(ids, op, start, last, index, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
     """Record where tokens `start` and on go, at most TOKENS of them, for combine.
 
     routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
@@ -189,25 +187,25 @@ def record_routes(ids, table, start, last, index, rank, OWNERS: tl.constexpr, S:
         (1 for the ranks that each token goes to, its row's index there [TOKENS, WORLD_LANES], `index` for the token
         behind these).
     """
-    ranks = tl.arange(0, S.WORLD_LANES)
+    ranks = tl.arange(0, op.WORLD_LANES)
     tokens = start + tl.arange(0, TOKENS)
     present = tokens < last
-    cells = tl.cast(tokens, tl.int64) * S.TOPK
-    sent_ids = address(table, SENT_INDICES, rank, S.WORLD_SIZE, tl.int32)
-    goes = tl.full((TOKENS, S.WORLD_LANES), 0, tl.int32)
-    for k in tl.static_range(S.TOPK):
+    cells = tl.cast(tokens, tl.int64) * op.TOPK
+    sent_ids = address(op, SENT_INDICES, tl.int32)
+    goes = tl.full((TOKENS, op.WORLD_LANES), 0, tl.int32)
+    for k in tl.static_range(op.TOPK):
         experts = tl.load(ids + cells + k, mask=present, other=-1)
         tl.store(sent_ids + cells + k, experts, mask=present)
         goes = goes | (owner_of(experts, OWNERS)[:, None] == ranks[None, :]).to(tl.int32)
     indices = index[None, :] + running_sum(goes, 0) - goes
-    at = tl.cast(tokens, tl.int64)[:, None] * S.WORLD_SIZE + ranks[None, :]
-    routes = address(table, ROUTES, rank, S.WORLD_SIZE, tl.int32)
-    tl.store(routes + at, tl.where(goes > 0, indices, -1), mask=present[:, None] & (ranks < S.WORLD_SIZE)[None, :])
+    at = tl.cast(tokens, tl.int64)[:, None] * op.WORLD_SIZE + ranks[None, :]
+    routes = address(op, ROUTES, tl.int32)
+    tl.store(routes + at, tl.where(goes > 0, indices, -1), mask=present[:, None] & (ranks < op.WORLD_SIZE)[None, :])
     return goes, indices, index + reduce_sum(goes, 0)
 
 
 @portable
-def list_destinations(step, start, last, goes, rows, S: tl.constexpr):
+def list_destinations(step, start, last, goes, rows):
     """Write the line of DESTINATIONS of each token: words (row, rank) of its rows, -1 behind them.
 
     The ranks of a line follow each other from this rank on, which spreads the load over the links.
@@ -215,14 +213,15 @@ def list_destinations(step, start, last, goes, rows, S: tl.constexpr):
     Args:
         step: DispatchStep. goes: of tokens `start` and on, from record_routes. rows: of each at each rank.
     """
-    ranks, places = tl.arange(0, S.WORLD_LANES), tl.arange(0, S.TOPK_LANES)
-    most: tl.constexpr = min(S.WORLD_SIZE, S.TOPK)
+    op = step.op
+    ranks, places = tl.arange(0, op.WORLD_LANES), tl.arange(0, op.TOPK_LANES)
+    most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
     tokens = start + tl.arange(0, goes.shape[0])
     sent = (goes > 0) & (rows < step.row_limit) & (tokens < last)[:, None]
-    is_sent, is_below = sent.to(tl.int32), (ranks < step.rank).to(tl.int32)[None, :]
+    is_sent, is_below = sent.to(tl.int32), (ranks < op.rank).to(tl.int32)[None, :]
     num_sent, num_below = reduce_sum(is_sent, 1)[:, None], reduce_sum(is_sent * is_below, 1)[:, None]
     place = running_sum(is_sent, 1) - is_sent - num_below + is_below * num_sent
-    listed = address(step.table, DESTINATIONS, step.rank, S.WORLD_SIZE, tl.int64)
+    listed = address(op, DESTINATIONS, tl.int64)
     lines = (listed + tl.cast(tokens, tl.int64) * most)[:, None]
     tl.store(lines + place, flagged(rows, ranks[None, :]), mask=sent)
     unused = (places[None, :] >= num_sent) & (places < most)[None, :] & (tokens < last)[:, None]

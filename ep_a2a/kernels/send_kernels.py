@@ -13,11 +13,11 @@ RUN = tl.constexpr(4)
 
 
 @portable
-def load_choices(ids, weights, token, end, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+def load_choices(ids, weights, token, end, op, HAS_WEIGHTS: tl.constexpr):
     """Load a token's expert ids and router weights, both as int32 [TOPK_LANES]; read nothing from token `end` on."""
-    lanes = tl.arange(0, S.TOPK_LANES)
-    where = tl.cast(token, tl.int64) * S.TOPK + lanes
-    mask = (lanes < S.TOPK) & (full_like(lanes, token) < end)
+    lanes = tl.arange(0, op.TOPK_LANES)
+    where = tl.cast(token, tl.int64) * op.TOPK + lanes
+    mask = (lanes < op.TOPK) & (full_like(lanes, token) < end)
     token_ids = tl.load(ids + where, mask=mask, other=-1)
     token_weights = token_ids
     if HAS_WEIGHTS:

@@ -10,7 +10,7 @@ import triton.language as tl
 from ep_a2a.kernels.cast_kernels import e4m3_bits, elements_of, magnitudes_of, scales_of
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, epoch_of, payload_of, reduce_max
+from ep_a2a.kernels.primitives import address, address_at, epoch_of, payload_of, reduce_max
 from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 from ep_a2a.kernels.send_kernels import RUN
 
@@ -23,52 +23,54 @@ DESTINATIONS = tl.constexpr(Region.DESTINATIONS.value)
 
 
 @portable
-def send_beside_rows(given, step, start, last, S: tl.constexpr, LISTED: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+def send_beside_rows(given, step, start, last, LISTED: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
     """Send ids, weights and source positions of tokens `start` and on, at most LISTED of them, to all their ranks."""
-    slots = tl.arange(0, S.TOPK_LANES)
-    most: tl.constexpr = min(S.WORLD_SIZE, S.TOPK)
+    op = step.op
+    slots = tl.arange(0, op.TOPK_LANES)
+    most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
     tokens = start + tl.arange(0, LISTED)
-    listed = address(step.table, DESTINATIONS, step.rank, S.WORLD_SIZE, tl.int64)
+    listed = address(op, DESTINATIONS, tl.int64)
     at = tl.cast(tokens, tl.int64)[:, None] * most + slots[None, :]
     words = tl.load(listed + at, mask=(tokens < last)[:, None] & (slots < most)[None, :], other=-1)
     goes, rows = words >= 0, payload_of(words)
-    peers = tl.where(goes, epoch_of(words), step.rank)
-    positions = address(step.table, SOURCE_POSITIONS, peers, S.WORLD_SIZE, tl.int32) + rows
+    peers = tl.where(goes, epoch_of(words), op.rank)
+    positions = address_at(op, SOURCE_POSITIONS, peers, tl.int32) + rows
     tl.store(positions, step.first_position + tokens[:, None] + slots[None, :] * 0, mask=goes)
-    offsets = tl.cast(tokens, tl.int64)[:, None] * S.TOPK + slots[None, :]
-    inside = (tokens < last)[:, None] & (slots < S.TOPK)[None, :]
-    cells = tl.cast(rows, tl.int64)[:, :, None] * S.TOPK + slots[None, None, :]
-    reached = goes[:, :, None] & (slots < S.TOPK)[None, None, :]
-    targets = address(step.table, INDICES, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
+    offsets = tl.cast(tokens, tl.int64)[:, None] * op.TOPK + slots[None, :]
+    inside = (tokens < last)[:, None] & (slots < op.TOPK)[None, :]
+    cells = tl.cast(rows, tl.int64)[:, :, None] * op.TOPK + slots[None, None, :]
+    reached = goes[:, :, None] & (slots < op.TOPK)[None, None, :]
+    targets = address_at(op, INDICES, peers, tl.int32)[:, :, None] + cells
     ids = tl.load(given.ids + offsets, mask=inside, other=-1)[:, None, :]
-    tl.store(targets, ids_at(ids, peers[:, :, None], S), mask=reached)
+    tl.store(targets, ids_at(ids, peers[:, :, None], op), mask=reached)
     if HAS_WEIGHTS:
-        targets = address(step.table, WEIGHTS, peers, S.WORLD_SIZE, tl.int32)[:, :, None] + cells
+        targets = address_at(op, WEIGHTS, peers, tl.int32)[:, :, None] + cells
         weights = tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :]
-        tl.store(targets, weights_at(weights, ids, peers[:, :, None], S), mask=reached)
+        tl.store(targets, weights_at(weights, ids, peers[:, :, None], op), mask=reached)
 
 
 @portable
 def aims_of(
     step, start, last, ROW_WIDTH: tl.constexpr, ELEMENT: tl.constexpr, SCALE_WIDTH: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return where a tile of tokens goes: (rows, their scales, whether there is such a rank).
 
     Each is a tuple with a vector [TILE.TOKENS] for each of the most ranks that a token goes to.
     """
-    most: tl.constexpr = min(S.WORLD_SIZE, S.TOPK)
+    op = step.op
+    most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
     tokens = start + tl.arange(0, TILE.TOKENS)
-    listed = address(step.table, DESTINATIONS, step.rank, S.WORLD_SIZE, tl.int64)
+    listed = address(op, DESTINATIONS, tl.int64)
     row_aims, scale_aims, all_go = (), (), ()
     for place in tl.static_range(most):
         words = tl.load(listed + tl.cast(tokens, tl.int64) * most + place, mask=tokens < last, other=-1)
         goes, rows = words >= 0, tl.cast(payload_of(words), tl.int64)
-        peers = tl.where(goes, epoch_of(words), step.rank)
-        row_aim = address(step.table, TOKENS, peers, S.WORLD_SIZE, ELEMENT) + rows * ROW_WIDTH
+        peers = tl.where(goes, epoch_of(words), op.rank)
+        row_aim = address_at(op, TOKENS, peers, ELEMENT) + rows * ROW_WIDTH
         row_aims, all_go = row_aims + (tl.multiple_of(row_aim, 16),), all_go + (goes,)
         if SCALE_WIDTH > 0:
-            scale_aim = address(step.table, SCALES, peers, S.WORLD_SIZE, SCALE_DTYPE) + rows * SCALE_WIDTH
+            scale_aim = address_at(op, SCALES, peers, SCALE_DTYPE) + rows * SCALE_WIDTH
             scale_aims = scale_aims + (scale_aim,)
     return row_aims, scale_aims, all_go
 
@@ -83,21 +85,21 @@ def load_words(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
 
 
 @portable
-def send_words(values, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+def send_words(values, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.constexpr):
     """Send a part of each row to all ranks that its token goes to."""
     words = first + tl.arange(0, TILE.WORDS)
-    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+    for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
         mask = (words < ROW.ROW_WORDS)[None, :] & all_go[place][:, None]
         tl.store(aims[place][:, None] + words[None, :], values, mask=mask)
 
 
 @portable
-def send_given_scales(scales, start, last, aims, all_go, S: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
+def send_given_scales(scales, start, last, aims, all_go, op, LINE: tl.constexpr, TILE: tl.constexpr):
     """Send the given scales of a tile of tokens."""
     tokens, lanes = start + tl.arange(0, TILE.TOKENS), tl.arange(0, LINE.SCALE_LANES)
     inside = (lanes < LINE.SCALE_WIDTH)[None, :] & (tokens < last)[:, None]
     values = tl.load(scales + tl.cast(tokens, tl.int64)[:, None] * LINE.SCALE_WIDTH + lanes[None, :], mask=inside)
-    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+    for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
         tl.store(aims[place][:, None] + lanes[None, :], values, mask=inside & all_go[place][:, None])
 
 
@@ -114,15 +116,13 @@ def load_parts(x, start, last, ROW: tl.constexpr, TILE: tl.constexpr):
 
 
 @portable
-def send_tiles(
-    given, step, first, last, parts, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def send_tiles(given, step, first, last, parts, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
     """Send the rows of tokens first ... last - 1, and their scales if they have some. parts: from load_parts."""
     block: tl.constexpr = TILE.WORDS * TILE.PARTS
     num_blocks: tl.constexpr = (ROW.ROW_WORDS + block - 1) // block
     for start in range(first, last, TILE.TOKENS):
         row_aims, scale_aims, all_go = aims_of(
-            step, start, last, ROW.ROW_WORDS, tl.int32, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, S, TILE
+            step, start, last, ROW.ROW_WORDS, tl.int32, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, TILE
         )
         for number in range(num_blocks):
             # the next block is under way while this one leaves
@@ -133,10 +133,10 @@ def send_tiles(
                 next_parts = next_parts + (
                     load_words(given.x, next_start, last, next_first + part * TILE.WORDS, ROW, TILE),
                 )
-                send_words(parts[part], number * block + part * TILE.WORDS, row_aims, all_go, S, ROW, TILE)
+                send_words(parts[part], number * block + part * TILE.WORDS, row_aims, all_go, step.op, ROW, TILE)
             parts = next_parts
         if LINE.SCALE_WIDTH > 0:
-            send_given_scales(given.scales, start, last, scale_aims, all_go, S, LINE, TILE)
+            send_given_scales(given.scales, start, last, scale_aims, all_go, step.op, LINE, TILE)
 
 
 @portable
@@ -193,18 +193,18 @@ def cast_groups(even, odd, scales, DTYPE: tl.constexpr, ROW: tl.constexpr, TILE:
 
 
 @portable
-def send_groups(bits, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+def send_groups(bits, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.constexpr):
     """Send a part of each row, fp8 bits [GROUPS, TOKENS, GROUP], to all ranks that its token goes to."""
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
     groups, elements = first + tl.arange(0, TILE.GROUPS), tl.arange(0, ROW.GROUP)
     offsets = groups[:, None, None] * ROW.GROUP + elements[None, None, :]
-    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+    for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
         mask = (groups < num_groups)[:, None, None] & all_go[place][None, :, None]
         tl.store(aims[place][None, :, None] + offsets, bits, mask=mask)
 
 
 @portable
-def send_scales(parts, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
+def send_scales(parts, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.constexpr):
     """Send the scales of a block of each row, whose parts [GROUPS, TOKENS] are two or one.
 
     A tensor with TILE.COPIES copies of each, of which one is stored, gives them to the warp that has the token. So
@@ -221,21 +221,19 @@ def send_scales(parts, first, aims, all_go, S: tl.constexpr, ROW: tl.constexpr, 
     groups, copies = first + tl.arange(0, block), tl.arange(0, TILE.COPIES)
     inside = ((groups < num_groups)[:, None] & (copies == 0)[None, :])[:, :, None]
     offsets = groups[:, None, None] + copies[None, :, None] * 0
-    for place in tl.static_range(min(S.WORLD_SIZE, S.TOPK)):
+    for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
         tl.store(aims[place][None, None, :] + offsets, scales, mask=inside & all_go[place][None, None, :])
 
 
 @portable
-def send_cast_tiles(
-    given, step, first, last, parts, S: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def send_cast_tiles(given, step, first, last, parts, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
     """Cast the rows of tokens first ... last - 1 to fp8, and send them with their scales. parts: from load_parts."""
     num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
     block: tl.constexpr = TILE.GROUPS * TILE.PARTS
     num_blocks: tl.constexpr = (num_groups + block - 1) // block
     for start in range(first, last, TILE.TOKENS):
         row_aims, scale_aims, all_go = aims_of(
-            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, S, TILE
+            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, TILE
         )
         for number in range(num_blocks):
             # the next block is under way while this one is cast and leaves
@@ -249,8 +247,8 @@ def send_cast_tiles(
                 next_parts = next_parts + load_groups(
                     given.x, next_start, last, next_first + part * TILE.GROUPS, ROW, TILE
                 )
-                send_groups(bits, number * block + part * TILE.GROUPS, row_aims, all_go, S, ROW, TILE)
+                send_groups(bits, number * block + part * TILE.GROUPS, row_aims, all_go, step.op, ROW, TILE)
                 scales = scales + (scale_bits,)
             if LINE.SCALE_WIDTH > 0:
-                send_scales(scales, number * block, scale_aims, all_go, S, ROW, TILE)
+                send_scales(scales, number * block, scale_aims, all_go, step.op, ROW, TILE)
             parts = next_parts

@@ -14,28 +14,28 @@ WORDS_PER_SPAN = tl.constexpr(SPAN_WORDS)
 
 
 @portable
-def begin_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def begin_span(SPANS: tl.constexpr, op, span: tl.constexpr):
     """Notes when this program begins a span of the op's current step; nothing without SPANS."""
     if SPANS:
-        note_time(table, -1, span, WORLD_SIZE)
+        note_time(op, -1, span)
 
 
 @portable
-def end_span(SPANS: tl.constexpr, table, span: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def end_span(SPANS: tl.constexpr, op, span: tl.constexpr):
     """Notes when this program ends a span of the op's current step; nothing without SPANS."""
     if SPANS:
-        note_time(table, span, -1, WORLD_SIZE)
+        note_time(op, span, -1)
 
 
 @portable
-def next_span(SPANS: tl.constexpr, table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def next_span(SPANS: tl.constexpr, op, ended: tl.constexpr, begun: tl.constexpr):
     """Notes when this program ends one span and begins the next; nothing without SPANS."""
     if SPANS:
-        note_time(table, ended, begun, WORLD_SIZE)
+        note_time(op, ended, begun)
 
 
 @portable
-def note_time(table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def note_time(op, ended: tl.constexpr, begun: tl.constexpr):
     """Notes the time as the end of one span and the start of another, -1 for none; all threads must come here.
 
     A step's number is that of the combines that have ended, so it is the same in all launches of the step. A note takes
@@ -43,7 +43,7 @@ def note_time(table, ended: tl.constexpr, begun: tl.constexpr, WORLD_SIZE: tl.co
     """
     barrier()
     now = clock_ns()
-    steps = table + NUM_REGIONS * WORLD_SIZE
+    steps = op.table + NUM_REGIONS * op.WORLD_SIZE
     step = tl.load(steps + COMBINE_RECEIVE) >> STEP_SHIFT
     program = tl.program_id(0)
     if program < KEPT_PROGRAMS:

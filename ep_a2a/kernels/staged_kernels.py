@@ -28,12 +28,14 @@ import triton.language as tl
 
 from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region, Stage
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
     DISPATCH_PHASE,
     POISON,
     address,
+    address_at,
     arrive_last,
     begin_stage,
     dispatch_flag,
@@ -81,59 +83,59 @@ AFTER_COMBINING_HOST = tl.constexpr(3)
 
 
 @portable
-def start_of(table, region: tl.constexpr, node, num_chunks, rank, S: tl.constexpr, R: tl.constexpr):
+def start_of(op, region: tl.constexpr, node, num_chunks, R: tl.constexpr):
     """Address (int64) of the head of the block to a node, or from it, in a step of so many chunks."""
     num_words = R.HEAD_WORDS + tl.cast(num_chunks, tl.int64) * R.SLOT_WORDS
-    return tl.load(table + region * S.WORLD_SIZE + rank) + node * num_words * 4
+    return tl.load(op.table + region * op.WORLD_SIZE + op.rank) + node * num_words * 4
 
 
 @portable
-def marks_of(start, S: tl.constexpr):
+def marks_of(start, op):
     """Pointer to the marks (HeadMark) of a head, behind its line of COUNTS."""
-    offset_words: tl.constexpr = 2 * (S.WORLD_SIZE + 2)
+    offset_words: tl.constexpr = 2 * (op.WORLD_SIZE + 2)
     return words_at(start, offset_words, tl.int32)
 
 
 @portable
-def chunk_of(table, region: tl.constexpr, node, chunk, num_chunks, rank, S: tl.constexpr, R: tl.constexpr):
+def chunk_of(op, region: tl.constexpr, node, chunk, num_chunks, R: tl.constexpr):
     """Address (int64) of one of those chunks."""
-    start = start_of(table, region, node, num_chunks, rank, S, R)
+    start = start_of(op, region, node, num_chunks, R)
     return start + R.HEAD_WORDS * 4 + tl.cast(chunk, tl.int64) * (R.SLOT_WORDS * 4)
 
 
 @portable
-def write_heads(table, region: tl.constexpr, num_chunks, poison, rank, S: tl.constexpr, R: tl.constexpr):
+def write_heads(op, region: tl.constexpr, num_chunks, poison, R: tl.constexpr):
     """Writes the head for every node: this rank's mirrors and its poison word."""
-    lanes, ends = tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE + tl.arange(0, 2)
-    line = address(table, MIRROR_COUNTS, rank, S.WORLD_SIZE, tl.int64) + rank * (S.WORLD_SIZE + 2)
-    counts = tl.load(line + lanes, mask=lanes < S.WORLD_SIZE, other=0)
+    lanes, ends = tl.arange(0, op.WORLD_LANES), op.WORLD_SIZE + tl.arange(0, 2)
+    line = address(op, MIRROR_COUNTS, tl.int64) + op.rank * (op.WORLD_SIZE + 2)
+    counts = tl.load(line + lanes, mask=lanes < op.WORLD_SIZE, other=0)
     last_words = tl.load(line + ends)
-    flag = tl.load(address(table, MIRROR_COMBINE_FLAGS, rank, S.WORLD_SIZE, tl.int32) + rank)
-    weights = tl.load(address(table, MIRROR_WEIGHT_EPOCHS, rank, S.WORLD_SIZE, tl.int32) + rank)
+    flag = tl.load(address(op, MIRROR_COMBINE_FLAGS, tl.int32) + op.rank)
+    weights = tl.load(address(op, MIRROR_WEIGHT_EPOCHS, tl.int32) + op.rank)
     for node in range(R.NODES):
-        start = start_of(table, region, node, num_chunks, rank, S, R)
+        start = start_of(op, region, node, num_chunks, R)
         words = start.to(tl.pointer_type(tl.int64))
-        tl.store(words + lanes, counts, mask=lanes < S.WORLD_SIZE)
+        tl.store(words + lanes, counts, mask=lanes < op.WORLD_SIZE)
         tl.store(words + ends, last_words)
-        marks = marks_of(start, S)
+        marks = marks_of(start, op)
         tl.store(marks + COMBINE_EPOCH, flag)
         tl.store(marks + WEIGHT_EPOCH, weights)
         tl.store(marks + POISON_MARK, poison)
 
 
 @portable
-def end_packing(table, region: tl.constexpr, num_chunks, poison, rank, S: tl.constexpr, R: tl.constexpr):
+def end_packing(op, region: tl.constexpr, num_chunks, poison, R: tl.constexpr):
     """Writes the heads in the program that is done last: chunks that a failed program left out must not pass for whole.
 
     Args:
         poison: this program's poison word.
     """
-    is_last, any_poisoned = arrive_last(table, rank, tl.num_programs(0), poison, S.WORLD_SIZE)
+    is_last, any_poisoned = arrive_last(op, tl.num_programs(0), poison)
     if is_last:
         written = tl.full((), 0, tl.int32)
         if any_poisoned:
-            written += poison_of(table, rank, S.WORLD_SIZE)
-        write_heads(table, region, num_chunks, written, rank, S, R)
+            written += poison_of(op)
+        write_heads(op, region, num_chunks, written, R)
 
 
 @portable(
@@ -151,44 +153,45 @@ def pack_kernel(
         num_chunks: those of a step.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. POISON_LANES: at least the program's threads.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, DISPATCH_SEND, S.WORLD_SIZE)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    epoch, out_of_order = begin_stage(op, DISPATCH_SEND)
+    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
+    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
     source = Source(x, scales, weights, ids, num_tokens, first_row)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         # D2
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
             first, end = tokens_of_chunk(num_tokens, chunk, 0, R)
-            slot = chunk_of(table, CHUNKS_SENT, peer, chunk, num_chunks, rank, S, R)
-            write_chunk(source, table, slot, first, end, peer, end >= first, rank, S, R, ROW, LINE)
+            slot = chunk_of(op, CHUNKS_SENT, peer, chunk, num_chunks, R)
+            write_chunk(source, op, slot, first, end, peer, end >= first, R, ROW, LINE)
     # D2: the heads
-    end_packing(table, CHUNKS_SENT, num_chunks, poison, rank, S, R)
-    finish_stage(table, DISPATCH_SEND, program, num_programs, S.WORLD_SIZE)
+    end_packing(op, CHUNKS_SENT, num_chunks, poison, R)
+    finish_stage(op, DISPATCH_SEND, program, num_programs)
 
 
 @portable
-def pass_on_flags(table, marks, members, present, source, S: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+def pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS: tl.constexpr):
     """Raises the flags of rank `source` at those members of this node: it has begun its combine."""
     if HAS_WEIGHTS:
-        epochs = address(table, WEIGHT_EPOCHS, members, S.WORLD_SIZE, tl.int32) + source
+        epochs = address_at(op, WEIGHT_EPOCHS, members, tl.int32) + source
         tl.store(epochs, full_like(members, tl.load(marks + WEIGHT_EPOCH)), mask=present)
-    flags = address(table, COMBINE_FLAGS, members, S.WORLD_SIZE, tl.int32) + source
+    flags = address_at(op, COMBINE_FLAGS, members, tl.int32) + source
     epoch = full_like(members, tl.load(marks + COMBINE_EPOCH))
     barrier()
     tl.atomic_xchg(flags, epoch, mask=present, sem="release", scope="sys")
 
 
 @portable
-def pass_on_counts(table, start, members, present, source, S: tl.constexpr):
+def pass_on_counts(op, start, members, present, source):
     """Writes the counts of rank `source`, from the head at `start`, to those members of this node."""
-    lanes, ends = tl.arange(0, S.WORLD_LANES), S.WORLD_SIZE + tl.arange(0, 2)
+    lanes, ends = tl.arange(0, op.WORLD_LANES), op.WORLD_SIZE + tl.arange(0, 2)
     sent = start.to(tl.pointer_type(tl.int64))
-    counts = tl.load(sent + lanes, mask=lanes < S.WORLD_SIZE, other=0)
+    counts = tl.load(sent + lanes, mask=lanes < op.WORLD_SIZE, other=0)
     last_words = tl.load(sent + ends)
-    lines = address(table, COUNTS, members, S.WORLD_SIZE, tl.int64) + source * (S.WORLD_SIZE + 2)
-    mask = present[:, None] & (lanes < S.WORLD_SIZE)[None, :]
+    lines = address_at(op, COUNTS, members, tl.int64) + source * (op.WORLD_SIZE + 2)
+    mask = present[:, None] & (lanes < op.WORLD_SIZE)[None, :]
     nothing = tl.cast(full_like(members, 0), tl.int64)[:, None]
     tl.store(lines[:, None] + lanes[None, :], counts[None, :] + nothing, mask=mask, cache_modifier=".wt")
     mask = present[:, None] & (ends >= 0)[None, :]
@@ -202,55 +205,54 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     A failure is passed on alone. Else, on the way to experts, the rank's counts are; on the way back its combine flag,
     and the epoch of its weights if HAS_WEIGHTS.
     """
+    op = OpContext(table, rank, S)
     # D4, C4
     node = (rank // R.GPUS + 1 + tl.program_id(0)) % R.NODES
     source = node * R.GPUS + rank % R.GPUS
     region: tl.constexpr = CHUNKS_BACK if R.DIRECTION == WAY_BACK else CHUNKS
-    start = start_of(table, region, node, num_chunks, rank, S, R)
-    marks = marks_of(start, S)
+    start = start_of(op, region, node, num_chunks, R)
+    marks = marks_of(start, op)
     local_ranks = tl.arange(0, R.GPU_LANES)
     present = local_ranks < R.GPUS
     # compare-and-swap takes no mask: surplus lanes repeat this rank
     members = tl.where(present, (rank // R.GPUS) * R.GPUS + local_ranks, rank)
     poison = tl.load(marks + POISON_MARK)
     if poison != 0:
-        poison_words = address(table, POISON, members, S.WORLD_SIZE, tl.int32)
+        poison_words = address_at(op, POISON, members, tl.int32)
         tl.atomic_cas(
             poison_words, full_like(local_ranks, 0), full_like(local_ranks, poison), sem="relaxed", scope="sys"
         )
     elif R.DIRECTION == WAY_BACK:
-        pass_on_flags(table, marks, members, present, source, S, HAS_WEIGHTS)
+        pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS)
     else:
-        pass_on_counts(table, start, members, present, source, S)
+        pass_on_counts(op, start, members, present, source)
 
 
 @portable
-def wait_for_lines(table, epoch, rank, S: tl.constexpr, R: tl.constexpr, COUNT_LANES: tl.constexpr):
+def wait_for_lines(op, epoch, R: tl.constexpr, COUNT_LANES: tl.constexpr):
     """Waits for every rank's counts; the poison word. Those of other nodes come through ranks of this one, so that
     these are waited for first.
     """
-    if S.COMPACT:
-        poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, 1, R.GPUS)
+    if op.COMPACT:
+        poison = wait_all_counts(op, epoch, COUNT_LANES, 1, R.GPUS)
         if poison == 0:
-            poison = wait_all_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
+            poison = wait_all_counts(op, epoch, COUNT_LANES, AFTER_HOST, 0)
     else:
-        _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, 1, R.GPUS)
+        _, poison = wait_counts(op, epoch, COUNT_LANES, 1, R.GPUS)
         if poison == 0:
-            _, poison = wait_counts(table, epoch, rank, S.WORLD_SIZE, COUNT_LANES, AFTER_HOST, 0)
+            _, poison = wait_counts(op, epoch, COUNT_LANES, AFTER_HOST, 0)
     return poison
 
 
 @portable
-def raise_flags(table, rank, S: tl.constexpr, R: tl.constexpr):
+def raise_flags(op, R: tl.constexpr):
     """Raises the flags of all sources whose lines came through this rank, at the ranks of this node."""
     nodes, local_ranks = tl.arange(0, R.NODE_LANES)[:, None], tl.arange(0, R.GPU_LANES)[None, :]
     present = (nodes < R.NODES) & (local_ranks < R.GPUS)
-    members = (rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
-    flags = address(table, DISPATCH_FLAGS, members, S.WORLD_SIZE, tl.int32) + nodes * R.GPUS + rank % R.GPUS
+    members = (op.rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
+    flags = address_at(op, DISPATCH_FLAGS, members, tl.int32) + nodes * R.GPUS + op.rank % R.GPUS
     barrier()
-    tl.atomic_xchg(
-        flags, full_like(members, dispatch_flag(table, S.WORLD_SIZE)), mask=present, sem="release", scope="sys"
-    )
+    tl.atomic_xchg(flags, full_like(members, dispatch_flag(op)), mask=present, sem="release", scope="sys")
 
 
 @portable(do_not_specialize=["num_chunks", "row_limit", "positions_per_rank", "rank"])
@@ -266,26 +268,27 @@ def forward_kernel(
         row_limit: as of bulk_dispatch_kernel. positions_per_rank: as of exchange_kernel.
         S: Shape. R: Ring of the way to experts. ROW: Row. LINE: Line. COUNT_LANES, POISON_LANES: as in Exchange.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, DISPATCH_RECEIVE, S.WORLD_SIZE)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), POISON_LANES)
-    poison = initial_poison(table, answer, DISPATCH_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    epoch, out_of_order = begin_stage(op, DISPATCH_RECEIVE)
+    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
+    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
     places = Places(row_limit, positions_per_rank)
     # D5
     if poison == 0:
-        poison = wait_for_lines(table, epoch, rank, S, R, COUNT_LANES)
+        poison = wait_for_lines(op, epoch, R, COUNT_LANES)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
-            slot = chunk_of(table, CHUNKS, peer, chunk, num_chunks, rank, S, R)
-            copy_lines(table, slot, peer, chunk, places, rank, S, R, ROW, LINE)
+            slot = chunk_of(op, CHUNKS, peer, chunk, num_chunks, R)
+            copy_lines(op, slot, peer, chunk, places, R, ROW, LINE)
     if poison != 0:
         late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-        fail(table, poison, DISPATCH_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    is_last, any_poisoned = arrive_last(table, rank, num_programs, poison, S.WORLD_SIZE)
+        fail(op, poison, DISPATCH_PHASE, epoch, 0, late)
+    is_last, any_poisoned = arrive_last(op, num_programs, poison)
     if is_last:
         if not any_poisoned:
-            raise_flags(table, rank, S, R)
+            raise_flags(op, R)
 
 
 @portable(do_not_specialize=["num_chunks", "rank"])
@@ -296,22 +299,23 @@ def pack_sums_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, 
         num_chunks: those of a step.
         S: Shape. R: Ring of the way back. A: NodeSums.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
-    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    epoch, out_of_order = begin_stage(op, COMBINE_RECEIVE)
+    answer = load_poison(address(op, POISON, tl.int32), A.POISON_LANES)
+    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
     # C3
     if poison == 0:
-        poison = wait_all(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES, True, 1, R.GPUS)
+        poison = wait_all(op, COMBINE_FLAGS, epoch, True, 1, R.GPUS)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
-            slot = chunk_of(table, CHUNKS_SENT_BACK, peer, chunk, num_chunks, rank, S, R)
-            add_ranks(table, slot, peer, chunk, rank, S, R, A)
+            slot = chunk_of(op, CHUNKS_SENT_BACK, peer, chunk, num_chunks, R)
+            add_ranks(op, slot, peer, chunk, R, A)
     if poison != 0:
-        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    end_packing(table, CHUNKS_SENT_BACK, num_chunks, poison, rank, S, R)
+        late = lanes_behind(op, COMBINE_FLAGS, epoch)
+        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
+    end_packing(op, CHUNKS_SENT_BACK, num_chunks, poison, R)
 
 
 @portable(do_not_specialize=["num_tokens", "num_chunks", "rank"], do_not_specialize_on_alignment=["ids"])
@@ -326,35 +330,37 @@ def sum_nodes_kernel(
         num_chunks: those of a step.
         S: Shape. R: Ring of the way back. A: NodeSums.
     """
+    op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
-    answer = load_poison(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), A.POISON_LANES)
-    poison = initial_poison(table, answer, COMBINE_PHASE, epoch, out_of_order, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    out = Results(table, result, ids, num_tokens, epoch, rank)
+    epoch, out_of_order = begin_stage(op, COMBINE_RECEIVE)
+    answer = load_poison(address(op, POISON, tl.int32), A.POISON_LANES)
+    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    out = Results(op, result, ids, num_tokens, epoch)
     # C5
     if poison == 0:
-        poison = await_peers(table, epoch, epoch, rank, S, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)
+        poison = await_peers(op, epoch, epoch, A.HAS_WEIGHTS, True, AFTER_COMBINING_HOST)
     for chunk in range(program, num_chunks, num_programs):
         if poison == 0:
             slots = ()
             for node in tl.static_range(R.NODES):
-                slots = slots + (chunk_of(table, CHUNKS_BACK, node, chunk, num_chunks, rank, S, R),)
-            add_nodes(out, slots, bias_0, bias_1, chunk, 0, S, R, A)
+                slots = slots + (chunk_of(op, CHUNKS_BACK, node, chunk, num_chunks, R),)
+            add_nodes(out, slots, bias_0, bias_1, chunk, 0, R, A)
         else:
             # C6
             clear_results(result, num_tokens, chunk, R, A)
     if poison != 0:
-        late = lanes_behind(table, COMBINE_FLAGS, epoch, rank, S.WORLD_SIZE, S.WORLD_LANES)
-        fail(table, poison, COMBINE_PHASE, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
-    finish_stage(table, COMBINE_RECEIVE, program, num_programs, S.WORLD_SIZE)
+        late = lanes_behind(op, COMBINE_FLAGS, epoch)
+        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
+    finish_stage(op, COMBINE_RECEIVE, program, num_programs)
 
 
 @portable(do_not_specialize=["poison", "phase", "rank"])
 def post_failure_kernel(table, poison, phase, rank, S: tl.constexpr):
     """Records a failure that the host has found, and poisons the ranks of this node; one program."""
-    epoch, _ = begin_stage(table, COMBINE_RECEIVE, S.WORLD_SIZE)
+    op = OpContext(table, rank, S)
+    epoch, _ = begin_stage(op, COMBINE_RECEIVE)
     # an earlier failure, which a rank of this node has posted, takes precedence
-    posted = tl.atomic_cas(address(table, POISON, rank, S.WORLD_SIZE, tl.int32), 0, poison, sem="relaxed", scope="sys")
+    posted = tl.atomic_cas(address(op, POISON, tl.int32), 0, poison, sem="relaxed", scope="sys")
     poison = tl.where(posted == 0, poison, posted)
     late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-    fail(table, poison, phase, epoch, 0, late, rank, S.WORLD_SIZE, S.WORLD_LANES)
+    fail(op, poison, phase, epoch, 0, late)

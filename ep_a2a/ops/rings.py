@@ -111,7 +111,7 @@ class RingEngine(NodesEngine):
                 None,
                 {
                     "GPUS": gpus_per_node,
-                    "WORLD_SIZE": world_size,
+                    "S": self.kernels.shape,
                     "TELLS_COUNTS": counts,
                     "TELLS_FLAGS": flags,
                     "HAS_WEIGHTS": weights,

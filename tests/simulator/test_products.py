@@ -26,27 +26,26 @@ RUNS = (
 )
 SMALL_PRODUCTS = """
 rank, node and channel numbers, times each other:
-count_words + source * (S.WORLD_SIZE + 2)
-lanes * (WORLD_SIZE + 2)
-rank * (WORLD_SIZE + 2)
-rank * (S.WORLD_SIZE + 2)
-source * (S.WORLD_SIZE + 2)
-source * (WORLD_SIZE + 2)
-sources[:, None] * (WORLD_SIZE + 2)
-(rank // R.GPUS) * R.GPUS
+count_words + source * (op.WORLD_SIZE + 2)
+lanes * (op.WORLD_SIZE + 2)
+rank * (op.WORLD_SIZE + 2)
+source * (op.WORLD_SIZE + 2)
+sources[:, None] * (op.WORLD_SIZE + 2)
+rank // R.GPUS) * R.GPUS
 node * R.GPUS + rank % R.GPUS
+node * R.GPUS + op.rank % R.GPUS
 rank // GPUS * GPUS + peer % GPUS
 node * GPUS + rank % GPUS
-peer * R.GPUS + rank % R.GPUS
-tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + rank % R.GPUS
+peer * R.GPUS + op.rank % R.GPUS
+tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + op.rank % R.GPUS
 + 2 * ring
 channel * R.NODES
-nodes * R.GPUS + rank % R.GPUS
+nodes * R.GPUS + op.rank % R.GPUS
 + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
 peer * R.GPUS
-regions * S.WORLD_SIZE + peers
-program * WORLD_SIZE + ranks
-programs[:, None] * WORLD_SIZE + ranks[None, :]
+regions * op.WORLD_SIZE + peers
+program * op.WORLD_SIZE + ranks
+programs[:, None] * op.WORLD_SIZE + ranks[None, :]
 chunk numbers of a step:
 source_node * R.NUM_CHUNKS + chunk
 channel + count * R.CHANNELS
@@ -63,7 +62,7 @@ block_offsets(first * per_word
 rows * B.WIDTH + elements
 (lines * 4 + at)[:, None]
 scales + (rows * num_scales + lines // per_scale)
-rows * S.TOPK + slots
+rows * op.TOPK + slots
 tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 groups[:, None] * GROUP + elements[None, :]
 groups[:, None] * ROW.GROUP + elements[None, :]
@@ -71,8 +70,8 @@ groups[:, None, None] * ROW.GROUP + elements
 groups[:, None, None] * words + (lanes // RUN
 groups * words + runs
 lanes // RUN * (2 * RUN)
-tokens * S.TOPK + k
-tokens[:, None] * S.TOPK + choices[None, :]
+tokens * op.TOPK + k
+tokens[:, None] * op.TOPK + choices[None, :]
 % num_blocks) *
 block * E.BLOCK_WORDS
 nothing:

@@ -10,6 +10,7 @@ from ep_a2a.kernels.combine_receive_kernels import next_rows, routes_of, slots_o
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
 from ep_a2a.kernels.constants import Block
 from ep_a2a.kernels.line_cast_kernels import quantize_lines
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.quantization import quantize_groups
 from tests.unit.device import shape_of, table_of, untouched
@@ -44,8 +45,8 @@ def ask_first(
     lanes = tl.arange(0, SHAPE.WORLD_LANES)
     received = tl.load(counts + lanes, mask=lanes < SHAPE.WORLD_SIZE, other=0)
     is_sender = (sender >= 0) & (sender < num_senders)
-    step = CombineStep(table, rank, 1, 0, step_tokens, STRIDE, counts, received, False, is_sender, 0)
-    aim, _, values = first_unit(rows_in, step, Share(sender, num_senders), SHAPE, B, OWN_IN_PLACE)
+    step = CombineStep(OpContext(table, rank, SHAPE), 1, 0, step_tokens, STRIDE, counts, received, False, is_sender, 0)
+    aim, _, values = first_unit(rows_in, step, Share(sender, num_senders), B, OWN_IN_PLACE)
     tl.store(out + at * 3, aim.row)
     tl.store(out + at * 3 + 1, tl.load(counts + aim.destination) - aim.index)
     tl.store(out + at * 3 + 2, aim.first)
@@ -91,11 +92,11 @@ def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, pa
 
 @portable
 def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
-    step = CombineStep(routes, rank, 1, 1, M, M, routes, routes, False, False, 0)
-    found = slots_of(routes_of(routes, 0, step, SHAPE), step, SHAPE)
+    step = CombineStep(OpContext(routes, rank, SHAPE), 1, 1, M, M, routes, routes, False, False, 0)
+    found = slots_of(routes_of(routes, 0, step), step)
     at = 0
     for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):
-        rows, found = next_rows(found, step, SHAPE, True)
+        rows, found = next_rows(found, step, True)
         for each in tl.static_range(len(rows.slots)):
             tl.store(out + at * 2, rows.slots[each])
             tl.store(out + at * 2 + 1, rows.own)

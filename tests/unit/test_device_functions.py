@@ -14,6 +14,7 @@ from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
 from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, ExpertPlacement
 from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import MANY_POLLS, POLLS_PER_CLOCK, begin_stage, finish_stage, late_lanes, next_poll
 from ep_a2a.kernels.routing_kernels import count_by_rank, owner_of
@@ -245,8 +246,8 @@ def test_all_tokens_may_go_to_one_rank(num_tokens, tokens, world_size, rank):
 
 
 @portable
-def begin(table, out, STAGE: tl.constexpr):
-    epoch, out_of_order = begin_stage(table, STAGE, 1)
+def begin(table, out, STAGE: tl.constexpr, SHAPE: tl.constexpr):
+    epoch, out_of_order = begin_stage(OpContext(table, 0, SHAPE), STAGE)
     tl.store(out, epoch)
     tl.store(out + 1, (out_of_order != 0).to(tl.int32))
 
@@ -259,7 +260,7 @@ def table_of_one_rank(steps: list[int]) -> torch.Tensor:
 def begun(steps: list[int], stage: int) -> list[int]:
     table, out = table_of_one_rank(steps), untouched(2)
     before = table.clone()
-    begin.interpret((1,), table, out, STAGE=stage)
+    begin.interpret((1,), table, out, STAGE=stage, SHAPE=shape_of(1))
     assert torch.equal(table, before)
     return out.tolist()
 
@@ -299,11 +300,12 @@ def test_a_stage_comes_after_those_before_it(stage, position):
 
 
 @portable
-def finish(table, out, STAGE: tl.constexpr):
+def finish(table, out, STAGE: tl.constexpr, SHAPE: tl.constexpr):
+    op = OpContext(table, 0, SHAPE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, _ = begin_stage(table, STAGE, 1)
+    epoch, _ = begin_stage(op, STAGE)
     tl.store(out + program, epoch)
-    finish_stage(table, STAGE, program, num_programs, 1)
+    finish_stage(op, STAGE, program, num_programs)
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 40])
@@ -312,7 +314,7 @@ def test_a_counter_moves_on_once_for_a_launch(num_programs, done):
     """Every program of a launch reads one epoch, however many have finished before it."""
     table, out = table_of_one_rank([done << 16] * 4), torch.zeros(num_programs, dtype=torch.int32)
     for launch in range(3):
-        finish.interpret((num_programs,), table, out, STAGE=1)
+        finish.interpret((num_programs,), table, out, STAGE=1, SHAPE=shape_of(1))
         expected = as_int32((done + launch) % (2**32 - 1) + 1)
         assert out.tolist() == [expected] * num_programs
         steps = [done << 16, done + launch + 1 << 16, done << 16, done << 16]

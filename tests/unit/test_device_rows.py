@@ -9,6 +9,7 @@ import triton.language as tl
 from ep_a2a.kernels.constants import ExpertPlacement
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.ll_receive_kernels import judge_row
+from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.routing_kernels import (
     count_by_rank,
@@ -79,6 +80,7 @@ def find_rows(
     SHAPE: tl.constexpr,
     OWNERS: tl.constexpr,
 ):
+    op = OpContext(table, rank, SHAPE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     world_size: tl.constexpr = SHAPE.WORLD_SIZE
     ranks, at = tl.arange(0, SHAPE.WORLD_LANES), tl.arange(0, SHAPE.TOPK_LANES)
@@ -86,20 +88,20 @@ def find_rows(
     first = tl.minimum(program * chunk, num_tokens)
     last = tl.minimum(first + chunk, num_tokens)
     bases = tl.load(first_rows + ranks, mask=ranks < world_size, other=0)
-    alone = count_by_rank(ids, 0, first, SHAPE, OWNERS, 8)
-    own_counts = count_by_rank(ids, first, last, SHAPE, OWNERS, 8)
-    told = rows_of_programs_before(table, 9, own_counts, program, rank, world_size, SHAPE.WORLD_LANES, 1)
-    going = ranks_of_tokens(ids, num_tokens, SHAPE, OWNERS, 64)
+    alone = count_by_rank(ids, 0, first, op, OWNERS, 8)
+    own_counts = count_by_rank(ids, first, last, op, OWNERS, 8)
+    told = rows_of_programs_before(op, 9, own_counts, program, 1)
+    going = ranks_of_tokens(ids, num_tokens, op, OWNERS, 64)
     for token in range(first, last):
         token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
-        peers, goes = destinations_of(token_ids, rank, OWNERS, SHAPE)
+        peers, goes = destinations_of(token_ids, op, OWNERS)
         few = tl.load(first_rows + peers) + rows_before_token(going, token, peers, 64)
         for way, rows in enumerate((tl.gather(bases + alone, peers, 0), tl.gather(bases + told, peers, 0), few)):
             line = out + (way * num_tokens + token) * world_size
             tl.store(line + ranks, ranks * 0 - 1, mask=ranks < world_size)
             tl.store(line + (peers - rank + world_size) % world_size, rows, mask=goes & (rows < row_limit))
         alone += rows_before_token(going, token + 1, ranks, 64) - rows_before_token(going, token, ranks, 64)
-        told += count_by_rank(ids, token, token + 1, SHAPE, OWNERS, 8)
+        told += count_by_rank(ids, token, token + 1, op, OWNERS, 8)
 
 
 def found_rows(
