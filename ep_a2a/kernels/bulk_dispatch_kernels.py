@@ -28,11 +28,10 @@ from ep_a2a.kernels.primitives import (
     after_previous_launch,
     begin_stage,
     dispatch_flag,
-    fail,
+    fail_behind,
     finish_stage,
     full_like,
     initial_poison,
-    lanes_behind,
     load_poison,
     post_arrival,
     wait_all,
@@ -85,8 +84,7 @@ def receive_rows(step, poison, BULK: tl.constexpr, FORM: tl.constexpr):
     next_span(FORM.SPANS, op, WAIT, FINISH)
     # D7
     if poison != 0:
-        late = lanes_behind(op, DISPATCH_FLAGS, flag)
-        fail(op, poison, DISPATCH_PHASE, step.epoch, 0, late)
+        fail_behind(op, poison, DISPATCH_PHASE, step.epoch, DISPATCH_FLAGS, flag)
         receive_nothing(op)
     finish_stage(op, DISPATCH_RECEIVE, 0, 1)
     end_span(FORM.SPANS, op, FINISH)
@@ -123,8 +121,7 @@ def publish_counts(
         begin_span(FORM.SPANS, op, COUNT_PUT)
         if op.COMPACT or BULK.COUNTS_ALONE:
             own_counts = count_by_rank(ids, first, step.num_tokens, op, OWNERS, BULK.MANY_TOKENS)
-        counts = first_index + own_counts
-        post_counts(op, counts, step.first_row, step.wire_word, step.epoch, op.COMPACT)
+        post_counts(op, first_index + own_counts, step.first_row, step.wire_word, step.epoch)
         end_span(FORM.SPANS, op, COUNT_PUT)
 
 
@@ -159,8 +156,7 @@ def send_rows(
     Args:
         given: DispatchInputs. step: DispatchStep. answer: from load_poison. out_of_order: from begin_stage.
     """
-    op = step.op
-    program, num_programs = step.program, step.num_programs
+    op, program, num_programs = step.op, step.program, step.num_programs
     # one program more than bring rows has nothing to do but to count and to wait
     num_senders = tl.maximum(num_programs - BULK.RECEIVES_ALONE, 1)
     chunk = (step.num_tokens + num_senders - 1) // num_senders

@@ -43,10 +43,10 @@ from ep_a2a.kernels.primitives import (
     begin_stage,
     dispatch_flag,
     fail,
+    fail_behind,
     finish_stage,
     full_like,
     initial_poison,
-    lanes_behind,
     load_poison,
     post_all,
     post_arrival,
@@ -150,17 +150,9 @@ def receive_results(
         end_span(FORM.SPANS, op, TOPK_REDUCE)
     # C6
     if poison != 0:
-        late = lanes_behind(op, COMBINE_FLAGS, flag)
-        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
+        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, flag)
         if adds:
             clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
-
-
-@portable
-def begin_combine(op, state, num_tokens, step_tokens, FORM: tl.constexpr):
-    """Return the step's epoch, and a number that is not 0 when the calls come out of order."""
-    epoch, out_of_order = begin_stage(op, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE)
-    return epoch, out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
 
 
 @portable(
@@ -202,7 +194,8 @@ def combine_kernel(
     signals = program == FLAG_PROGRAM
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_combine(op, state, num_tokens, step_tokens, FORM)
+    epoch, out_of_order = begin_stage(op, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE)
+    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
     answer = load_poison(poison_word, WEIGHTS.GROUPS_LANES)
     given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
     first_sender = (num_receivers > 0).to(tl.int32)

@@ -85,8 +85,7 @@ def topk_of(values, row, TOPK: tl.constexpr):
 @portable(do_not_specialize=["block_rows", "rank", "first_expert", "num_local_experts"])
 def number_expert_rows_kernel(
     table, block_rows, rank, first_expert, num_local_experts,
-    S: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    SPANS: tl.constexpr,
+    S: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """EXPERT_SLOTS and EXPERT_RECV_COUNT of one step, one program per local expert.
 
@@ -230,8 +229,7 @@ def expand_kernel(
     op = OpContext(table, rank, S)
     # E2
     begin_span(SPANS, op, COPY_ROWS)
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_blocks: tl.constexpr = (E.ROW_WORDS + E.BLOCK_WORDS - 1) // E.BLOCK_WORDS
     total = tl.load(address(op, TOTAL_RECV, tl.int32))
     counts, starts = received_of(op)
@@ -249,8 +247,7 @@ def expand_kernel(
 @portable(do_not_specialize=["step_tokens", "rank"])
 def reduce_experts_kernel(
     rows_in, table, step_tokens, rank,
-    S: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    SPANS: tl.constexpr,
+    S: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """REDUCED_ROWS: for every received row the weighted sum of its experts' rows; any number of programs.
 

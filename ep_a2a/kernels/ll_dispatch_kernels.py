@@ -34,11 +34,10 @@ from ep_a2a.kernels.primitives import (
     after_previous_launch,
     begin_stage,
     dispatch_flag,
-    fail,
+    fail_behind,
     finish_stage,
     full_like,
     initial_poison,
-    lanes_behind,
     load_poison,
     post_all,
 )
@@ -112,7 +111,7 @@ def send_rows(
         begin_span(FORM.SPANS, op, COUNT_PUT)
         tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, num_tokens)
         counts = rows_before_token(going, num_tokens, tl.arange(0, op.WORLD_LANES), LL.TOKEN_LANES)
-        post_counts(op, counts, step.first_row, step.wire_word, step.epoch, op.COMPACT)
+        post_counts(op, counts, step.first_row, step.wire_word, step.epoch)
         end_span(FORM.SPANS, op, COUNT_PUT)
     if (sender >= 0) & (sender < num_senders):
         next_span(FORM.SPANS, op, PREPARE, QUANT_AND_PUT)
@@ -156,8 +155,7 @@ def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexp
         # D7
         poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, ROW, LL, FORM)
     if poison != 0:
-        late = lanes_behind(op, DISPATCH_FLAGS, dispatch_flag(op))
-        fail(op, poison, DISPATCH_PHASE, epoch, 0, late)
+        fail_behind(op, poison, DISPATCH_PHASE, epoch, DISPATCH_FLAGS, dispatch_flag(op))
     if waits:
         end_span(FORM.SPANS, op, WAIT)
 

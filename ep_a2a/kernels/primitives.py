@@ -244,6 +244,14 @@ def initial_poison(op, answer, phase: tl.constexpr, epoch, out_of_order):
 
 
 @portable
+def begin_launch(op, stage: tl.constexpr, phase: tl.constexpr, POISON_LANES: tl.constexpr):
+    """Return (epoch, poison word) with which a program begins: begin_stage, load_poison and initial_poison in turn."""
+    epoch, out_of_order = begin_stage(op, stage)
+    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
+    return epoch, initial_poison(op, answer, phase, epoch, out_of_order)
+
+
+@portable
 def share_of(unit, program, num_programs):
     """Returns what a program adds to a word that counts steps by `unit`; a launch's programs add one unit together."""
     return tl.where(program == 0, unit - num_programs + 1, 1)
@@ -267,8 +275,7 @@ def finish_stage(op, stage: tl.constexpr, program, num_programs, DEPENDENT_LAUNC
 @portable
 def poison_of(op):
     """Reads this rank's poison word. One thread reads, so every thread of the program gets the same value."""
-    word = address(op, POISON, tl.int32)
-    return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
+    return tl.atomic_add(address(op, POISON, tl.int32), 0, sem="relaxed", scope="sys")
 
 
 @portable
@@ -443,8 +450,8 @@ def fail(op, poison, phase, epoch, detail, late):
 
 
 @portable
-def lanes_behind(op, region: tl.constexpr, epoch):
-    """1 in the lanes of ranks whose flag has not reached `epoch` now."""
+def fail_behind(op, poison, phase, epoch, region: tl.constexpr, flag):
+    """Fail with the ranks whose flag has not reached `flag` now."""
     lanes = tl.arange(0, op.WORLD_LANES)
-    flags = address(op, region, tl.int32) + lanes
-    return late_lanes(flags, epoch, lanes < op.WORLD_SIZE, True)
+    late = late_lanes(address(op, region, tl.int32) + lanes, flag, lanes < op.WORLD_SIZE, True)
+    fail(op, poison, phase, epoch, 0, late)

@@ -97,11 +97,11 @@ MOST_COUNTS = tl.constexpr(256)
 
 
 @portable
-def post_counts(op, counts, first_row, wire_word, epoch, ALL: tl.constexpr):
-    """Posts to every rank how many rows this rank sends to it, or with ALL to each rank, where they begin, and its wire
-    word.
+def post_counts(op, counts, first_row, wire_word, epoch):
+    """Posts to every rank how many rows this rank sends to it, where they begin, and its wire word.
 
-    The words are flagged: line `rank` of COUNTS [W, W + 2] at every peer, which ends in `first_row` and `wire_word`.
+    In layout compact it posts how many go to each rank. The words are flagged: line `rank` of COUNTS [W, W + 2] at
+    every peer, which ends in `first_row` and `wire_word`.
     """
     lanes = tl.arange(0, op.WORLD_LANES)
     present = lanes < op.WORLD_SIZE
@@ -110,7 +110,7 @@ def post_counts(op, counts, first_row, wire_word, epoch, ALL: tl.constexpr):
     lines = address_at(op, COUNTS, tl.where(present, lanes, op.rank), tl.int64) + op.rank * (op.WORLD_SIZE + 2)
     tl.store(lines + op.WORLD_SIZE, flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
     tl.store(lines + op.WORLD_SIZE + 1, flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
-    if ALL:
+    if op.COMPACT:
         num_peers: tl.constexpr = min(op.WORLD_LANES, max(1, MOST_COUNTS // op.WORLD_LANES))
         for first in range(0, op.WORLD_SIZE, num_peers):
             peers = first + tl.arange(0, num_peers)

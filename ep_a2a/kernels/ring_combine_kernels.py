@@ -24,16 +24,12 @@ from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     COMBINE_PHASE,
-    POISON,
     address,
     address_at,
-    begin_stage,
-    fail,
+    begin_launch,
+    fail_behind,
     finish_stage,
     full_like,
-    initial_poison,
-    lanes_behind,
-    load_poison,
     pick,
     reduce_sum,
 )
@@ -347,9 +343,7 @@ def return_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, COMBINE_RECEIVE)
-    answer = load_poison(address(op, POISON, tl.int32), A.POISON_LANES)
-    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    epoch, poison = begin_launch(op, COMBINE_RECEIVE, COMBINE_PHASE, A.POISON_LANES)
     out = Results(op, result, ids, num_tokens, epoch)
     forwarded = address(op, FORWARDED_CHUNKS, tl.int32)
     # C3
@@ -359,8 +353,7 @@ def return_kernel(
         poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, R, A)
     # C6
     if poison != 0:
-        late = lanes_behind(op, COMBINE_FLAGS, epoch)
-        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
+        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, epoch)
         for channel in range(program, R.CHANNELS, num_programs):
             clear_results(result, num_tokens, channel, R, A)
     finish_stage(op, COMBINE_RECEIVE, program, num_programs)

@@ -21,15 +21,12 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     DISPATCH_PHASE,
     NUM_TOKENS,
-    POISON,
     STATE,
     address,
-    begin_stage,
+    begin_launch,
     fail,
     finish_stage,
     full_like,
-    initial_poison,
-    load_poison,
     pick,
     reduce_sum,
 )
@@ -47,7 +44,7 @@ def post_totals(ids, op, num_tokens, wire_word, first_row, epoch, OWNERS: tl.con
     """Posts to all ranks how many rows this rank sends to each."""
     tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, num_tokens)
     counts = count_by_rank(ids, 0, num_tokens, op, OWNERS, N.MANY_TOKENS)
-    post_counts(op, counts, first_row, wire_word, epoch, op.COMPACT)
+    post_counts(op, counts, first_row, wire_word, epoch)
 
 
 @portable
@@ -70,9 +67,7 @@ def number_rows_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, DISPATCH_SEND)
-    answer = load_poison(address(op, POISON, tl.int32), N.POISON_LANES)
-    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
+    epoch, poison = begin_launch(op, DISPATCH_SEND, DISPATCH_PHASE, N.POISON_LANES)
     # D1
     if poison == 0:
         if program == 0:
@@ -112,7 +107,7 @@ def send_turn(
 
 @portable
 def forward_turn(
-    op, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, R: tl.constexpr, ROW: tl.constexpr,
+    op, channel, peer, here, taken, unfinished, taken_before, places, moved, R: tl.constexpr, ROW: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
     """Forwards the next chunk from node `peer`, if one is due and has come.
@@ -162,9 +157,8 @@ def exchange_channel(
             # D4
             if X.FORWARDS:
                 taken, unfinished, moved = forward_turn(
-                    op, channel, peer, here, taken, unfinished, taken_before, places, moved, epoch, R, ROW,
-                    LINE,
-                )  # fmt: skip
+                    op, channel, peer, here, taken, unfinished, taken_before, places, moved, R, ROW, LINE
+                )
         poison, polls, deadline = idle(op, moved, polls, deadline, unsent + unfinished, epoch, R)
     store_channel(op, channel, sent_before + sent, taken_before + taken, R)
     return poison
@@ -187,9 +181,7 @@ def exchange_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, X.STAGE)
-    answer = load_poison(address(op, POISON, tl.int32), X.POISON_LANES)
-    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
+    epoch, poison = begin_launch(op, X.STAGE, DISPATCH_PHASE, X.POISON_LANES)
     source = Source(x, scales, weights, ids, num_tokens, first_row)
     places = Places(row_limit, positions_per_rank)
     # D2

@@ -37,14 +37,13 @@ from ep_a2a.kernels.primitives import (
     address,
     address_at,
     arrive_last,
+    begin_launch,
     begin_stage,
     dispatch_flag,
     fail,
+    fail_behind,
     finish_stage,
     full_like,
-    initial_poison,
-    lanes_behind,
-    load_poison,
     poison_of,
     wait_all,
 )
@@ -155,9 +154,7 @@ def pack_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, DISPATCH_SEND)
-    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
-    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
+    _, poison = begin_launch(op, DISPATCH_SEND, DISPATCH_PHASE, POISON_LANES)
     source = Source(x, scales, weights, ids, num_tokens, first_row)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         # D2
@@ -270,9 +267,7 @@ def forward_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, DISPATCH_RECEIVE)
-    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
-    poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
+    epoch, poison = begin_launch(op, DISPATCH_RECEIVE, DISPATCH_PHASE, POISON_LANES)
     places = Places(row_limit, positions_per_rank)
     # D5
     if poison == 0:
@@ -301,9 +296,7 @@ def pack_sums_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, 
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, COMBINE_RECEIVE)
-    answer = load_poison(address(op, POISON, tl.int32), A.POISON_LANES)
-    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    epoch, poison = begin_launch(op, COMBINE_RECEIVE, COMBINE_PHASE, A.POISON_LANES)
     # C3
     if poison == 0:
         poison = wait_all(op, COMBINE_FLAGS, epoch, True, 1, R.GPUS)
@@ -313,8 +306,7 @@ def pack_sums_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, 
             slot = chunk_of(op, CHUNKS_SENT_BACK, peer, chunk, num_chunks, R)
             add_ranks(op, slot, peer, chunk, R, A)
     if poison != 0:
-        late = lanes_behind(op, COMBINE_FLAGS, epoch)
-        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
+        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, epoch)
     end_packing(op, CHUNKS_SENT_BACK, num_chunks, poison, R)
 
 
@@ -332,9 +324,7 @@ def sum_nodes_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, COMBINE_RECEIVE)
-    answer = load_poison(address(op, POISON, tl.int32), A.POISON_LANES)
-    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    epoch, poison = begin_launch(op, COMBINE_RECEIVE, COMBINE_PHASE, A.POISON_LANES)
     out = Results(op, result, ids, num_tokens, epoch)
     # C5
     if poison == 0:
@@ -349,8 +339,7 @@ def sum_nodes_kernel(
             # C6
             clear_results(result, num_tokens, chunk, R, A)
     if poison != 0:
-        late = lanes_behind(op, COMBINE_FLAGS, epoch)
-        fail(op, poison, COMBINE_PHASE, epoch, 0, late)
+        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, epoch)
     finish_stage(op, COMBINE_RECEIVE, program, num_programs)
 
 
