@@ -16,14 +16,10 @@ land in (source rank, source token) order. The steps of a launch, by which the c
 import triton.language as tl
 
 from ep_a2a.kernels.bulk_send_kernels import load_beside, send_one_by_one
-from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    DISPATCH_PHASE,
-    NUM_TOKENS,
-    POISON,
-    STATE,
     address,
     after_previous_launch,
     begin_stage,
@@ -45,49 +41,33 @@ from ep_a2a.kernels.receive_kernels import (
     rows_before,
     wait_all_counts,
 )
-from ep_a2a.kernels.routing_kernels import (
-    count_by_rank,
-    list_destinations,
-    record_routes,
-    rows_of_programs_before,
-)
+from ep_a2a.kernels.routing_kernels import count_by_rank, list_destinations, record_routes, rows_of_programs_before
 from ep_a2a.kernels.send_kernels import load_row
 from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_cast_tiles, send_tiles
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 from ep_a2a.kernels.target import barrier
-
-DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
-DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
-QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
-COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
-WAIT = tl.constexpr(Span.WAIT.value)
-PREPARE = tl.constexpr(Span.PREPARE.value)
-POST = tl.constexpr(Span.POST.value)
-ACCEPT_ROWS = tl.constexpr(Span.ACCEPT_ROWS.value)
-FINISH = tl.constexpr(Span.FINISH.value)
 
 
 @portable
 def receive_rows(step, poison, BULK: tl.constexpr, FORM: tl.constexpr):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     op, flag = step.op, dispatch_flag(step.op)
-    begin_span(FORM.SPANS, op, ACCEPT_ROWS)
+    begin_span(FORM.SPANS, op, Span.ACCEPT_ROWS)
     # D6
     if poison == 0:
         poison = accept_counts(step, BULK.COUNT_LANES)
-    next_span(FORM.SPANS, op, ACCEPT_ROWS, WAIT)
+    next_span(FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
-        poison = wait_all(op, DISPATCH_FLAGS, flag, True, patience)
-    next_span(FORM.SPANS, op, WAIT, FINISH)
+        poison = wait_all(op, Region.DISPATCH_FLAGS, flag, True, patience)
+    next_span(FORM.SPANS, op, Span.WAIT, Span.FINISH)
     # D7
     if poison != 0:
-        fail_behind(op, poison, DISPATCH_PHASE, step.epoch, DISPATCH_FLAGS, flag)
+        fail_behind(op, poison, StepPhase.DISPATCH, step.epoch, Region.DISPATCH_FLAGS, flag)
         receive_nothing(op)
-    finish_stage(op, DISPATCH_RECEIVE, 0, 1)
-    end_span(FORM.SPANS, op, FINISH)
+    finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1)
+    end_span(FORM.SPANS, op, Span.FINISH)
 
 
 @portable
@@ -118,11 +98,11 @@ def publish_counts(
     op = step.op
     # where programs wait for these counts, the one that posts them must not wait for other programs
     if step.program == (0 if op.COMPACT else step.num_programs - 1):
-        begin_span(FORM.SPANS, op, COUNT_PUT)
+        begin_span(FORM.SPANS, op, Span.COUNT_PUT)
         if op.COMPACT or BULK.COUNTS_ALONE:
             own_counts = count_by_rank(ids, first, step.num_tokens, op, OWNERS, BULK.MANY_TOKENS)
         post_counts(op, first_index + own_counts, step.first_row, step.wire_word, step.epoch)
-        end_span(FORM.SPANS, op, COUNT_PUT)
+        end_span(FORM.SPANS, op, Span.COUNT_PUT)
 
 
 @portable
@@ -170,23 +150,23 @@ def send_rows(
     # D2
     first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, BULK)
     if program == 0:
-        tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, step.num_tokens)
+        tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, step.num_tokens)
     bases = full_like(tl.arange(0, op.WORLD_LANES), step.first_row)
-    poison = initial_poison(op, answer, DISPATCH_PHASE, step.epoch, out_of_order)
+    poison = initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
     # D3
     if poison == 0:
         publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, BULK, FORM)
         if op.COMPACT:
             poison = wait_all_counts(op, step.epoch, BULK.COUNT_LANES)
             bases = rows_before(op, op.rank)
-    next_span(FORM.SPANS, op, PREPARE, QUANT_AND_PUT)
+    next_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4
     if poison == 0:
         if TILE.TOKENS == 1:
             send_one_by_one(given, step, first, last, tiles, beside, first_index, bases, OWNERS, ROW, LINE, FORM)
         else:
             send_by_tiles(given, step, first, last, first_index, bases, OWNERS, ROW, LINE, TILE, FORM)
-    next_span(FORM.SPANS, op, QUANT_AND_PUT, POST)
+    next_span(FORM.SPANS, op, Span.QUANT_AND_PUT, Span.POST)
     return poison
 
 
@@ -196,9 +176,9 @@ def finish_sending(step, poison, FORM: tl.constexpr):
     op = step.op
     # D5
     if poison == 0:
-        post_arrival(op, DISPATCH_FLAGS, step.program, step.num_programs)
-    end_span(FORM.SPANS, op, POST)
-    finish_stage(op, DISPATCH_SEND, step.program, step.num_programs)
+        post_arrival(op, Region.DISPATCH_FLAGS, step.program, step.num_programs)
+    end_span(FORM.SPANS, op, Span.POST)
+    finish_stage(op, Stage.DISPATCH_SEND, step.program, step.num_programs)
 
 
 @portable(
@@ -226,13 +206,13 @@ def bulk_dispatch_kernel(
     """
     op = OpContext(table, rank, S)
     # an address never changes, so it may be read before the launch before this one has ended
-    poison_word = address(op, POISON, tl.int32)
+    poison_word = address(op, Region.POISON, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     if FORM.SEND:
-        begin_span(FORM.SPANS, op, PREPARE)
+        begin_span(FORM.SPANS, op, Span.PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE)
+    epoch, out_of_order = begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
     answer = load_poison(poison_word, BULK.POISON_LANES)
     step = DispatchStep(
         op, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
@@ -246,5 +226,5 @@ def bulk_dispatch_kernel(
             if program == num_programs - 1:
                 receive_rows(step, poison, BULK, FORM)
     else:
-        poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
+        poison = initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
         receive_rows(step, poison, BULK, FORM)

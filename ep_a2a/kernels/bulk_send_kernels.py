@@ -14,14 +14,6 @@ from ep_a2a.kernels.primitives import address, address_at, full_like, reduce_max
 from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, weights_at
 from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
 
-TOKENS = tl.constexpr(Region.TOKENS.value)
-INDICES = tl.constexpr(Region.INDICES.value)
-SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
-SCALES = tl.constexpr(Region.SCALES.value)
-WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
-ROUTES = tl.constexpr(Region.ROUTES.value)
-SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
-
 # Places whose addresses a program picks from a vector before it sends words to any of them.
 MOST_PICKED = tl.constexpr(4)
 
@@ -72,11 +64,11 @@ def places_of(step, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr):
     return Places(
         peers,
         (rows >= 0) & (rows < step.row_limit),
-        targets_of(op, TOKENS, peers, rows, ROW.ROW_WORDS, tl.int32),
-        targets_of(op, SCALES, peers, rows, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE),
-        targets_of(op, WEIGHTS, peers, rows, op.TOPK, tl.int32),
-        targets_of(op, INDICES, peers, rows, op.TOPK, tl.int32),
-        targets_of(op, SOURCE_POSITIONS, peers, rows, 1, tl.int32),
+        targets_of(op, Region.TOKENS, peers, rows, ROW.ROW_WORDS, tl.int32),
+        targets_of(op, Region.SCALES, peers, rows, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE),
+        targets_of(op, Region.WEIGHTS, peers, rows, op.TOPK, tl.int32),
+        targets_of(op, Region.INDICES, peers, rows, op.TOPK, tl.int32),
+        targets_of(op, Region.SOURCE_POSITIONS, peers, rows, 1, tl.int32),
     )
 
 
@@ -173,8 +165,8 @@ def send_one_by_one(
         bases: [WORLD_LANES], where this rank's rows begin at each rank.
     """
     op = step.op
-    sent_ids = address(op, SENT_INDICES, tl.int32)
-    routes = address(op, ROUTES, tl.int32)
+    sent_ids = address(op, Region.SENT_INDICES, tl.int32)
+    routes = address(op, Region.ROUTES, tl.int32)
     lanes, choices = tl.arange(0, op.WORLD_LANES), tl.arange(0, op.TOPK_LANES)
     # beginning elsewhere on each rank spreads the load over the links
     ranks = (op.rank + lanes) % op.WORLD_SIZE

@@ -12,15 +12,7 @@ import triton.language as tl
 from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, POWER_OF_TWO_SCALES
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_max
-from ep_a2a.kernels.target import (
-    E4M3FN,
-    fp8_bias,
-    fp8_dtype,
-    fp8_largest,
-    fp8_nan,
-    has_negative_zero,
-    on_amd,
-)
+from ep_a2a.kernels.target import E4M3FN, fp8_bias, fp8_dtype, fp8_largest, fp8_nan, has_negative_zero, on_amd
 
 FP8_MAX = tl.constexpr(E4M3FN.largest)
 MIN_AMAX = tl.constexpr(1e-10)

@@ -28,14 +28,11 @@ from ep_a2a.kernels.combine_send_kernels import (
     push_results,
     unlike_dispatch,
 )
-from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    COMBINE_PHASE,
     NOBODY,
-    POISON,
-    STATE,
     WEIGHTS_MISSING,
     address,
     address_at,
@@ -56,15 +53,6 @@ from ep_a2a.kernels.primitives import (
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 from ep_a2a.kernels.target import volatile_load
 
-COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
-RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
-WEIGHT_EPOCHS = tl.constexpr(Region.WEIGHT_EPOCHS.value)
-COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
-COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
-COPY_AND_PUT = tl.constexpr(Span.COPY_AND_PUT.value)
-RECV_WAIT = tl.constexpr(Span.RECV_WAIT.value)
-TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
-
 # The program that exchanges flags with the peers.
 FLAG_PROGRAM = tl.constexpr(0)
 
@@ -74,7 +62,7 @@ def tell_weights(op, epoch):
     """Tell every peer, to be ordered by a later post, that this rank brings weights to this combine."""
     lanes = tl.arange(0, op.WORLD_LANES)
     present = lanes < op.WORLD_SIZE
-    epochs_at = address_at(op, WEIGHT_EPOCHS, tl.where(present, lanes, op.rank), tl.int32) + op.rank
+    epochs_at = address_at(op, Region.WEIGHT_EPOCHS, tl.where(present, lanes, op.rank), tl.int32) + op.rank
     tl.store(epochs_at, full_like(lanes, epoch), mask=present)
 
 
@@ -86,7 +74,7 @@ def post_to_peers(op, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr):
     """
     if HAS_WEIGHTS:
         tell_weights(op, epoch)
-    post_all(op, COMBINE_FLAGS, epoch, ORDERS)
+    post_all(op, Region.COMBINE_FLAGS, epoch, ORDERS)
 
 
 @portable
@@ -95,16 +83,16 @@ def await_peers(op, flag, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr
 
     ORDERS, PATIENCE: as of wait_all.
     """
-    poison = wait_all(op, COMBINE_FLAGS, flag, ORDERS, PATIENCE)
+    poison = wait_all(op, Region.COMBINE_FLAGS, flag, ORDERS, PATIENCE)
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, op.WORLD_LANES)
-            epochs_at = address(op, WEIGHT_EPOCHS, tl.int32) + lanes
+            epochs_at = address(op, Region.WEIGHT_EPOCHS, tl.int32) + lanes
             brought = volatile_load(epochs_at, mask=lanes < op.WORLD_SIZE, other=0)
             missing = ((brought != epoch) & (lanes < op.WORLD_SIZE)).to(tl.int32)
             if reduce_max(missing, 0) > 0:
                 poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)
-                fail(op, poison, COMBINE_PHASE, epoch, 1, missing)
+                fail(op, poison, StepPhase.COMBINE, epoch, 1, missing)
     return poison
 
 
@@ -120,11 +108,11 @@ def send_results(first, given, step, share, poison, SENT: tl.constexpr, COMBINE:
             tell_weights(op, step.epoch)
     # C3
     if step.is_sender & (poison == 0):
-        begin_span(FORM.SPANS, op, COPY_AND_PUT)
+        begin_span(FORM.SPANS, op, Span.COPY_AND_PUT)
         push_results(first, given, step, share, SENT, FORM.HAS_WEIGHTS, COMBINE)
         if not COMBINE.MARKED:
-            post_arrival(op, COMBINE_FLAGS, share.program, share.num_programs)
-        end_span(FORM.SPANS, op, COPY_AND_PUT)
+            post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs)
+        end_span(FORM.SPANS, op, Span.COPY_AND_PUT)
 
 
 @portable
@@ -136,21 +124,21 @@ def receive_results(
     adds = share.program >= 0
     flag = epoch if COMBINE.MARKED else dispatch_flag(op)
     if step.signals | adds:
-        begin_span(FORM.SPANS, op, RECV_WAIT)
+        begin_span(FORM.SPANS, op, Span.RECV_WAIT)
     if step.signals | (not COMBINE.MARKED):
         if poison == 0:
             # C4; then every peer's experts have read what this rank overwrites next
             ordered: tl.constexpr = FORM.HAS_WEIGHTS or not COMBINE.MARKED
             poison = await_peers(op, flag, epoch, FORM.HAS_WEIGHTS, ordered)
-        end_span(FORM.SPANS, op, RECV_WAIT)
+        end_span(FORM.SPANS, op, Span.RECV_WAIT)
     # C5
     if adds & (poison == 0):
         own_row = first_row_from(step, op.rank)
         poison = add_results(given, step, share, own_row, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
-        end_span(FORM.SPANS, op, TOPK_REDUCE)
+        end_span(FORM.SPANS, op, Span.TOPK_REDUCE)
     # C6
     if poison != 0:
-        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, flag)
+        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, flag)
         if adds:
             clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
 
@@ -185,16 +173,16 @@ def combine_kernel(
     """
     op = OpContext(table, rank, S)
     # addresses never change, so they may be read before the launch before this one has ended
-    recv_counts = address(op, RECV_COUNTS, tl.int32)
-    state = address(op, STATE, tl.int32)
-    poison_word = address(op, POISON, tl.int32)
+    recv_counts = address(op, Region.RECV_COUNTS, tl.int32)
+    state = address(op, Region.STATE, tl.int32)
+    poison_word = address(op, Region.POISON, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     signals = program == FLAG_PROGRAM
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_stage(op, COMBINE_SEND if FORM.SEND else COMBINE_RECEIVE)
+    epoch, out_of_order = begin_stage(op, Stage.COMBINE_SEND if FORM.SEND else Stage.COMBINE_RECEIVE)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
     answer = load_poison(poison_word, WEIGHTS.GROUPS_LANES)
     given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
@@ -207,7 +195,7 @@ def combine_kernel(
     if FORM.SEND:
         # C1; in flight together with what decides whether it is sent
         first = first_unit(rows_in, step, sends, SENT, COMBINE.OWN_IN_PLACE)
-    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
     if FORM.SEND:
         send_results(first, given, step, sends, poison, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
@@ -215,6 +203,6 @@ def combine_kernel(
         if num_receivers > 0:
             adds = Share(program - first_receiver, num_receivers)
         receive_results(given, step, adds, poison, ADDED, WEIGHTS, COMBINE, FORM)
-        finish_stage(op, COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(op, COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        finish_stage(op, Stage.COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -6,20 +6,12 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import elements_of, plus_biases, round_to
 from ep_a2a.kernels.combine_send_kernels import SCALED_WORDS, ReturnPlaces, block_offsets, return_places
-from ep_a2a.kernels.layout import Region, Span
+from ep_a2a.kernels.layout import Record, Region, Span, State, StepPhase
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    COMBINE_PHASE,
     EMPTY,
-    ERROR_CLAIMED,
-    ERROR_RECORD,
     FOREIGN_INDICES,
     POLLS_PER_CLOCK,
-    RECORD_CODE,
-    RECORD_DETAIL,
-    RECORD_EPOCH,
-    RECORD_PHASE,
-    STATE,
     address,
     full_like,
     next_poll,
@@ -30,12 +22,6 @@ from ep_a2a.kernels.primitives import (
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 from ep_a2a.kernels.target import volatile_load
-
-ROUTES = tl.constexpr(Region.ROUTES.value)
-SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
-RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
-RECV_WAIT = tl.constexpr(Span.RECV_WAIT.value)
-TOPK_REDUCE = tl.constexpr(Span.TOPK_REDUCE.value)
 
 EMPTY_UNSIGNED = tl.constexpr(0xFFFFFFFF)
 
@@ -53,16 +39,16 @@ def note_foreign_indices(op, ids, token, epoch):
     """Record a failure for the host when a token's ids differ from those of dispatch; the result stays the same."""
     slots = tl.arange(0, op.TOPK_LANES)
     where = tl.cast(token, tl.int64) * op.TOPK + slots
-    sent = tl.load(address(op, SENT_INDICES, tl.int32) + where, mask=slots < op.TOPK, other=0)
+    sent = tl.load(address(op, Region.SENT_INDICES, tl.int32) + where, mask=slots < op.TOPK, other=0)
     given = tl.load(ids + where, mask=slots < op.TOPK, other=0)
     if reduce_max((sent != given).to(tl.int32), 0) > 0:
-        state = address(op, STATE, tl.int32)
-        if tl.atomic_cas(state + ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
-            record = address(op, ERROR_RECORD, tl.int32)
-            tl.store(record + RECORD_PHASE, COMBINE_PHASE)
-            tl.store(record + RECORD_EPOCH, epoch)
-            tl.store(record + RECORD_DETAIL, token)
-            tl.store(record + RECORD_CODE, FOREIGN_INDICES)
+        state = address(op, Region.STATE, tl.int32)
+        if tl.atomic_cas(state + State.ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
+            record = address(op, Region.ERROR_RECORD, tl.int32)
+            tl.store(record + Record.PHASE, StepPhase.COMBINE)
+            tl.store(record + Record.EPOCH, epoch)
+            tl.store(record + Record.DETAIL, token)
+            tl.store(record + Record.CODE, FOREIGN_INDICES)
 
 
 class Rows(NamedTuple):
@@ -290,7 +276,7 @@ def add_weights(given, step, places, rows, own_row, token, sums, WEIGHTS: tl.con
         sums, poison = take_block(seen, step, lines, own_base, rows, 0, sums, WEIGHTS)
     else:
         sums = plus_rows(sums, seen, WEIGHTS)
-    sums_out = address(op, RESULT_WEIGHTS, tl.float32)
+    sums_out = address(op, Region.RESULT_WEIGHTS, tl.float32)
     sums_out += tl.cast(token, tl.int64) * op.TOPK
     weights_at = block_offsets(0, WEIGHTS.GROUPS_LANES, 1)
     tl.store(sums_out + weights_at, sums[0], mask=weights_at < op.TOPK)
@@ -354,7 +340,7 @@ def add_results(
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     ahead: tl.constexpr = 2 if COMBINE.MARKED else max(2, ROWS_UNDER_WAY // min(op.WORLD_SIZE, op.TOPK))
     num_turns: tl.constexpr = ahead if COMBINE.READ_AHEAD else 1
-    routes = address(op, ROUTES, tl.int32)
+    routes = address(op, Region.ROUTES, tl.int32)
     places = return_places(op, op.rank, B.ELEMENT)
     own_base = places.rows
     if COMBINE.OWN_IN_PLACE:
@@ -388,8 +374,8 @@ def add_results(
                 else:
                     sums = plus_rows(sums, taken, B)
                 if turn_unit == share.program:
-                    end_span(SPANS, op, RECV_WAIT)
-                    begin_span(SPANS, op, TOPK_REDUCE)
+                    end_span(SPANS, op, Span.RECV_WAIT)
+                    begin_span(SPANS, op, Span.TOPK_REDUCE)
                 if ends:
                     store_sums(given, sums, token, first, B, COMBINE.DTYPE)
                 if first == 0:

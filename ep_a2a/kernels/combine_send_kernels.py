@@ -9,12 +9,7 @@ from ep_a2a.kernels.layout import Region, State
 from ep_a2a.kernels.line_cast_kernels import line_words, quantize_lines
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import EMPTY, NUM_TOKENS, address_at, reduce_max, reduce_sum
-
-COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
-COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
-COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
-LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
+from ep_a2a.kernels.primitives import EMPTY, address_at, reduce_max, reduce_sum
 
 # Elements of 2 bytes that a thread loads at once: 16 bytes, the widest load of a thread.
 MOST_LOADED = tl.constexpr(8)
@@ -175,9 +170,9 @@ class Aim(NamedTuple):
 def return_places(op, destination, ELEMENT: tl.constexpr):
     """Return where a rank takes results (ReturnPlaces)."""
     return ReturnPlaces(
-        address_at(op, COMBINE_ROWS, destination, ELEMENT),
-        address_at(op, COMBINE_SCALES, destination, tl.int32),
-        address_at(op, COMBINE_WEIGHTS, destination, tl.int32),
+        address_at(op, Region.COMBINE_ROWS, destination, ELEMENT),
+        address_at(op, Region.COMBINE_SCALES, destination, tl.int32),
+        address_at(op, Region.COMBINE_WEIGHTS, destination, tl.int32),
     )
 
 
@@ -278,5 +273,5 @@ def unlike_dispatch(state, num_tokens, step_tokens):
     With another number of tokens rows would be left behind that nobody takes. With other bounds, which say how many
     rows there are and where they lie, other rows would be read.
     """
-    difference = (tl.load(state + NUM_TOKENS) ^ num_tokens) | (tl.load(state + LAST_STEP_TOKENS) ^ step_tokens)
-    return tl.cast(difference, tl.int64)
+    unlike = tl.load(state + State.NUM_TOKENS) ^ num_tokens
+    return tl.cast(unlike | (tl.load(state + State.LAST_STEP_TOKENS) ^ step_tokens), tl.int64)

@@ -15,14 +15,11 @@ them passes the weights of all nodes on to the ranks of its own. The steps of a 
 import triton.language as tl
 
 from ep_a2a.kernels.combine_send_kernels import unlike_dispatch
-from ep_a2a.kernels.layout import Region, Span, Stage
+from ep_a2a.kernels.layout import Region, Span, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    COMBINE_PHASE,
-    POISON,
     POLLS_PER_CLOCK,
-    STATE,
     address,
     begin_stage,
     epoch_of,
@@ -39,12 +36,6 @@ from ep_a2a.kernels.primitives import (
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 from ep_a2a.kernels.staged_kernels import AFTER_COMBINING_HOST
 from ep_a2a.kernels.target import volatile_load
-
-RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
-SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
-WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
-EXCHANGE_WEIGHTS = tl.constexpr(Span.EXCHANGE_WEIGHTS.value)
-COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
 
 
 @portable
@@ -89,9 +80,9 @@ def place_weights_of(
 
     Writes them to WEIGHTS, and returns the poison word. PATIENCE: as in overdue.
     """
-    count = tl.load(address(op, RECV_COUNTS, tl.int32) + source)
-    positions = address(op, SOURCE_POSITIONS, tl.int32)
-    targets = address(op, WEIGHTS, tl.int32)
+    count = tl.load(address(op, Region.RECV_COUNTS, tl.int32) + source)
+    positions = address(op, Region.SOURCE_POSITIONS, tl.int32)
+    targets = address(op, Region.WEIGHTS, tl.int32)
     topk = tl.arange(0, op.TOPK_LANES)
     poison = tl.full((), 0, tl.int32)
     for first in range(0, count, BLOCK_ROWS):
@@ -131,13 +122,13 @@ def exchange_weights_kernel(
         SPANS: programs note when they begin and end.
     """
     op = OpContext(table, rank, S)
-    begin_span(SPANS, op, EXCHANGE_WEIGHTS)
+    begin_span(SPANS, op, Span.EXCHANGE_WEIGHTS)
     peer = tl.program_id(0)
-    epoch, out_of_order = begin_stage(op, COMBINE_SEND)
-    state = address(op, STATE, tl.int32)
+    epoch, out_of_order = begin_stage(op, Stage.COMBINE_SEND)
+    state = address(op, Region.STATE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(address(op, POISON, tl.int32), BLOCK_WORDS)
-    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
+    answer = load_poison(address(op, Region.POISON, tl.int32), BLOCK_WORDS)
+    poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:
         node = peer // GPUS
@@ -152,5 +143,5 @@ def exchange_weights_kernel(
         poison = place_weights_of(op, own, peer, partner, step_tokens, M, epoch, BLOCK_ROWS, patience)
         if poison != 0:
             late = (tl.arange(0, S.WORLD_LANES) == partner).to(tl.int32)
-            fail(op, poison, COMBINE_PHASE, epoch, 0, late)
-    end_span(SPANS, op, EXCHANGE_WEIGHTS)
+            fail(op, poison, StepPhase.COMBINE, epoch, 0, late)
+    end_span(SPANS, op, Span.EXCHANGE_WEIGHTS)

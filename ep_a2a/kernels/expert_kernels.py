@@ -17,31 +17,14 @@ from ep_a2a.kernels.cast_kernels import round_to
 from ep_a2a.kernels.layout import Region, Span, State
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import STATE, address, full_like, reduce_max, reduce_sum, running_sum
+from ep_a2a.kernels.primitives import address, full_like, reduce_max, reduce_sum, running_sum
 from ep_a2a.kernels.span_kernels import begin_span, end_span
-
-INDICES = tl.constexpr(Region.INDICES.value)
-TOKENS = tl.constexpr(Region.TOKENS.value)
-SCALES = tl.constexpr(Region.SCALES.value)
-WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
-RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
-TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
-EXPERT_RECV_COUNT = tl.constexpr(Region.EXPERT_RECV_COUNT.value)
-EXPERT_ROWS = tl.constexpr(Region.EXPERT_ROWS.value)
-EXPERT_SCALES = tl.constexpr(Region.EXPERT_SCALES.value)
-EXPERT_WEIGHTS = tl.constexpr(Region.EXPERT_WEIGHTS.value)
-EXPERT_SLOTS = tl.constexpr(Region.EXPERT_SLOTS.value)
-REDUCED_ROWS = tl.constexpr(Region.REDUCED_ROWS.value)
-LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
-NUMBER_ROWS = tl.constexpr(Span.NUMBER_ROWS.value)
-COPY_ROWS = tl.constexpr(Span.COPY_ROWS.value)
-WEIGH_ROWS = tl.constexpr(Span.WEIGH_ROWS.value)
 
 
 @portable
 def received_of(op):
     """Rows received from each source, and where they begin: tuples, so that all loads are in flight together."""
-    received = address(op, RECV_COUNTS, tl.int32)
+    received = address(op, Region.RECV_COUNTS, tl.int32)
     counts, starts = (), ()
     for source in tl.static_range(op.WORLD_SIZE):
         counts = counts + (tl.load(received + source),)
@@ -63,7 +46,7 @@ def row_of(index, counts, starts, op):
 @portable
 def rows_of(index, op):
     """row_of for a vector: a loop, since a tuple of counts beside many rows would not fit into registers."""
-    received = address(op, RECV_COUNTS, tl.int32)
+    received = address(op, Region.RECV_COUNTS, tl.int32)
     rows = index + 0
     end = tl.full((), 0, tl.int32)
     for source in range(op.WORLD_SIZE - 1):
@@ -99,11 +82,11 @@ def number_expert_rows_kernel(
     """
     op = OpContext(table, rank, S)
     # E1
-    begin_span(SPANS, op, NUMBER_ROWS)
+    begin_span(SPANS, op, Span.NUMBER_ROWS)
     expert = tl.program_id(0)
-    ids = tl.multiple_of(address(op, INDICES, tl.int32), 16)
-    slots_out = address(op, EXPERT_SLOTS, tl.int32)
-    total = tl.load(address(op, TOTAL_RECV, tl.int32))
+    ids = tl.multiple_of(address(op, Region.INDICES, tl.int32), 16)
+    slots_out = address(op, Region.EXPERT_SLOTS, tl.int32)
+    total = tl.load(address(op, Region.TOTAL_RECV, tl.int32))
     topk = tl.arange(0, S.TOPK_LANES)
     next_slot = expert * block_rows
     found = tl.full((), 0, tl.int32)
@@ -121,17 +104,17 @@ def number_expert_rows_kernel(
             elsewhere = (local < 0) | (local >= num_local_experts)
             tl.store(slots_out + where, tl.full((BLOCK_ROWS, S.TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
         found += reduce_sum(has_row, 0)
-    tl.store(address(op, EXPERT_RECV_COUNT, tl.int32) + expert, found)
-    end_span(SPANS, op, NUMBER_ROWS)
+    tl.store(address(op, Region.EXPERT_RECV_COUNT, tl.int32) + expert, found)
+    end_span(SPANS, op, Span.NUMBER_ROWS)
 
 
 @portable
 def copy_words(op, row, slots, first, E: tl.constexpr):
     """Copies the words of a received row from `first` on, a block of them, to all its experts' rows."""
     offsets = first + tl.arange(0, E.BLOCK_WORDS)
-    source = address(op, TOKENS, tl.int32) + tl.cast(row, tl.int64) * E.ROW_WORDS
+    source = address(op, Region.TOKENS, tl.int32) + tl.cast(row, tl.int64) * E.ROW_WORDS
     words = tl.load(tl.multiple_of(source, 16) + offsets, mask=offsets < E.ROW_WORDS, other=0)
-    targets = address(op, EXPERT_ROWS, tl.int32)
+    targets = address(op, Region.EXPERT_ROWS, tl.int32)
     for k in tl.static_range(op.TOPK):
         if slots[k] >= 0:
             target = targets + tl.cast(slots[k], tl.int64) * E.ROW_WORDS
@@ -142,7 +125,7 @@ def copy_words(op, row, slots, first, E: tl.constexpr):
 def scales_at(op, slot, block_rows, E: tl.constexpr):
     """Where an expert's row has its scales: pointers [SCALE_LANES]."""
     lanes = tl.arange(0, E.SCALE_LANES)
-    base = address(op, EXPERT_SCALES, E.SCALE_DTYPE)
+    base = address(op, Region.EXPERT_SCALES, E.SCALE_DTYPE)
     if E.COLUMN_MULTIPLE > 0:
         stride = (block_rows + (E.COLUMN_MULTIPLE - 1)) // E.COLUMN_MULTIPLE * E.COLUMN_MULTIPLE
         columns = tl.cast(slot // block_rows, tl.int64) * E.SCALE_WIDTH + lanes
@@ -156,7 +139,7 @@ def scales_at(op, slot, block_rows, E: tl.constexpr):
 def copy_scales(op, row, slots, block_rows, E: tl.constexpr):
     """Copies the scales of a received row to all its experts' rows."""
     lanes = tl.arange(0, E.SCALE_LANES)
-    source = address(op, SCALES, E.SCALE_DTYPE) + tl.cast(row, tl.int64) * E.SCALE_WIDTH
+    source = address(op, Region.SCALES, E.SCALE_DTYPE) + tl.cast(row, tl.int64) * E.SCALE_WIDTH
     scales = tl.load(source + lanes, mask=lanes < E.SCALE_WIDTH, other=0)
     for k in tl.static_range(op.TOPK):
         if slots[k] >= 0:
@@ -167,20 +150,20 @@ def copy_scales(op, row, slots, block_rows, E: tl.constexpr):
 def place_weights(op, row, slots):
     """Writes the weight of each of a received row's expert rows: the sum over the ids that name the expert."""
     topk = tl.arange(0, op.TOPK_LANES)
-    slots_at = address(op, EXPERT_SLOTS, tl.int32) + tl.cast(row, tl.int64) * op.TOPK
+    slots_at = address(op, Region.EXPERT_SLOTS, tl.int32) + tl.cast(row, tl.int64) * op.TOPK
     own_slots = tl.load(slots_at + topk, mask=topk < op.TOPK, other=-1)
-    weights = topk_of(address(op, WEIGHTS, tl.float32), row, op.TOPK)
+    weights = topk_of(address(op, Region.WEIGHTS, tl.float32), row, op.TOPK)
     sums = tl.full((op.TOPK_LANES,), 0.0, tl.float32)
     for k in tl.static_range(op.TOPK):
         sums += tl.where(own_slots == slots[k], weights[k], 0.0)
-    target = address(op, EXPERT_WEIGHTS, tl.float32)
+    target = address(op, Region.EXPERT_WEIGHTS, tl.float32)
     tl.store(target + tl.cast(own_slots, tl.int64), sums, mask=own_slots >= 0)
 
 
 @portable
 def clear_row(op, slot, block_rows, E: tl.constexpr):
     """Writes zeros to an expert's row, its scales and its weight."""
-    target = address(op, EXPERT_ROWS, tl.int32) + tl.cast(slot, tl.int64) * E.ROW_WORDS
+    target = address(op, Region.EXPERT_ROWS, tl.int32) + tl.cast(slot, tl.int64) * E.ROW_WORDS
     for first in tl.static_range(0, E.ROW_WORDS, E.BLOCK_WORDS):
         offsets = first + tl.arange(0, E.BLOCK_WORDS)
         zeros = tl.full((E.BLOCK_WORDS,), 0, tl.int32)
@@ -189,7 +172,7 @@ def clear_row(op, slot, block_rows, E: tl.constexpr):
         zeros = tl.full((E.SCALE_LANES,), 0, E.SCALE_DTYPE)
         inside = tl.arange(0, E.SCALE_LANES) < E.SCALE_WIDTH
         tl.store(scales_at(op, slot, block_rows, E), zeros, mask=inside)
-    tl.store(address(op, EXPERT_WEIGHTS, tl.float32) + slot, 0.0)
+    tl.store(address(op, Region.EXPERT_WEIGHTS, tl.float32) + slot, 0.0)
 
 
 @portable
@@ -205,7 +188,7 @@ def copy_block(op, row, slots, block, block_rows, E: tl.constexpr):
 @portable
 def clear_padding(op, block_rows, num_local_experts, program, num_programs, E: tl.constexpr):
     """Writes this program's share of the zeros behind each expert's rows."""
-    recv_count = address(op, EXPERT_RECV_COUNT, tl.int32)
+    recv_count = address(op, Region.EXPERT_RECV_COUNT, tl.int32)
     most = tl.minimum(E.ALIGNMENT - 1, block_rows)
     for unit in range(program, num_local_experts * most, num_programs):
         expert = unit % num_local_experts
@@ -228,12 +211,12 @@ def expand_kernel(
     """
     op = OpContext(table, rank, S)
     # E2
-    begin_span(SPANS, op, COPY_ROWS)
+    begin_span(SPANS, op, Span.COPY_ROWS)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_blocks: tl.constexpr = (E.ROW_WORDS + E.BLOCK_WORDS - 1) // E.BLOCK_WORDS
-    total = tl.load(address(op, TOTAL_RECV, tl.int32))
+    total = tl.load(address(op, Region.TOTAL_RECV, tl.int32))
     counts, starts = received_of(op)
-    slots_at = address(op, EXPERT_SLOTS, tl.int32)
+    slots_at = address(op, Region.EXPERT_SLOTS, tl.int32)
     for unit in range(program, total * num_blocks, num_programs):
         row = row_of(unit // num_blocks, counts, starts, op)
         slots = topk_of(slots_at, row, S.TOPK)
@@ -241,7 +224,7 @@ def expand_kernel(
     # E3
     if E.ALIGNMENT > 1:
         clear_padding(op, block_rows, num_local_experts, program, num_programs, E)
-    end_span(SPANS, op, COPY_ROWS)
+    end_span(SPANS, op, Span.COPY_ROWS)
 
 
 @portable(do_not_specialize=["step_tokens", "rank"])
@@ -259,16 +242,16 @@ def reduce_experts_kernel(
     """
     op = OpContext(table, rank, S)
     # E4
-    begin_span(SPANS, op, WEIGH_ROWS)
+    begin_span(SPANS, op, Span.WEIGH_ROWS)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    total = tl.load(address(op, TOTAL_RECV, tl.int32))
+    total = tl.load(address(op, Region.TOTAL_RECV, tl.int32))
     # slots of another bound may lie beyond rows_in; combine, launched behind this, records the mistake
-    if tl.load(address(op, STATE, tl.int32) + LAST_STEP_TOKENS) != step_tokens:
+    if tl.load(address(op, Region.STATE, tl.int32) + State.LAST_STEP_TOKENS) != step_tokens:
         total = total * 0
     counts, starts = received_of(op)
-    slots_at = address(op, EXPERT_SLOTS, tl.int32)
-    weights_at = address(op, WEIGHTS, tl.float32)
-    reduced = address(op, REDUCED_ROWS, DTYPE)
+    slots_at = address(op, Region.EXPERT_SLOTS, tl.int32)
+    weights_at = address(op, Region.WEIGHTS, tl.float32)
+    reduced = address(op, Region.REDUCED_ROWS, DTYPE)
     for unit in range(tl.program_id(0), total * num_blocks, tl.num_programs(0)):
         row = row_of(unit // num_blocks, counts, starts, op)
         slots = topk_of(slots_at, row, S.TOPK)
@@ -284,4 +267,4 @@ def reduce_experts_kernel(
             sums += tl.where(present, weights[k] * values, 0.0)
         target = tl.multiple_of(reduced + tl.cast(row, tl.int64) * HIDDEN, 16)
         tl.store(target + offsets, round_to(sums, DTYPE), mask=offsets < HIDDEN)
-    end_span(SPANS, op, WEIGH_ROWS)
+    end_span(SPANS, op, Span.WEIGH_ROWS)

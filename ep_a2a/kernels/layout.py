@@ -32,8 +32,15 @@ REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 4
 
 
-class Region(enum.IntEnum):
-    """Rows of the address table. Device code uses the same numbers (kernels/primitives.py)."""
+class DeviceEnum(enum.IntEnum):
+    """Numbers that device code names as the host does."""
+
+    # Triton lets device code name globals that are compile-time constants, or its own
+    __triton_builtin__ = True
+
+
+class Region(DeviceEnum):
+    """Rows of the address table."""
 
     POISON = 0
     DISPATCH_FLAGS = 1
@@ -97,7 +104,7 @@ REMOTE_MIRRORS = {
 """By region: where in this rank's own memory kernels leave the words for ranks that no store reaches."""
 
 
-class State(enum.IntEnum):
+class State(DeviceEnum):
     """Words of the STATE region (int32)."""
 
     ARRIVED = 0
@@ -107,7 +114,7 @@ class State(enum.IntEnum):
     NUM_TOKENS = 4
 
 
-class StepPhase(enum.IntEnum):
+class StepPhase(DeviceEnum):
     """The calls of a step, as the record of a failure names them."""
 
     DISPATCH = 1
@@ -125,7 +132,7 @@ class FailureCode(enum.IntEnum):
     WEIGHTS_MISSING = 6
 
 
-class Record(enum.IntEnum):
+class Record(DeviceEnum):
     """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank.
 
     DETAIL; words of ranks, by code. TIMEOUT: 0; 1 for ranks whose flag had not come. ALTERNATION: 0; 0.
@@ -142,7 +149,7 @@ class Record(enum.IntEnum):
     RANKS = 8
 
 
-class Stage(enum.IntEnum):
+class Stage(DeviceEnum):
     """The four stages of a step, in order; one launch may do two of them.
 
     Their counters (int64) lie right behind the address table, so that kernels find them without looking them up.
@@ -154,7 +161,7 @@ class Stage(enum.IntEnum):
     COMBINE_RECEIVE = 3
 
 
-class Span(enum.IntEnum):
+class Span(DeviceEnum):
     """Parts of a step whose times programs note when asked: one line of SPAN_WORDS words (int64) each."""
 
     QUANT_AND_PUT = 0
@@ -173,7 +180,7 @@ class Span(enum.IntEnum):
     FINISH = 13
 
 
-class FlagProgram(enum.IntEnum):
+class FlagProgram(DeviceEnum):
     """Programs of a low-latency dispatch that exchange counts and post flags; those behind them move rows."""
 
     COUNT_PUBLISHER = 0

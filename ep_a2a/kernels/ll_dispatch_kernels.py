@@ -20,16 +20,12 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage
+from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage, State, StepPhase
 from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
 from ep_a2a.kernels.ll_send_kernels import SendPlaces, SentToken, send_token
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    DISPATCH_PHASE,
-    NUM_TOKENS,
-    POISON,
-    STATE,
     address,
     after_previous_launch,
     begin_stage,
@@ -55,18 +51,6 @@ from ep_a2a.kernels.routing_kernels import ranks_of_tokens, rows_before_token
 from ep_a2a.kernels.send_kernels import load_choices, load_row
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 
-DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-ROUTES = tl.constexpr(Region.ROUTES.value)
-SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
-DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
-DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
-QUANT_AND_PUT = tl.constexpr(Span.QUANT_AND_PUT.value)
-COUNT_PUT = tl.constexpr(Span.COUNT_PUT.value)
-WAIT = tl.constexpr(Span.WAIT.value)
-PREPARE = tl.constexpr(Span.PREPARE.value)
-
-COUNT_PUBLISHER = tl.constexpr(FlagProgram.COUNT_PUBLISHER.value)
-FLAG_POSTER = tl.constexpr(FlagProgram.FLAG_POSTER.value)
 NUM_FLAG_PROGRAMS = tl.constexpr(len(FlagProgram))
 
 
@@ -102,19 +86,19 @@ def send_rows(
     tiles = load_row(given.x, sender, end, 0, ROW)
     token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, op, FORM.HAS_WEIGHTS)
     going = ranks_of_tokens(given.ids, num_tokens, op, OWNERS, LL.TOKEN_LANES)
-    poison = initial_poison(op, answer, DISPATCH_PHASE, step.epoch, out_of_order)
+    poison = initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
     # D2
     if roles.is_poster & (poison == 0):
-        post_all(op, DISPATCH_FLAGS, dispatch_flag(op), False)
+        post_all(op, Region.DISPATCH_FLAGS, dispatch_flag(op), False)
     # D3
     if roles.is_publisher & (poison == 0):
-        begin_span(FORM.SPANS, op, COUNT_PUT)
-        tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, num_tokens)
+        begin_span(FORM.SPANS, op, Span.COUNT_PUT)
+        tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
         counts = rows_before_token(going, num_tokens, tl.arange(0, op.WORLD_LANES), LL.TOKEN_LANES)
         post_counts(op, counts, step.first_row, step.wire_word, step.epoch)
-        end_span(FORM.SPANS, op, COUNT_PUT)
+        end_span(FORM.SPANS, op, Span.COUNT_PUT)
     if (sender >= 0) & (sender < num_senders):
-        next_span(FORM.SPANS, op, PREPARE, QUANT_AND_PUT)
+        next_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4
     for token in range(sender, end, num_senders):
         loaded = SentToken(token, tiles, token_ids, token_weights)
@@ -123,7 +107,7 @@ def send_rows(
         tiles = load_row(given.x, following, end, 0, ROW)
         token_ids, token_weights = load_choices(given.ids, given.weights, following, end, op, FORM.HAS_WEIGHTS)
     if (sender >= 0) & (sender < num_senders):
-        end_span(FORM.SPANS, op, QUANT_AND_PUT)
+        end_span(FORM.SPANS, op, Span.QUANT_AND_PUT)
     return poison
 
 
@@ -134,7 +118,7 @@ def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexp
     receiver = step.program - (step.num_programs - roles.num_receivers)
     waits = roles.is_publisher | (receiver >= 0)
     if waits:
-        begin_span(FORM.SPANS, op, WAIT)
+        begin_span(FORM.SPANS, op, Span.WAIT)
     counts_needed = roles.is_publisher
     if op.COMPACT or step.step_tokens < 0:
         counts_needed = waits
@@ -155,9 +139,9 @@ def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexp
         # D7
         poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, ROW, LL, FORM)
     if poison != 0:
-        fail_behind(op, poison, DISPATCH_PHASE, epoch, DISPATCH_FLAGS, dispatch_flag(op))
+        fail_behind(op, poison, StepPhase.DISPATCH, epoch, Region.DISPATCH_FLAGS, dispatch_flag(op))
     if waits:
-        end_span(FORM.SPANS, op, WAIT)
+        end_span(FORM.SPANS, op, Span.WAIT)
 
 
 @portable(
@@ -186,17 +170,19 @@ def ll_dispatch_kernel(
     # addresses never change, so they may be read before the launch before this one has ended
     places = SendPlaces(
         received_places(op, tl.uint8 if ROW.BYTE_SCALES else tl.int32),
-        address(op, ROUTES, tl.int32),
-        address(op, SENT_INDICES, tl.int32),
+        address(op, Region.ROUTES, tl.int32),
+        address(op, Region.SENT_INDICES, tl.int32),
     )
-    poison_word = address(op, POISON, tl.int32)
+    poison_word = address(op, Region.POISON, tl.int32)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     if FORM.SEND:
-        begin_span(FORM.SPANS, op, PREPARE)
+        begin_span(FORM.SPANS, op, Span.PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    roles = Roles(program == COUNT_PUBLISHER, program == FLAG_POSTER, num_senders, num_receivers)
-    epoch, out_of_order = begin_stage(op, DISPATCH_SEND if FORM.SEND else DISPATCH_RECEIVE)
+    roles = Roles(
+        program == FlagProgram.COUNT_PUBLISHER, program == FlagProgram.FLAG_POSTER, num_senders, num_receivers
+    )
+    epoch, out_of_order = begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
     answer = load_poison(poison_word, LL.POISON_LANES)
     step = DispatchStep(
         op, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
@@ -206,9 +192,9 @@ def ll_dispatch_kernel(
         given = DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, roles, places, answer, out_of_order, OWNERS, ROW, LL, FORM)
     else:
-        poison = initial_poison(op, answer, DISPATCH_PHASE, epoch, out_of_order)
+        poison = initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
     if FORM.RECEIVE:
         receive_rows(step, places.own, roles, poison, ROW, LL, FORM)
-        finish_stage(op, DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        finish_stage(op, Stage.DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(op, DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        finish_stage(op, Stage.DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -19,16 +19,7 @@ from ep_a2a.kernels.primitives import (
     reduce_max,
     reduce_sum,
 )
-from ep_a2a.kernels.receive_kernels import COUNTS
 from ep_a2a.kernels.target import barrier, volatile_load
-
-LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
-LOW_LATENCY_SIDES = tl.constexpr(Region.LOW_LATENCY_SIDES.value)
-TOKENS = tl.constexpr(Region.TOKENS.value)
-SCALES = tl.constexpr(Region.SCALES.value)
-WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
-INDICES = tl.constexpr(Region.INDICES.value)
-SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
 
 POSITION_MASK = tl.constexpr(0x7FFFFFFF)
 # Above any number of words of a row, in a sum with such a number.
@@ -148,11 +139,11 @@ class ReceivedPlaces(NamedTuple):
 def received_places(op, SCALE_DTYPE: tl.constexpr):
     """Where the experts of this rank read (ReceivedPlaces)."""
     return ReceivedPlaces(
-        address(op, TOKENS, tl.int32),
-        address(op, SCALES, SCALE_DTYPE),
-        address(op, WEIGHTS, tl.int32),
-        address(op, INDICES, tl.int32),
-        address(op, SOURCE_POSITIONS, tl.int32),
+        address(op, Region.TOKENS, tl.int32),
+        address(op, Region.SCALES, SCALE_DTYPE),
+        address(op, Region.WEIGHTS, tl.int32),
+        address(op, Region.INDICES, tl.int32),
+        address(op, Region.SOURCE_POSITIONS, tl.int32),
     )
 
 
@@ -233,9 +224,9 @@ def receive_low_latency_rows(
     counts = tl.where(lanes < op.WORLD_SIZE, told, 0)
     if op.COMPACT or step.step_tokens < 0:
         num_units = reduce_max(counts, 0) * num_sources
-    count_words = address(op, COUNTS, tl.int64) + op.rank
-    all_rows = address(op, LOW_LATENCY_ROWS, tl.int32)
-    all_sides = address(op, LOW_LATENCY_SIDES, tl.int64)
+    count_words = address(op, Region.COUNTS, tl.int64) + op.rank
+    all_rows = address(op, Region.LOW_LATENCY_ROWS, tl.int32)
+    all_sides = address(op, Region.LOW_LATENCY_SIDES, tl.int64)
     for unit in range(receiver, num_units, num_receivers):
         index = unit // max(1, num_sources)
         source = (op.rank + first_source + unit % max(1, num_sources)) % op.WORLD_SIZE

@@ -15,10 +15,6 @@ from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, rows_before_
 from ep_a2a.kernels.send_kernels import cast_row, load_row
 from ep_a2a.kernels.target import barrier
 
-LOW_LATENCY_ROWS = tl.constexpr(Region.LOW_LATENCY_ROWS.value)
-LOW_LATENCY_SIDES = tl.constexpr(Region.LOW_LATENCY_SIDES.value)
-TOKENS = tl.constexpr(Region.TOKENS.value)
-
 WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
 
 
@@ -68,14 +64,14 @@ def targets_of(step, token, going, poison, OWNERS: tl.constexpr, ROW: tl.constex
     """
     op = step.op
     side_words: tl.constexpr = LL.SCALE_WORDS + 2 * op.TOPK + 1
-    own_region: tl.constexpr = LOW_LATENCY_ROWS if op.COMPACT else TOKENS
+    own_region: tl.constexpr = Region.LOW_LATENCY_ROWS if op.COMPACT else Region.TOKENS
     peers, goes = destinations_of(token.ids, op, OWNERS)
     goes = goes & (full_like(peers, poison) == 0)
     is_own = peers == op.rank
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
-    regions = tl.where(is_own, own_region, LOW_LATENCY_ROWS)
+    regions = tl.where(is_own, own_region, Region.LOW_LATENCY_ROWS)
     rows = tl.load(op.table + regions * op.WORLD_SIZE + peers).to(tl.pointer_type(tl.int32))
-    sides = address_at(op, LOW_LATENCY_SIDES, peers, tl.int64)
+    sides = address_at(op, Region.LOW_LATENCY_SIDES, peers, tl.int64)
     index = rows_before_token(going, token.number, peers, LL.TOKEN_LANES)
     first = op.rank * LL.SLOTS
     slots = index + (first if op.COMPACT else tl.where(is_own, step.first_row, first))

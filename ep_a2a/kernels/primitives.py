@@ -23,31 +23,15 @@ import time
 import triton.language as tl
 
 from ep_a2a.kernels import layout
-from ep_a2a.kernels.layout import FailureCode, Record, Region, Stage, State, StepPhase
+from ep_a2a.kernels.layout import FailureCode, Record, Region, Stage, State
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.target import barrier, on_amd, volatile_load
 
-POISON = tl.constexpr(Region.POISON.value)
-STATE = tl.constexpr(Region.STATE.value)
-LIMITS = tl.constexpr(Region.LIMITS.value)
-ERROR_RECORD = tl.constexpr(Region.ERROR_RECORD.value)
-ARRIVED = tl.constexpr(State.ARRIVED.value)
 ARRIVAL_SHIFT = tl.constexpr(layout.ARRIVAL_SHIFT)
 ARRIVAL_UNIT = tl.constexpr(1 << layout.ARRIVAL_SHIFT)
-ERROR_CLAIMED = tl.constexpr(State.ERROR_CLAIMED.value)
-NUM_TOKENS = tl.constexpr(State.NUM_TOKENS.value)
-RECORD_CODE = tl.constexpr(Record.CODE.value)
-RECORD_ACCUSED = tl.constexpr(Record.ACCUSED.value)
-RECORD_PHASE = tl.constexpr(Record.PHASE.value)
-RECORD_EPOCH = tl.constexpr(Record.EPOCH.value)
-RECORD_DETAIL = tl.constexpr(Record.DETAIL.value)
-RECORD_RANKS = tl.constexpr(Record.RANKS.value)
-DISPATCH_PHASE = tl.constexpr(StepPhase.DISPATCH.value)
-COMBINE_PHASE = tl.constexpr(StepPhase.COMBINE.value)
 
 NUM_REGIONS = tl.constexpr(len(Region))
 NUM_STAGES = tl.constexpr(len(Stage))
-COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
 
 # A step counter moves on by this when all programs of a launch have arrived; the arrivals count in the lower bits.
@@ -247,7 +231,7 @@ def initial_poison(op, answer, phase: tl.constexpr, epoch, out_of_order):
 def begin_launch(op, stage: tl.constexpr, phase: tl.constexpr, POISON_LANES: tl.constexpr):
     """Return (epoch, poison word) with which a program begins: begin_stage, load_poison and initial_poison in turn."""
     epoch, out_of_order = begin_stage(op, stage)
-    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
+    answer = load_poison(address(op, Region.POISON, tl.int32), POISON_LANES)
     return epoch, initial_poison(op, answer, phase, epoch, out_of_order)
 
 
@@ -275,7 +259,7 @@ def finish_stage(op, stage: tl.constexpr, program, num_programs, DEPENDENT_LAUNC
 @portable
 def poison_of(op):
     """Reads this rank's poison word. One thread reads, so every thread of the program gets the same value."""
-    return tl.atomic_add(address(op, POISON, tl.int32), 0, sem="relaxed", scope="sys")
+    return tl.atomic_add(address(op, Region.POISON, tl.int32), 0, sem="relaxed", scope="sys")
 
 
 @portable
@@ -286,7 +270,7 @@ def arrive_last(op, num_programs, poison):
     program before the thread that arrives for it. Poisoned arrivals also count in the upper half of the word, so that
     the last program knows of programs that left their part undone. The word is back at zero when the launch ends.
     """
-    counter = address(op, STATE, tl.int32) + ARRIVED
+    counter = address(op, Region.STATE, tl.int32) + State.ARRIVED
     mine = tl.where(poison == 0, 1, POISONED_ARRIVAL)
     barrier()
     before = tl.full((), 0, tl.int32)
@@ -335,7 +319,7 @@ def post_arrival(op, region: tl.constexpr, program, num_programs):
 @portable
 def dispatch_flag(op):
     """The flag word of a rank that has done its part of the running step: steps by 2**11."""
-    num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
+    num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
     return ((num_ended + 1) << ARRIVAL_SHIFT).to(tl.int32)
 
 
@@ -367,11 +351,11 @@ def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr):
     # the first look at the clock starts the time: waits that end before it, the common ones, never look
     if polls == POLLS_PER_CLOCK:
         # no combine has ended in an op's first step, which has a bound of its own
-        num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + COMBINE_RECEIVE) >> STEP_SHIFT
-        limits = address(op, LIMITS, tl.int64)
+        num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
+        limits = address(op, Region.LIMITS, tl.int64)
         deadline = now + PATIENCE * tl.load(limits + tl.where(num_ended == 0, 1, 0))
     verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
-    poison_word = address(op, POISON, tl.int32)
+    poison_word = address(op, Region.POISON, tl.int32)
     return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline
 
 
@@ -429,24 +413,24 @@ def fail(op, poison, phase, epoch, detail, late):
     layout.Record says what `detail` and the lanes of `late` are. The host may see the code before the rest; it
     synchronises the device before it reads the rest.
     """
-    state = address(op, STATE, tl.int32)
-    if tl.atomic_cas(state + ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
+    state = address(op, Region.STATE, tl.int32)
+    if tl.atomic_cas(state + State.ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
         lanes = tl.arange(0, op.WORLD_LANES)
         present = lanes < op.WORLD_SIZE
-        record = address(op, ERROR_RECORD, tl.int32)
-        tl.store(record + RECORD_ACCUSED, poison & 0xFFFF)
-        tl.store(record + RECORD_PHASE, phase)
-        tl.store(record + RECORD_EPOCH, epoch)
-        tl.store(record + RECORD_DETAIL, detail)
-        tl.store(record + RECORD_RANKS + lanes, late, mask=present)
+        record = address(op, Region.ERROR_RECORD, tl.int32)
+        tl.store(record + Record.ACCUSED, poison & 0xFFFF)
+        tl.store(record + Record.PHASE, phase)
+        tl.store(record + Record.EPOCH, epoch)
+        tl.store(record + Record.DETAIL, detail)
+        tl.store(record + Record.RANKS + lanes, late, mask=present)
         # compare-and-swap takes no mask: surplus lanes repeat this rank's own word
-        words = address_at(op, POISON, tl.where(present, lanes, op.rank), tl.int32)
+        words = address_at(op, Region.POISON, tl.where(present, lanes, op.rank), tl.int32)
         tl.atomic_cas(
             words, tl.full((op.WORLD_LANES,), 0, tl.int32), tl.full((op.WORLD_LANES,), 0, tl.int32) + poison,
             sem="relaxed", scope="sys",
         )  # fmt: skip
         barrier()
-        tl.store(record + RECORD_CODE, poison >> 16)
+        tl.store(record + Record.CODE, poison >> 16)
 
 
 @portable

@@ -5,15 +5,13 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels import layout
-from ep_a2a.kernels.layout import Region, State
+from ep_a2a.kernels.layout import Region, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     CAPACITY,
-    DISPATCH_PHASE,
     NOBODY,
     POLLS_PER_CLOCK,
-    STATE,
     STEP_TOKENS_MISMATCH,
     address,
     address_at,
@@ -32,12 +30,6 @@ from ep_a2a.kernels.primitives import (
 )
 from ep_a2a.kernels.target import barrier, volatile_load
 
-COUNTS = tl.constexpr(Region.COUNTS.value)
-INDICES = tl.constexpr(Region.INDICES.value)
-RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
-TOTAL_RECV = tl.constexpr(Region.TOTAL_RECV.value)
-LAST_PAD_ID = tl.constexpr(State.LAST_PAD_ID.value)
-LAST_STEP_TOKENS = tl.constexpr(State.LAST_STEP_TOKENS.value)
 BOUND_SHIFT = tl.constexpr(layout.BOUND_SHIFT)
 BOUNDS_FACTOR = tl.constexpr(layout.BOUNDS_FACTOR)
 BOUNDS_SHIFT = tl.constexpr(layout.BOUNDS_SHIFT)
@@ -107,14 +99,14 @@ def post_counts(op, counts, first_row, wire_word, epoch):
     present = lanes < op.WORLD_SIZE
     words = flagged(counts, epoch)
     nothing = full_like(lanes, 0)
-    lines = address_at(op, COUNTS, tl.where(present, lanes, op.rank), tl.int64) + op.rank * (op.WORLD_SIZE + 2)
+    lines = address_at(op, Region.COUNTS, tl.where(present, lanes, op.rank), tl.int64) + op.rank * (op.WORLD_SIZE + 2)
     tl.store(lines + op.WORLD_SIZE, flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
     tl.store(lines + op.WORLD_SIZE + 1, flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
     if op.COMPACT:
         num_peers: tl.constexpr = min(op.WORLD_LANES, max(1, MOST_COUNTS // op.WORLD_LANES))
         for first in range(0, op.WORLD_SIZE, num_peers):
             peers = first + tl.arange(0, num_peers)
-            regions = address_at(op, COUNTS, tl.where(peers < op.WORLD_SIZE, peers, op.rank), tl.int64)
+            regions = address_at(op, Region.COUNTS, tl.where(peers < op.WORLD_SIZE, peers, op.rank), tl.int64)
             where = regions[:, None] + op.rank * (op.WORLD_SIZE + 2) + lanes[None, :]
             mask = (peers < op.WORLD_SIZE)[:, None] & present[None, :]
             tl.store(where, words[None, :] + full_like(peers, 0)[:, None], mask=mask, cache_modifier=".wt")
@@ -155,7 +147,7 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
         compact, lane 2 * W + s its wire word; the poison word when they did not come.
     """
     index = tl.arange(0, COUNT_LANES)
-    lines = address(op, COUNTS, tl.int64)
+    lines = address(op, Region.COUNTS, tl.int64)
     words = full_like(index, 0)
     num_late = tl.full((), 1, tl.int32)
     poison = tl.full((), 0, tl.int32)
@@ -180,7 +172,7 @@ def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr
     Only who needs rows_before waits for so many words. Arguments: as in wait_counts.
     """
     lanes = tl.arange(0, COUNT_LANES)
-    lines = address(op, COUNTS, tl.int64)
+    lines = address(op, Region.COUNTS, tl.int64)
     poison = tl.full((), 0, tl.int32)
     polls = tl.full((), 0, tl.int32)
     deadline = tl.full((), 0, tl.int64)
@@ -202,7 +194,7 @@ def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr
 def absent_rank(op, epoch, otherwise):
     """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
     lanes = tl.arange(0, op.WORLD_LANES)
-    lines = address(op, COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
+    lines = address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
     words = volatile_load(lines + op.WORLD_SIZE + 1, mask=lanes < op.WORLD_SIZE, other=0)
     absent = (epoch_of(words) != epoch) & (lanes < op.WORLD_SIZE)
     first = reduce_min(tl.where(absent, lanes, op.WORLD_SIZE), 0)
@@ -213,7 +205,7 @@ def absent_rank(op, epoch, otherwise):
 def counts_from(op):
     """Once every line has come, by source [WORLD_LANES]: rows for this rank, where they begin, wire words."""
     lanes = tl.arange(0, op.WORLD_LANES)
-    lines = address(op, COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
+    lines = address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
     present = lanes < op.WORLD_SIZE
     counts = volatile_load(lines + op.rank, mask=present, other=0)
     starts = volatile_load(lines + op.WORLD_SIZE, mask=present, other=0)
@@ -229,7 +221,7 @@ def rows_before(op, source):
     """
     lanes = tl.arange(0, op.WORLD_LANES)
     num_lines: tl.constexpr = max(1, MOST_COUNTS // op.WORLD_LANES)
-    first_line = address(op, COUNTS, tl.int64)
+    first_line = address(op, Region.COUNTS, tl.int64)
     rows = full_like(lanes, 0)
     for first in range(0, source, num_lines):
         sources = first + tl.arange(0, num_lines)
@@ -243,15 +235,15 @@ def rows_before(op, source):
 def last_rows(op, LANES: tl.constexpr):
     """[LANES]: the previous step's rows by source, behind them where each source's begin, until accept_rows."""
     lanes = tl.arange(0, LANES)
-    rows = address(op, RECV_COUNTS, tl.int32)
+    rows = address(op, Region.RECV_COUNTS, tl.int32)
     return tl.load(rows + lanes, mask=lanes < 2 * op.WORLD_SIZE, other=0)
 
 
 @portable
 def last_received(op, LANES: tl.constexpr):
     """State of the previous step (Received), loaded before the wait for this one."""
-    state = address(op, STATE, tl.int32)
-    return Received(last_rows(op, LANES), tl.load(state + LAST_PAD_ID))
+    state = address(op, Region.STATE, tl.int32)
+    return Received(last_rows(op, LANES), tl.load(state + State.LAST_PAD_ID))
 
 
 @portable
@@ -311,7 +303,7 @@ def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
     op = step.op
     lanes = tl.arange(0, COUNT_LANES)
     is_count = lanes < op.WORLD_SIZE
-    received = address(op, RECV_COUNTS, tl.int32) + lanes
+    received = address(op, Region.RECV_COUNTS, tl.int32) + lanes
     counts = tl.where(is_count, words, 0)
     total = reduce_sum(counts, 0)
     mismatch = disagrees(step, words, COUNT_LANES) != 0
@@ -320,7 +312,7 @@ def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
     if poison != 0:
         sent, _, wire_words = counts_from(op)
         found, by_rank = tl.where(mismatch, 1, total), tl.where(mismatch, wire_words, sent)
-        fail(op, poison, DISPATCH_PHASE, step.epoch, found, by_rank)
+        fail(op, poison, StepPhase.DISPATCH, step.epoch, found, by_rank)
     else:
         pad_unused_rows(step, old, words, total, COUNT_LANES)
     # every thread has read the previous rows before they are replaced
@@ -330,7 +322,7 @@ def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
         tl.store(received + op.WORLD_SIZE, running_sum(counts, 0) - counts, mask=is_count)
     else:
         tl.store(received, words, mask=(lanes >= op.WORLD_SIZE) & (lanes < 2 * op.WORLD_SIZE))
-    tl.store(address(op, TOTAL_RECV, tl.int32), tl.where(poison == 0, total, 0))
+    tl.store(address(op, Region.TOTAL_RECV, tl.int32), tl.where(poison == 0, total, 0))
     return poison
 
 
@@ -341,8 +333,8 @@ def receive_nothing(op):
     Whoever has read the previous counts has taken part in a reduction since.
     """
     lanes = tl.arange(0, op.WORLD_LANES)
-    tl.store(address(op, RECV_COUNTS, tl.int32) + lanes, full_like(lanes, 0), mask=lanes < op.WORLD_SIZE)
-    tl.store(address(op, TOTAL_RECV, tl.int32), 0)
+    tl.store(address(op, Region.RECV_COUNTS, tl.int32) + lanes, full_like(lanes, 0), mask=lanes < op.WORLD_SIZE)
+    tl.store(address(op, Region.TOTAL_RECV, tl.int32), 0)
 
 
 @portable
@@ -364,8 +356,8 @@ def pad_unused_rows(step, old, words, total, COUNT_LANES: tl.constexpr):
         step: DispatchStep. old: Received of the previous step. words: from wait_counts. total: rows of all.
     """
     op = step.op
-    state = address(op, STATE, tl.int32)
-    ids = address(op, INDICES, tl.int32)
+    state = address(op, Region.STATE, tl.int32)
+    ids = address(op, Region.INDICES, tl.int32)
     lanes = tl.arange(0, COUNT_LANES)
     if op.COMPACT:
         last = reduce_sum(tl.where(lanes < op.WORLD_SIZE, old.rows, 0), 0)
@@ -379,8 +371,8 @@ def pad_unused_rows(step, old, words, total, COUNT_LANES: tl.constexpr):
         # steps of equal counts, the common case, have nothing to do
         if most_left > 0:
             pad_gaps(step, old, ids, most_left == MOVED)
-    tl.store(state + LAST_PAD_ID, step.pad_id)
-    tl.store(state + LAST_STEP_TOKENS, step.step_tokens)
+    tl.store(state + State.LAST_PAD_ID, step.pad_id)
+    tl.store(state + State.LAST_STEP_TOKENS, step.step_tokens)
 
 
 @portable
@@ -394,7 +386,7 @@ def pad_gaps(step, old, ids, moved):
     lanes = tl.arange(0, op.WORLD_LANES)
     num_ids: tl.constexpr = max(1, PADDED_IDS // op.WORLD_LANES)
     present = lanes < op.WORLD_SIZE
-    rows_at = address(op, RECV_COUNTS, tl.int32) + lanes
+    rows_at = address(op, Region.RECV_COUNTS, tl.int32) + lanes
     old_counts = tl.load(rows_at, mask=present, other=0)
     counts, starts, words = counts_from(op)
     ends = starts + old_counts
@@ -418,8 +410,8 @@ def count_local_experts_kernel(table, rank, first_expert, counts_out, S: tl.cons
     """counts_out[e] = slots of received rows with the id of this rank's expert e; one program per expert."""
     op = OpContext(table, rank, S)
     expert = first_expert + tl.program_id(0)
-    ids = address(op, INDICES, tl.int32)
-    received = address(op, RECV_COUNTS, tl.int32)
+    ids = address(op, Region.INDICES, tl.int32)
+    received = address(op, Region.RECV_COUNTS, tl.int32)
     slots = tl.arange(0, S.TOPK_LANES)
     found = tl.full((BLOCK_ROWS, S.TOPK_LANES), 0, tl.int32)
     for source in range(S.WORLD_SIZE):

@@ -14,18 +14,13 @@ import triton.language as tl
 from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import POISON, address
+from ep_a2a.kernels.primitives import address
 from ep_a2a.kernels.put_kernels import fence, put_and_count
 
-COUNTS = tl.constexpr(Region.COUNTS.value)
-COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
-WEIGHT_EPOCHS = tl.constexpr(Region.WEIGHT_EPOCHS.value)
 MIRROR_COUNTS = tl.constexpr(REMOTE_MIRRORS[Region.COUNTS].value)
 MIRROR_COMBINE_FLAGS = tl.constexpr(REMOTE_MIRRORS[Region.COMBINE_FLAGS].value)
 MIRROR_WEIGHT_EPOCHS = tl.constexpr(REMOTE_MIRRORS[Region.WEIGHT_EPOCHS].value)
 MIRROR_POISON = tl.constexpr(REMOTE_MIRRORS[Region.POISON].value)
-UNREAD = tl.constexpr(Region.UNREAD.value)
-ELEMENTS = tl.constexpr(Region.ELEMENTS.value)
 
 
 @portable
@@ -33,8 +28,8 @@ def put_mirror(op, region: tl.constexpr, mirror: tl.constexpr, first_byte, num_b
     """Puts bytes of a mirror to the same place of the region at rank `remote`."""
     target = tl.load(op.table + region * op.WORLD_SIZE + op.rank) + first_byte
     source = tl.load(op.table + mirror * op.WORLD_SIZE + op.rank) + first_byte
-    unread = tl.load(op.table + UNREAD * op.WORLD_SIZE + op.rank)
-    put_and_count(target, source, num_bytes, unread, tl.load(op.table + ELEMENTS * op.WORLD_SIZE + remote))
+    unread = tl.load(op.table + Region.UNREAD * op.WORLD_SIZE + op.rank)
+    put_and_count(target, source, num_bytes, unread, tl.load(op.table + Region.ELEMENTS * op.WORLD_SIZE + remote))
 
 
 @portable(do_not_specialize=["rank"])
@@ -52,15 +47,15 @@ def put_mirrors_kernel(
     remote = ((rank // GPUS + 1) * GPUS + tl.program_id(0)) % S.WORLD_SIZE
     # M1
     if tl.load(address(op, MIRROR_POISON, tl.int32)) != 0:
-        put_mirror(op, POISON, MIRROR_POISON, 0, 4, remote)
+        put_mirror(op, Region.POISON, MIRROR_POISON, 0, 4, remote)
     # M2
     if TELLS_COUNTS:
         # flagged words, which need no order
         line_bytes: tl.constexpr = (S.WORLD_SIZE + 2) * 8
-        put_mirror(op, COUNTS, MIRROR_COUNTS, rank * line_bytes, line_bytes, remote)
+        put_mirror(op, Region.COUNTS, MIRROR_COUNTS, rank * line_bytes, line_bytes, remote)
     # M3
     if TELLS_FLAGS:
         if HAS_WEIGHTS:
-            put_mirror(op, WEIGHT_EPOCHS, MIRROR_WEIGHT_EPOCHS, rank * 4, 4, remote)
+            put_mirror(op, Region.WEIGHT_EPOCHS, MIRROR_WEIGHT_EPOCHS, rank * 4, 4, remote)
             fence()
-        put_mirror(op, COMBINE_FLAGS, MIRROR_COMBINE_FLAGS, rank * 4, 4, remote)
+        put_mirror(op, Region.COMBINE_FLAGS, MIRROR_COMBINE_FLAGS, rank * 4, 4, remote)

@@ -19,11 +19,10 @@ from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
 from ep_a2a.kernels.combine_send_kernels import block_offsets
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    COMBINE_PHASE,
     address,
     address_at,
     begin_launch,
@@ -34,8 +33,6 @@ from ep_a2a.kernels.primitives import (
     reduce_sum,
 )
 from ep_a2a.kernels.ring_kernels import (
-    CHUNKS_ARRIVED,
-    CHUNKS_TAKEN,
     before_reading,
     counter_of,
     give_room_to_all,
@@ -52,17 +49,6 @@ from ep_a2a.kernels.ring_kernels import (
     words_at,
 )
 from ep_a2a.kernels.target import barrier, fp8_dtype
-
-COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
-COMBINE_ROWS = tl.constexpr(Region.COMBINE_ROWS.value)
-COMBINE_SCALES = tl.constexpr(Region.COMBINE_SCALES.value)
-COMBINE_WEIGHTS = tl.constexpr(Region.COMBINE_WEIGHTS.value)
-RESULT_WEIGHTS = tl.constexpr(Region.RESULT_WEIGHTS.value)
-OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
-FORWARDED_CHUNKS = tl.constexpr(Region.FORWARDED_CHUNKS.value)
-FORWARDED_LINES = tl.constexpr(Region.FORWARDED_LINES.value)
-FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
-COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
 
 class Results(NamedTuple):
@@ -127,15 +113,15 @@ def add_line(op, line, rows, R: tl.constexpr, A: tl.constexpr):
     offered: tl.constexpr = fp8_dtype() if A.QUANTIZED else A.DTYPE
     element: tl.constexpr = tl.uint8 if A.QUANTIZED else A.ELEMENT
     first_rank = (op.rank // R.GPUS) * R.GPUS
-    places = places_of_rows(op, COMBINE_ROWS, rows, first_rank, A.HIDDEN, element, R)
+    places = places_of_rows(op, Region.COMBINE_ROWS, rows, first_rank, A.HIDDEN, element, R)
     scales = places
     if A.SCALE_GROUP:
         num_scales: tl.constexpr = A.HIDDEN // A.SCALE_GROUP
-        scales = places_of_rows(op, COMBINE_SCALES, rows, first_rank, num_scales, tl.float32, R)
+        scales = places_of_rows(op, Region.COMBINE_SCALES, rows, first_rank, num_scales, tl.float32, R)
     if A.HAS_WEIGHTS:
         # asked for before the first store, which would wait for it
         choices = tile_offsets(0, op.TOPK_LANES, 0)
-        places_of_weights = places_of_rows(op, COMBINE_WEIGHTS, rows, first_rank, op.TOPK, tl.int32, R)
+        places_of_weights = places_of_rows(op, Region.COMBINE_WEIGHTS, rows, first_rank, op.TOPK, tl.int32, R)
         sums = sum_of(places_of_weights, places, rows, 0, R.GPUS, op.TOPK, op.TOPK_LANES, tl.float32, 0)
     for first in tl.static_range(0, A.HIDDEN, A.BLOCK):
         at = tile_offsets(first, A.BLOCK, A.SCALE_GROUP)
@@ -148,8 +134,8 @@ def add_line(op, line, rows, R: tl.constexpr, A: tl.constexpr):
 @portable
 def add_ranks(op, slot, source_node, chunk, R: tl.constexpr, A: tl.constexpr):
     """Writes the node's sums for the lines of a chunk that was forwarded, at an address; returns the words written."""
-    lines = address(op, FORWARDED_LINES, tl.int32)
-    record = address(op, FORWARDED_ROWS, tl.int32)
+    lines = address(op, Region.FORWARDED_LINES, tl.int32)
+    record = address(op, Region.FORWARDED_ROWS, tl.int32)
     num_lines = tl.load(lines + source_node * R.NUM_CHUNKS + chunk)
     for number in range(num_lines):
         line = slot + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
@@ -168,7 +154,7 @@ def return_chunk(op, channel, peer, count, before, R: tl.constexpr, A: tl.conste
     Args:
         count, before: chunks of the channel that went back there in this step, and before it.
     """
-    room = counter_of(op, CHUNKS_TAKEN, op.rank, peer, channel, R)
+    room = counter_of(op, Region.CHUNKS_TAKEN, op.rank, peer, channel, R)
     has_room = has_reached(room, before + count + 1 - R.SLOTS)
     if has_room:
         slot, written = slot_to_fill(op, peer, channel, before + count, R)
@@ -195,8 +181,8 @@ def places_in_slots(slots, numbers, offset_words: tl.constexpr, R: tl.constexpr,
 def add_token(out, slots, bias_0, bias_1, token, R: tl.constexpr, A: tl.constexpr):
     """Adds the nodes' sums of one token, and those of its weights. out: Results. slots: as of add_nodes."""
     op = out.op
-    lines = address(op, OWN_LINES, tl.int32)
-    sums_out = address(op, RESULT_WEIGHTS, tl.float32)
+    lines = address(op, Region.OWN_LINES, tl.int32)
+    sums_out = address(op, Region.RESULT_WEIGHTS, tl.float32)
     numbers = ()
     for node in tl.static_range(R.NODES):
         numbers = numbers + (tl.load(lines + tl.cast(token, tl.int64) * R.NODES + node),)
@@ -254,7 +240,7 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, R: tl.constexpr, A: 
     nodes = tl.arange(0, R.NODE_LANES)
     present = nodes < R.NODES
     safe = tl.where(present, nodes, 0)
-    arrived = counter_of(op, CHUNKS_ARRIVED, op.rank, safe, channel, R)
+    arrived = counter_of(op, Region.CHUNKS_ARRIVED, op.rank, safe, channel, R)
     seen = tl.atomic_add(arrived, 0, mask=present, sem="acquire", scope="sys")
     behind = tl.sub(tl.where(present, seen, before + count + 1), before + count + 1, sanitize_overflow=False) < 0
     missing = behind.to(tl.int32)
@@ -264,7 +250,7 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, R: tl.constexpr, A: 
         barrier()
         slots = ()
         for node in tl.static_range(R.NODES):
-            came = counter_of(op, CHUNKS_ARRIVED, op.rank, node, channel, R)
+            came = counter_of(op, Region.CHUNKS_ARRIVED, op.rank, node, channel, R)
             before_reading(came, R)
             slots = slots + (slot_of(op, op.rank, node, channel, before + count, R),)
         add_nodes(out, slots, bias_0, bias_1, channel, count, R, A)
@@ -343,9 +329,9 @@ def return_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, COMBINE_RECEIVE, COMBINE_PHASE, A.POISON_LANES)
+    epoch, poison = begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
     out = Results(op, result, ids, num_tokens, epoch)
-    forwarded = address(op, FORWARDED_CHUNKS, tl.int32)
+    forwarded = address(op, Region.FORWARDED_CHUNKS, tl.int32)
     # C3
     if poison == 0:
         poison = await_peers(op, epoch, epoch, A.HAS_WEIGHTS, True)
@@ -353,7 +339,7 @@ def return_kernel(
         poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, R, A)
     # C6
     if poison != 0:
-        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, epoch)
+        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
         for channel in range(program, R.CHANNELS, num_programs):
             clear_results(result, num_tokens, channel, R, A)
-    finish_stage(op, COMBINE_RECEIVE, program, num_programs)
+    finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs)

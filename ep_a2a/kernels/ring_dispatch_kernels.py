@@ -15,34 +15,21 @@ to finish.
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import Stage
+from ep_a2a.kernels.layout import Region, Stage, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    DISPATCH_PHASE,
-    NUM_TOKENS,
-    STATE,
-    address,
-    begin_launch,
-    fail,
-    finish_stage,
-    full_like,
-    pick,
-    reduce_sum,
-)
+from ep_a2a.kernels.primitives import address, begin_launch, fail, finish_stage, full_like, pick, reduce_sum
 from ep_a2a.kernels.receive_kernels import post_counts, wait_all_counts
 from ep_a2a.kernels.ring_forward_kernels import Places, forward_chunk
 from ep_a2a.kernels.ring_kernels import idle, load_channel, num_own_chunks, store_channel
 from ep_a2a.kernels.ring_send_kernels import Source, send_chunk
 from ep_a2a.kernels.routing_kernels import count_by_rank, record_routes
 
-DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
-
 
 @portable
 def post_totals(ids, op, num_tokens, wire_word, first_row, epoch, OWNERS: tl.constexpr, N: tl.constexpr):
     """Posts to all ranks how many rows this rank sends to each."""
-    tl.store(address(op, STATE, tl.int32) + NUM_TOKENS, num_tokens)
+    tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
     counts = count_by_rank(ids, 0, num_tokens, op, OWNERS, N.MANY_TOKENS)
     post_counts(op, counts, first_row, wire_word, epoch)
 
@@ -67,7 +54,7 @@ def number_rows_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, DISPATCH_SEND, DISPATCH_PHASE, N.POISON_LANES)
+    epoch, poison = begin_launch(op, Stage.DISPATCH_SEND, StepPhase.DISPATCH, N.POISON_LANES)
     # D1
     if poison == 0:
         if program == 0:
@@ -77,7 +64,7 @@ def number_rows_kernel(
         last = tl.minimum(first + share, num_tokens)
         number_rows(ids, op, first, last, OWNERS, N)
     if N.FINISHES:
-        finish_stage(op, DISPATCH_SEND, program, num_programs)
+        finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
 
 
 @portable
@@ -181,7 +168,7 @@ def exchange_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, X.STAGE, DISPATCH_PHASE, X.POISON_LANES)
+    epoch, poison = begin_launch(op, X.STAGE, StepPhase.DISPATCH, X.POISON_LANES)
     source = Source(x, scales, weights, ids, num_tokens, first_row)
     places = Places(row_limit, positions_per_rank)
     # D2
@@ -192,6 +179,6 @@ def exchange_kernel(
         poison = exchange_channel(source, op, channel, places, poison, epoch, R, ROW, LINE, X)
     if poison != 0:
         late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-        fail(op, poison, DISPATCH_PHASE, epoch, 0, late)
+        fail(op, poison, StepPhase.DISPATCH, epoch, 0, late)
     if X.FINISHES:
         finish_stage(op, X.STAGE, program, num_programs)

@@ -9,7 +9,6 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, address_at, dispatch_flag, full_like, pick
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
-    CHUNKS_ARRIVED,
     FIRST_ROW,
     HEADER,
     IS_LAST,
@@ -24,17 +23,6 @@ from ep_a2a.kernels.ring_kernels import (
 )
 from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 from ep_a2a.kernels.target import barrier
-
-DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-INDICES = tl.constexpr(Region.INDICES.value)
-SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
-TOKENS = tl.constexpr(Region.TOKENS.value)
-SCALES = tl.constexpr(Region.SCALES.value)
-WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
-FORWARDED_CHANNELS = tl.constexpr(Region.FORWARDED_CHANNELS.value)
-FORWARDED_CHUNKS = tl.constexpr(Region.FORWARDED_CHUNKS.value)
-FORWARDED_LINES = tl.constexpr(Region.FORWARDED_LINES.value)
-FORWARDED_ROWS = tl.constexpr(Region.FORWARDED_ROWS.value)
 
 
 class Places(NamedTuple):
@@ -104,18 +92,20 @@ def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: t
     rows = rows_of_line(line, bases, first_rank, places.row_limit, op, R, LINE)
     for local in tl.static_range(R.GPUS):
         tl.store(recorded + local, rows[local])
-    store_to_rows(op, TOKENS, words, rows, first_rank, ROW.ROW_WORDS, ROW.BLOCK_WORDS, tl.int32, R)
+    store_to_rows(op, Region.TOKENS, words, rows, first_rank, ROW.ROW_WORDS, ROW.BLOCK_WORDS, tl.int32, R)
     if LINE.SCALE_WIDTH > 0:
-        store_to_rows(op, SCALES, scales, rows, first_rank, LINE.SCALE_WIDTH, LINE.SCALE_LANES, LINE.SCALE_DTYPE, R)
+        store_to_rows(
+            op, Region.SCALES, scales, rows, first_rank, LINE.SCALE_WIDTH, LINE.SCALE_LANES, LINE.SCALE_DTYPE, R
+        )
     for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
             peer = first_rank + local
-            target = row_at(address_at(op, INDICES, peer, tl.int32), rows[local], op.TOPK, tl.int32)
+            target = row_at(address_at(op, Region.INDICES, peer, tl.int32), rows[local], op.TOPK, tl.int32)
             tl.store(target + slots, ids_at(ids, peer, op), mask=slots < op.TOPK)
             if LINE.HAS_WEIGHTS:
-                target = row_at(address_at(op, WEIGHTS, peer, tl.int32), rows[local], op.TOPK, tl.int32)
+                target = row_at(address_at(op, Region.WEIGHTS, peer, tl.int32), rows[local], op.TOPK, tl.int32)
                 tl.store(target + slots, weights_at(weights, ids, peer, op), mask=slots < op.TOPK)
-            positions = address_at(op, SOURCE_POSITIONS, peer, tl.int32)
+            positions = address_at(op, Region.SOURCE_POSITIONS, peer, tl.int32)
             tl.store(positions + rows[local], position)
 
 
@@ -124,29 +114,29 @@ def copy_lines(op, slot, source_node, chunk, places, R: tl.constexpr, ROW: tl.co
     """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
     source = source_node * R.GPUS + op.rank % R.GPUS
     bases = first_row_at_each(op, slot, source)
-    record = address(op, FORWARDED_ROWS, tl.int32)
+    record = address(op, Region.FORWARDED_ROWS, tl.int32)
     num_lines = tl.load(words_at(slot, NUM_LINES, tl.int32))
     for number in range(num_lines):
         line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
         place = tl.cast((source_node * R.NUM_CHUNKS + chunk) * R.CHUNK_TOKENS + number, tl.int64)
         copy_line(op, line, record + place * R.GPUS, bases, source, places, R, ROW, LINE)
-    lines = address(op, FORWARDED_LINES, tl.int32)
+    lines = address(op, Region.FORWARDED_LINES, tl.int32)
     tl.store(lines + source_node * R.NUM_CHUNKS + chunk, num_lines)
 
 
 @portable
 def end_stream(op, source_node, channel, num_chunks, R: tl.constexpr):
     """Notes that a channel has forwarded all of a source; the last channel raises the source's flags at this node."""
-    chunks = address(op, FORWARDED_CHUNKS, tl.int32) + channel * R.NODES
+    chunks = address(op, Region.FORWARDED_CHUNKS, tl.int32) + channel * R.NODES
     tl.store(chunks + source_node, num_chunks)
-    counter = address(op, FORWARDED_CHANNELS, tl.int32) + source_node
+    counter = address(op, Region.FORWARDED_CHANNELS, tl.int32) + source_node
     barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == R.CHANNELS - 1:
         tl.store(counter, 0)
         local_ranks = tl.arange(0, R.GPU_LANES)
         present = local_ranks < R.GPUS
         members = (op.rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
-        flags = address_at(op, DISPATCH_FLAGS, members, tl.int32) + source_node * R.GPUS + op.rank % R.GPUS
+        flags = address_at(op, Region.DISPATCH_FLAGS, members, tl.int32) + source_node * R.GPUS + op.rank % R.GPUS
         barrier()
         tl.atomic_xchg(flags, full_like(local_ranks, dispatch_flag(op)), mask=present, sem="release", scope="sys")
 
@@ -161,7 +151,7 @@ def forward_chunk(op, channel, peer, count, before, places, R: tl.constexpr, ROW
     Returns:
         (whether it had, whether it was the last one of the step).
     """
-    arrived = counter_of(op, CHUNKS_ARRIVED, op.rank, peer, channel, R)
+    arrived = counter_of(op, Region.CHUNKS_ARRIVED, op.rank, peer, channel, R)
     has_come = has_reached(arrived, before + count + 1)
     is_last = tl.full((), 0, tl.int32)
     if has_come:

@@ -28,15 +28,6 @@ from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
 from ep_a2a.kernels.target import barrier, volatile_load
 
-CHUNKS_ARRIVED = tl.constexpr(Region.CHUNKS_ARRIVED.value)
-CHUNKS_TAKEN = tl.constexpr(Region.CHUNKS_TAKEN.value)
-CHUNKS = tl.constexpr(Region.CHUNKS.value)
-CHUNKS_BACK = tl.constexpr(Region.CHUNKS_BACK.value)
-STAGED_CHUNKS = tl.constexpr(Region.STAGED_CHUNKS.value)
-UNREAD = tl.constexpr(Region.UNREAD.value)
-ELEMENTS = tl.constexpr(Region.ELEMENTS.value)
-CHANNEL_STATE = tl.constexpr(Region.CHANNEL_STATE.value)
-
 TO_EXPERTS = tl.constexpr(ring_shape.TO_EXPERTS)
 HEADER = tl.constexpr(ring_shape.HEADER_WORDS)
 NUM_LINES = tl.constexpr(ring_shape.ChunkWord.NUM_LINES.value)
@@ -73,7 +64,7 @@ def raise_counter(counter, value):
 @portable
 def slot_of(op, owner, node, channel, chunk, R: tl.constexpr):
     """Address (int64) of a chunk's slot in `owner`'s ring with `node`; `chunk` counts from the op's first one on."""
-    region: tl.constexpr = CHUNKS if R.DIRECTION == TO_EXPERTS else CHUNKS_BACK
+    region: tl.constexpr = Region.CHUNKS if R.DIRECTION == TO_EXPERTS else Region.CHUNKS_BACK
     # a power of two divides 2**32, so that counters may wrap
     slot = (node * R.CHANNELS + channel) * R.SLOTS + (chunk & (R.SLOTS - 1))
     return tl.load(op.table + region * op.WORLD_SIZE + owner) + tl.cast(slot, tl.int64) * (R.SLOT_WORDS * 4)
@@ -88,7 +79,7 @@ def slot_to_fill(op, peer, channel, chunk, R: tl.constexpr):
     node = op.rank // R.GPUS
     if R.STAGED_WORDS > 0:
         slot = slot_of(op, op.rank, node, channel, chunk, R)
-        staged = tl.load(op.table + STAGED_CHUNKS * op.WORLD_SIZE + op.rank)
+        staged = tl.load(op.table + Region.STAGED_CHUNKS * op.WORLD_SIZE + op.rank)
         staged += tl.cast(channel, tl.int64) * (R.STAGED_WORDS * 4)
         written = tl.where(peer == node, slot, staged)
     else:
@@ -109,7 +100,7 @@ def raise_at_node(op, region: tl.constexpr, target, source, num_bytes, peer, cha
         if peer == node:
             raise_counter(counter, value)
         else:
-            element = tl.load(op.table + ELEMENTS * op.WORLD_SIZE + partner)
+            element = tl.load(op.table + Region.ELEMENTS * op.WORLD_SIZE + partner)
             barrier()
             put_and_count(target, source, num_bytes, counter.to(tl.int64), element)
     else:
@@ -119,7 +110,7 @@ def raise_at_node(op, region: tl.constexpr, target, source, num_bytes, peer, cha
 @portable
 def hand_over(op, slot, written, num_words, peer, channel, value, R: tl.constexpr):
     """Makes a chunk of slot_to_fill the node's: `value` chunks of the channel have come to it then."""
-    raise_at_node(op, CHUNKS_ARRIVED, slot, written, num_words * 4, peer, channel, value, R)
+    raise_at_node(op, Region.CHUNKS_ARRIVED, slot, written, num_words * 4, peer, channel, value, R)
 
 
 @portable
@@ -128,8 +119,8 @@ def give_room(op, peer, channel, value, R: tl.constexpr):
     unread = tl.full((), 0, tl.int64)
     if R.STAGED_WORDS > 0:
         # NVSHMEM's interface does not say that a put without bytes raises the counter
-        unread = tl.load(op.table + UNREAD * op.WORLD_SIZE + op.rank)
-    raise_at_node(op, CHUNKS_TAKEN, unread, unread, UNREAD_BYTES, peer, channel, value, R)
+        unread = tl.load(op.table + Region.UNREAD * op.WORLD_SIZE + op.rank)
+    raise_at_node(op, Region.CHUNKS_TAKEN, unread, unread, UNREAD_BYTES, peer, channel, value, R)
 
 
 @portable
@@ -141,7 +132,7 @@ def give_room_to_all(op, channel, value, R: tl.constexpr):
     else:
         nodes = tl.arange(0, R.NODE_LANES)
         partners = tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + op.rank % R.GPUS
-        taken = counter_of(op, CHUNKS_TAKEN, partners, op.rank // R.GPUS, channel, R)
+        taken = counter_of(op, Region.CHUNKS_TAKEN, partners, op.rank // R.GPUS, channel, R)
         barrier()
         tl.atomic_xchg(taken, full_like(nodes, value), mask=nodes < R.NODES, sem="release", scope="sys")
 
@@ -185,7 +176,7 @@ def tokens_of_chunk(num_tokens, channel, count, R: tl.constexpr):
 @portable
 def state_of_channel(op, channel, R: tl.constexpr):
     """Pointer to a channel's counts of chunks: NODES that were sent, then NODES that were taken."""
-    return address(op, CHANNEL_STATE, tl.int32) + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
+    return address(op, Region.CHANNEL_STATE, tl.int32) + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
 
 
 @portable

@@ -10,23 +10,10 @@ import triton.language as tl
 
 from ep_a2a.kernels.combine_kernels import post_to_peers
 from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_places, unlike_dispatch
-from ep_a2a.kernels.layout import Region, Stage
+from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    COMBINE_PHASE,
-    POISON,
-    STATE,
-    address,
-    arrive_last,
-    begin_stage,
-    finish_stage,
-    initial_poison,
-    load_poison,
-)
-
-RECV_COUNTS = tl.constexpr(Region.RECV_COUNTS.value)
-COMBINE_SEND = tl.constexpr(Stage.COMBINE_SEND.value)
+from ep_a2a.kernels.primitives import address, arrive_last, begin_stage, finish_stage, initial_poison, load_poison
 
 
 @portable
@@ -56,12 +43,12 @@ def offer_results_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, COMBINE_SEND)
-    state = address(op, STATE, tl.int32)
+    epoch, out_of_order = begin_stage(op, Stage.COMBINE_SEND)
+    state = address(op, Region.STATE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(address(op, POISON, tl.int32), POISON_LANES)
-    poison = initial_poison(op, answer, COMBINE_PHASE, epoch, out_of_order)
-    received = address(op, RECV_COUNTS, tl.int32)
+    answer = load_poison(address(op, Region.POISON, tl.int32), POISON_LANES)
+    poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
+    received = address(op, Region.RECV_COUNTS, tl.int32)
     places = return_places(op, rank, B.ELEMENT)
     # C1
     if poison == 0:
@@ -78,4 +65,4 @@ def offer_results_kernel(
     if is_last:
         if not any_poisoned:
             post_to_peers(op, epoch, HAS_WEIGHTS, True)
-    finish_stage(op, COMBINE_SEND, program, num_programs)
+    finish_stage(op, Stage.COMBINE_SEND, program, num_programs)

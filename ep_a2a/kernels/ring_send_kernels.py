@@ -8,7 +8,6 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_max
 from ep_a2a.kernels.ring_kernels import (
-    CHUNKS_TAKEN,
     FIRST_ROW,
     HEADER,
     IS_LAST,
@@ -21,9 +20,6 @@ from ep_a2a.kernels.ring_kernels import (
     words_at,
 )
 from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
-
-ROUTES = tl.constexpr(Region.ROUTES.value)
-OWN_LINES = tl.constexpr(Region.OWN_LINES.value)
 
 
 class Source(NamedTuple):
@@ -88,8 +84,8 @@ def write_chunk(source, op, slot, first, end, peer, is_last, R: tl.constexpr, RO
     Returns:
         The words written.
     """
-    routes = address(op, ROUTES, tl.int32) + peer * R.GPUS
-    own_lines = address(op, OWN_LINES, tl.int32) + peer
+    routes = address(op, Region.ROUTES, tl.int32) + peer * R.GPUS
+    own_lines = address(op, Region.OWN_LINES, tl.int32) + peer
     num_lines = tl.full((), 0, tl.int32)
     rows = load_rows(routes, first, end, op, R)
     for token in range(first, end):
@@ -118,7 +114,7 @@ def send_chunk(
     Args:
         count, before: chunks of the channel that went there in this step, and before it; num_own: of this step in all.
     """
-    room = counter_of(op, CHUNKS_TAKEN, op.rank, peer, channel, R)
+    room = counter_of(op, Region.CHUNKS_TAKEN, op.rank, peer, channel, R)
     has_room = has_reached(room, before + count + 1 - R.SLOTS)
     if has_room:
         first, end = tokens_of_chunk(source.num_tokens, channel, count, R)

@@ -16,11 +16,6 @@ from ep_a2a.kernels.primitives import (
 )
 from ep_a2a.kernels.target import volatile_load
 
-CHUNK_COUNTS = tl.constexpr(Region.CHUNK_COUNTS.value)
-DESTINATIONS = tl.constexpr(Region.DESTINATIONS.value)
-ROUTES = tl.constexpr(Region.ROUTES.value)
-SENT_INDICES = tl.constexpr(Region.SENT_INDICES.value)
-
 
 @portable
 def owner_of(experts, OWNERS: tl.constexpr):
@@ -159,7 +154,7 @@ def rows_of_programs_before(op, epoch, own, program, PROGRAM_LANES: tl.constexpr
             thread reads each word and the reduction is one verdict for all.
     """
     ranks = tl.arange(0, op.WORLD_LANES)
-    posted_at = address(op, CHUNK_COUNTS, tl.int64)
+    posted_at = address(op, Region.CHUNK_COUNTS, tl.int64)
     words_at = posted_at + program * op.WORLD_SIZE + ranks
     tl.store(words_at, flagged(own, epoch), mask=ranks < op.WORLD_SIZE, cache_modifier=".wt")
     before = tl.full((PROGRAM_LANES, op.WORLD_LANES), 0, tl.int32)
@@ -191,7 +186,7 @@ def record_routes(ids, op, start, last, index, OWNERS: tl.constexpr, TOKENS: tl.
     tokens = start + tl.arange(0, TOKENS)
     present = tokens < last
     cells = tl.cast(tokens, tl.int64) * op.TOPK
-    sent_ids = address(op, SENT_INDICES, tl.int32)
+    sent_ids = address(op, Region.SENT_INDICES, tl.int32)
     goes = tl.full((TOKENS, op.WORLD_LANES), 0, tl.int32)
     for k in tl.static_range(op.TOPK):
         experts = tl.load(ids + cells + k, mask=present, other=-1)
@@ -199,7 +194,7 @@ def record_routes(ids, op, start, last, index, OWNERS: tl.constexpr, TOKENS: tl.
         goes = goes | (owner_of(experts, OWNERS)[:, None] == ranks[None, :]).to(tl.int32)
     indices = index[None, :] + running_sum(goes, 0) - goes
     at = tl.cast(tokens, tl.int64)[:, None] * op.WORLD_SIZE + ranks[None, :]
-    routes = address(op, ROUTES, tl.int32)
+    routes = address(op, Region.ROUTES, tl.int32)
     tl.store(routes + at, tl.where(goes > 0, indices, -1), mask=present[:, None] & (ranks < op.WORLD_SIZE)[None, :])
     return goes, indices, index + reduce_sum(goes, 0)
 
@@ -221,7 +216,7 @@ def list_destinations(step, start, last, goes, rows):
     is_sent, is_below = sent.to(tl.int32), (ranks < op.rank).to(tl.int32)[None, :]
     num_sent, num_below = reduce_sum(is_sent, 1)[:, None], reduce_sum(is_sent * is_below, 1)[:, None]
     place = running_sum(is_sent, 1) - is_sent - num_below + is_below * num_sent
-    listed = address(op, DESTINATIONS, tl.int64)
+    listed = address(op, Region.DESTINATIONS, tl.int64)
     lines = (listed + tl.cast(tokens, tl.int64) * most)[:, None]
     tl.store(lines + place, flagged(rows, ranks[None, :]), mask=sent)
     unused = (places[None, :] >= num_sent) & (places < most)[None, :] & (tokens < last)[:, None]

@@ -14,13 +14,6 @@ from ep_a2a.kernels.primitives import address, address_at, epoch_of, payload_of,
 from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 from ep_a2a.kernels.send_kernels import RUN
 
-TOKENS = tl.constexpr(Region.TOKENS.value)
-INDICES = tl.constexpr(Region.INDICES.value)
-SOURCE_POSITIONS = tl.constexpr(Region.SOURCE_POSITIONS.value)
-SCALES = tl.constexpr(Region.SCALES.value)
-WEIGHTS = tl.constexpr(Region.WEIGHTS.value)
-DESTINATIONS = tl.constexpr(Region.DESTINATIONS.value)
-
 
 @portable
 def send_beside_rows(given, step, start, last, LISTED: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
@@ -29,22 +22,22 @@ def send_beside_rows(given, step, start, last, LISTED: tl.constexpr, HAS_WEIGHTS
     slots = tl.arange(0, op.TOPK_LANES)
     most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
     tokens = start + tl.arange(0, LISTED)
-    listed = address(op, DESTINATIONS, tl.int64)
+    listed = address(op, Region.DESTINATIONS, tl.int64)
     at = tl.cast(tokens, tl.int64)[:, None] * most + slots[None, :]
     words = tl.load(listed + at, mask=(tokens < last)[:, None] & (slots < most)[None, :], other=-1)
     goes, rows = words >= 0, payload_of(words)
     peers = tl.where(goes, epoch_of(words), op.rank)
-    positions = address_at(op, SOURCE_POSITIONS, peers, tl.int32) + rows
+    positions = address_at(op, Region.SOURCE_POSITIONS, peers, tl.int32) + rows
     tl.store(positions, step.first_position + tokens[:, None] + slots[None, :] * 0, mask=goes)
     offsets = tl.cast(tokens, tl.int64)[:, None] * op.TOPK + slots[None, :]
     inside = (tokens < last)[:, None] & (slots < op.TOPK)[None, :]
     cells = tl.cast(rows, tl.int64)[:, :, None] * op.TOPK + slots[None, None, :]
     reached = goes[:, :, None] & (slots < op.TOPK)[None, None, :]
-    targets = address_at(op, INDICES, peers, tl.int32)[:, :, None] + cells
+    targets = address_at(op, Region.INDICES, peers, tl.int32)[:, :, None] + cells
     ids = tl.load(given.ids + offsets, mask=inside, other=-1)[:, None, :]
     tl.store(targets, ids_at(ids, peers[:, :, None], op), mask=reached)
     if HAS_WEIGHTS:
-        targets = address_at(op, WEIGHTS, peers, tl.int32)[:, :, None] + cells
+        targets = address_at(op, Region.WEIGHTS, peers, tl.int32)[:, :, None] + cells
         weights = tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :]
         tl.store(targets, weights_at(weights, ids, peers[:, :, None], op), mask=reached)
 
@@ -61,16 +54,16 @@ def aims_of(
     op = step.op
     most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
     tokens = start + tl.arange(0, TILE.TOKENS)
-    listed = address(op, DESTINATIONS, tl.int64)
+    listed = address(op, Region.DESTINATIONS, tl.int64)
     row_aims, scale_aims, all_go = (), (), ()
     for place in tl.static_range(most):
         words = tl.load(listed + tl.cast(tokens, tl.int64) * most + place, mask=tokens < last, other=-1)
         goes, rows = words >= 0, tl.cast(payload_of(words), tl.int64)
         peers = tl.where(goes, epoch_of(words), op.rank)
-        row_aim = address_at(op, TOKENS, peers, ELEMENT) + rows * ROW_WIDTH
+        row_aim = address_at(op, Region.TOKENS, peers, ELEMENT) + rows * ROW_WIDTH
         row_aims, all_go = row_aims + (tl.multiple_of(row_aim, 16),), all_go + (goes,)
         if SCALE_WIDTH > 0:
-            scale_aim = address_at(op, SCALES, peers, SCALE_DTYPE) + rows * SCALE_WIDTH
+            scale_aim = address_at(op, Region.SCALES, peers, SCALE_DTYPE) + rows * SCALE_WIDTH
             scale_aims = scale_aims + (scale_aim,)
     return row_aims, scale_aims, all_go
 

@@ -27,13 +27,10 @@ lines that those have received.
 import triton.language as tl
 
 from ep_a2a.kernels.combine_kernels import await_peers
-from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region, Stage
+from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    COMBINE_PHASE,
-    DISPATCH_PHASE,
-    POISON,
     address,
     address_at,
     arrive_last,
@@ -55,20 +52,9 @@ from ep_a2a.kernels.ring_send_kernels import Source, write_chunk
 from ep_a2a.kernels.ring_shape import BACK, HeadMark
 from ep_a2a.kernels.target import barrier
 
-CHUNKS = tl.constexpr(Region.CHUNKS.value)
-CHUNKS_BACK = tl.constexpr(Region.CHUNKS_BACK.value)
-CHUNKS_SENT = tl.constexpr(Region.STAGED_CHUNKS.value)
-CHUNKS_SENT_BACK = tl.constexpr(Region.CHUNKS_SENT_BACK.value)
-COMBINE_FLAGS = tl.constexpr(Region.COMBINE_FLAGS.value)
-COUNTS = tl.constexpr(Region.COUNTS.value)
-DISPATCH_FLAGS = tl.constexpr(Region.DISPATCH_FLAGS.value)
-WEIGHT_EPOCHS = tl.constexpr(Region.WEIGHT_EPOCHS.value)
 MIRROR_COMBINE_FLAGS = tl.constexpr(REMOTE_MIRRORS[Region.COMBINE_FLAGS].value)
 MIRROR_COUNTS = tl.constexpr(REMOTE_MIRRORS[Region.COUNTS].value)
 MIRROR_WEIGHT_EPOCHS = tl.constexpr(REMOTE_MIRRORS[Region.WEIGHT_EPOCHS].value)
-DISPATCH_SEND = tl.constexpr(Stage.DISPATCH_SEND.value)
-DISPATCH_RECEIVE = tl.constexpr(Stage.DISPATCH_RECEIVE.value)
-COMBINE_RECEIVE = tl.constexpr(Stage.COMBINE_RECEIVE.value)
 
 WAY_BACK = tl.constexpr(BACK)
 COMBINE_EPOCH = tl.constexpr(HeadMark.COMBINE_EPOCH.value)
@@ -154,27 +140,27 @@ def pack_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    _, poison = begin_launch(op, DISPATCH_SEND, DISPATCH_PHASE, POISON_LANES)
+    _, poison = begin_launch(op, Stage.DISPATCH_SEND, StepPhase.DISPATCH, POISON_LANES)
     source = Source(x, scales, weights, ids, num_tokens, first_row)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         # D2
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
             first, end = tokens_of_chunk(num_tokens, chunk, 0, R)
-            slot = chunk_of(op, CHUNKS_SENT, peer, chunk, num_chunks, R)
+            slot = chunk_of(op, Region.STAGED_CHUNKS, peer, chunk, num_chunks, R)
             write_chunk(source, op, slot, first, end, peer, end >= first, R, ROW, LINE)
     # D2: the heads
-    end_packing(op, CHUNKS_SENT, num_chunks, poison, R)
-    finish_stage(op, DISPATCH_SEND, program, num_programs)
+    end_packing(op, Region.STAGED_CHUNKS, num_chunks, poison, R)
+    finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
 
 
 @portable
 def pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS: tl.constexpr):
     """Raises the flags of rank `source` at those members of this node: it has begun its combine."""
     if HAS_WEIGHTS:
-        epochs = address_at(op, WEIGHT_EPOCHS, members, tl.int32) + source
+        epochs = address_at(op, Region.WEIGHT_EPOCHS, members, tl.int32) + source
         tl.store(epochs, full_like(members, tl.load(marks + WEIGHT_EPOCH)), mask=present)
-    flags = address_at(op, COMBINE_FLAGS, members, tl.int32) + source
+    flags = address_at(op, Region.COMBINE_FLAGS, members, tl.int32) + source
     epoch = full_like(members, tl.load(marks + COMBINE_EPOCH))
     barrier()
     tl.atomic_xchg(flags, epoch, mask=present, sem="release", scope="sys")
@@ -187,7 +173,7 @@ def pass_on_counts(op, start, members, present, source):
     sent = start.to(tl.pointer_type(tl.int64))
     counts = tl.load(sent + lanes, mask=lanes < op.WORLD_SIZE, other=0)
     last_words = tl.load(sent + ends)
-    lines = address_at(op, COUNTS, members, tl.int64) + source * (op.WORLD_SIZE + 2)
+    lines = address_at(op, Region.COUNTS, members, tl.int64) + source * (op.WORLD_SIZE + 2)
     mask = present[:, None] & (lanes < op.WORLD_SIZE)[None, :]
     nothing = tl.cast(full_like(members, 0), tl.int64)[:, None]
     tl.store(lines[:, None] + lanes[None, :], counts[None, :] + nothing, mask=mask, cache_modifier=".wt")
@@ -206,7 +192,7 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     # D4, C4
     node = (rank // R.GPUS + 1 + tl.program_id(0)) % R.NODES
     source = node * R.GPUS + rank % R.GPUS
-    region: tl.constexpr = CHUNKS_BACK if R.DIRECTION == WAY_BACK else CHUNKS
+    region: tl.constexpr = Region.CHUNKS_BACK if R.DIRECTION == WAY_BACK else Region.CHUNKS
     start = start_of(op, region, node, num_chunks, R)
     marks = marks_of(start, op)
     local_ranks = tl.arange(0, R.GPU_LANES)
@@ -215,7 +201,7 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     members = tl.where(present, (rank // R.GPUS) * R.GPUS + local_ranks, rank)
     poison = tl.load(marks + POISON_MARK)
     if poison != 0:
-        poison_words = address_at(op, POISON, members, tl.int32)
+        poison_words = address_at(op, Region.POISON, members, tl.int32)
         tl.atomic_cas(
             poison_words, full_like(local_ranks, 0), full_like(local_ranks, poison), sem="relaxed", scope="sys"
         )
@@ -247,7 +233,7 @@ def raise_flags(op, R: tl.constexpr):
     nodes, local_ranks = tl.arange(0, R.NODE_LANES)[:, None], tl.arange(0, R.GPU_LANES)[None, :]
     present = (nodes < R.NODES) & (local_ranks < R.GPUS)
     members = (op.rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
-    flags = address_at(op, DISPATCH_FLAGS, members, tl.int32) + nodes * R.GPUS + op.rank % R.GPUS
+    flags = address_at(op, Region.DISPATCH_FLAGS, members, tl.int32) + nodes * R.GPUS + op.rank % R.GPUS
     barrier()
     tl.atomic_xchg(flags, full_like(members, dispatch_flag(op)), mask=present, sem="release", scope="sys")
 
@@ -267,7 +253,7 @@ def forward_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, DISPATCH_RECEIVE, DISPATCH_PHASE, POISON_LANES)
+    epoch, poison = begin_launch(op, Stage.DISPATCH_RECEIVE, StepPhase.DISPATCH, POISON_LANES)
     places = Places(row_limit, positions_per_rank)
     # D5
     if poison == 0:
@@ -275,11 +261,11 @@ def forward_kernel(
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
-            slot = chunk_of(op, CHUNKS, peer, chunk, num_chunks, R)
+            slot = chunk_of(op, Region.CHUNKS, peer, chunk, num_chunks, R)
             copy_lines(op, slot, peer, chunk, places, R, ROW, LINE)
     if poison != 0:
         late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-        fail(op, poison, DISPATCH_PHASE, epoch, 0, late)
+        fail(op, poison, StepPhase.DISPATCH, epoch, 0, late)
     is_last, any_poisoned = arrive_last(op, num_programs, poison)
     if is_last:
         if not any_poisoned:
@@ -296,18 +282,18 @@ def pack_sums_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, 
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, COMBINE_RECEIVE, COMBINE_PHASE, A.POISON_LANES)
+    epoch, poison = begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
     # C3
     if poison == 0:
-        poison = wait_all(op, COMBINE_FLAGS, epoch, True, 1, R.GPUS)
+        poison = wait_all(op, Region.COMBINE_FLAGS, epoch, True, 1, R.GPUS)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
-            slot = chunk_of(op, CHUNKS_SENT_BACK, peer, chunk, num_chunks, R)
+            slot = chunk_of(op, Region.CHUNKS_SENT_BACK, peer, chunk, num_chunks, R)
             add_ranks(op, slot, peer, chunk, R, A)
     if poison != 0:
-        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, epoch)
-    end_packing(op, CHUNKS_SENT_BACK, num_chunks, poison, R)
+        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
+    end_packing(op, Region.CHUNKS_SENT_BACK, num_chunks, poison, R)
 
 
 @portable(do_not_specialize=["num_tokens", "num_chunks", "rank"], do_not_specialize_on_alignment=["ids"])
@@ -324,7 +310,7 @@ def sum_nodes_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, COMBINE_RECEIVE, COMBINE_PHASE, A.POISON_LANES)
+    epoch, poison = begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
     out = Results(op, result, ids, num_tokens, epoch)
     # C5
     if poison == 0:
@@ -333,23 +319,23 @@ def sum_nodes_kernel(
         if poison == 0:
             slots = ()
             for node in tl.static_range(R.NODES):
-                slots = slots + (chunk_of(op, CHUNKS_BACK, node, chunk, num_chunks, R),)
+                slots = slots + (chunk_of(op, Region.CHUNKS_BACK, node, chunk, num_chunks, R),)
             add_nodes(out, slots, bias_0, bias_1, chunk, 0, R, A)
         else:
             # C6
             clear_results(result, num_tokens, chunk, R, A)
     if poison != 0:
-        fail_behind(op, poison, COMBINE_PHASE, epoch, COMBINE_FLAGS, epoch)
-    finish_stage(op, COMBINE_RECEIVE, program, num_programs)
+        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
+    finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs)
 
 
 @portable(do_not_specialize=["poison", "phase", "rank"])
 def post_failure_kernel(table, poison, phase, rank, S: tl.constexpr):
     """Records a failure that the host has found, and poisons the ranks of this node; one program."""
     op = OpContext(table, rank, S)
-    epoch, _ = begin_stage(op, COMBINE_RECEIVE)
+    epoch, _ = begin_stage(op, Stage.COMBINE_RECEIVE)
     # an earlier failure, which a rank of this node has posted, takes precedence
-    posted = tl.atomic_cas(address(op, POISON, tl.int32), 0, poison, sem="relaxed", scope="sys")
+    posted = tl.atomic_cas(address(op, Region.POISON, tl.int32), 0, poison, sem="relaxed", scope="sys")
     poison = tl.where(posted == 0, poison, posted)
     late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
     fail(op, poison, phase, epoch, 0, late)
