@@ -28,12 +28,11 @@ from ep_a2a.kernels.combine_send_kernels import (
     push_results,
     unlike_dispatch,
 )
-from ep_a2a.kernels.layout import Region, Span, Stage, StepPhase
+from ep_a2a.kernels.layout import FailureCode, Region, Span, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     NOBODY,
-    WEIGHTS_MISSING,
     address,
     address_at,
     after_previous_launch,
@@ -91,7 +90,7 @@ def await_peers(op, flag, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr
             brought = volatile_load(epochs_at, mask=lanes < op.WORLD_SIZE, other=0)
             missing = ((brought != epoch) & (lanes < op.WORLD_SIZE)).to(tl.int32)
             if reduce_max(missing, 0) > 0:
-                poison = tl.full((), (WEIGHTS_MISSING << 16) | NOBODY, tl.int32)
+                poison = tl.full((), NOBODY | (FailureCode.WEIGHTS_MISSING << 16), tl.int32)
                 fail(op, poison, StepPhase.COMBINE, epoch, 1, missing)
     return poison
 

@@ -6,11 +6,10 @@ import triton.language as tl
 
 from ep_a2a.kernels.cast_kernels import elements_of, plus_biases, round_to
 from ep_a2a.kernels.combine_send_kernels import SCALED_WORDS, ReturnPlaces, block_offsets, return_places
-from ep_a2a.kernels.layout import Record, Region, Span, State, StepPhase
+from ep_a2a.kernels.layout import FailureCode, Record, Region, Span, State, StepPhase
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
     EMPTY,
-    FOREIGN_INDICES,
     POLLS_PER_CLOCK,
     address,
     full_like,
@@ -48,7 +47,7 @@ def note_foreign_indices(op, ids, token, epoch):
             tl.store(record + Record.PHASE, StepPhase.COMBINE)
             tl.store(record + Record.EPOCH, epoch)
             tl.store(record + Record.DETAIL, token)
-            tl.store(record + Record.CODE, FOREIGN_INDICES)
+            tl.store(record + Record.CODE, FailureCode.FOREIGN_INDICES)
 
 
 class Rows(NamedTuple):

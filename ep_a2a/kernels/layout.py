@@ -19,24 +19,17 @@ ELEMENTS has the ranks' numbers in NVSHMEM. The op's step counters (Stage) follo
 where spans are noted (Span), 0 for nowhere.
 """
 
-import enum
 from dataclasses import dataclass
 
 import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, Layout
+from ep_a2a.kernels.device_enum import DeviceEnum
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.policy import MAX_DISPATCH_PROGRAMS
 
 REGION_ALIGNMENT_BYTES = 256
 WORD_BYTES = 4
-
-
-class DeviceEnum(enum.IntEnum):
-    """Numbers that device code names as the host does."""
-
-    # Triton lets device code name globals that are compile-time constants, or its own
-    __triton_builtin__ = True
 
 
 class Region(DeviceEnum):
@@ -121,7 +114,7 @@ class StepPhase(DeviceEnum):
     COMBINE = 2
 
 
-class FailureCode(enum.IntEnum):
+class FailureCode(DeviceEnum):
     """Kinds of failures: the first word of a failure's record, of which ops/failures.py makes an exception."""
 
     TIMEOUT = 1

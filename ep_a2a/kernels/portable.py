@@ -19,7 +19,7 @@ from typing import Any
 import triton.language as tl
 
 from ep_a2a.errors import UnsupportedError
-from ep_a2a.kernels import layout, op_context, target
+from ep_a2a.kernels import layout, op_context, ring_shape, target
 from ep_a2a.kernels.interpreter_operators import fast_operators
 from ep_a2a.kernels.interpreter_types import cached_types
 from ep_a2a.kernels.kernel_cache import check_kernel_cache
@@ -35,7 +35,7 @@ _interpreting = threading.Lock()
 
 @functools.cache
 def _builtins_digest() -> str:
-    sources = (inspect.getsource(module) for module in (layout, op_context, target))
+    sources = (inspect.getsource(module) for module in (layout, op_context, ring_shape, target))
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
 
@@ -98,7 +98,8 @@ class PortableFunction(JITFunction):
         Triton 3.6 takes a callee's globals into the key only if the callee has got its own key earlier. So the
         same kernel had another key in a process that compiled its kernels in another order, and was compiled again.
         Here the callees get their keys first. The functions of `target.py`, the class of `op_context.py` and the
-        numbers of `layout.py` are builtins, at which Triton does not look, so their text is in every key.
+        numbers of `layout.py` and `ring_shape.py` are builtins, at which Triton does not look. So the text of these
+        modules is in every key.
         """
         if self.hash is None:
             super().cache_key  # noqa: B018 - for its effect: the callees have their keys afterwards

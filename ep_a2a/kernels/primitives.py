@@ -40,13 +40,6 @@ STEP_SHIFT = tl.constexpr(layout.STEP_SHIFT)
 
 EMPTY = tl.constexpr(-1)
 
-TIMEOUT = tl.constexpr(FailureCode.TIMEOUT.value)
-ALTERNATION = tl.constexpr(FailureCode.ALTERNATION.value)
-STEP_TOKENS_MISMATCH = tl.constexpr(FailureCode.STEP_TOKENS_MISMATCH.value)
-CAPACITY = tl.constexpr(FailureCode.CAPACITY.value)
-FOREIGN_INDICES = tl.constexpr(FailureCode.FOREIGN_INDICES.value)
-WEIGHTS_MISSING = tl.constexpr(FailureCode.WEIGHTS_MISSING.value)
-
 # The poison word is code << 16 | accused rank; this rank number accuses nobody.
 NOBODY = tl.constexpr(0xFFFF)
 
@@ -221,7 +214,7 @@ def initial_poison(op, answer, phase: tl.constexpr, epoch, out_of_order):
     """
     poison = reduce_max(answer, 0)
     if (poison == 0) & (out_of_order != 0):
-        poison = (op.rank | (ALTERNATION << 16)).to(tl.int32)
+        poison = (op.rank | (FailureCode.ALTERNATION << 16)).to(tl.int32)
         nobody = full_like(tl.arange(0, op.WORLD_LANES), 0)
         fail(op, poison, phase, epoch, 0, nobody)
     return poison
@@ -354,7 +347,7 @@ def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr):
         num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
         limits = address(op, Region.LIMITS, tl.int64)
         deadline = now + PATIENCE * tl.load(limits + tl.where(num_ended == 0, 1, 0))
-    verdict = tl.where(now > deadline, (TIMEOUT << 16) | accused, 0)
+    verdict = tl.where(now > deadline, (FailureCode.TIMEOUT << 16) | accused, 0)
     poison_word = address(op, Region.POISON, tl.int32)
     return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline
 

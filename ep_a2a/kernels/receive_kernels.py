@@ -5,14 +5,12 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels import layout
-from ep_a2a.kernels.layout import Region, State, StepPhase
+from ep_a2a.kernels.layout import FailureCode, Region, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
-    CAPACITY,
     NOBODY,
     POLLS_PER_CLOCK,
-    STEP_TOKENS_MISMATCH,
     address,
     address_at,
     epoch_of,
@@ -307,8 +305,8 @@ def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
     counts = tl.where(is_count, words, 0)
     total = reduce_sum(counts, 0)
     mismatch = disagrees(step, words, COUNT_LANES) != 0
-    poison = tl.where(total > step.row_limit, (op.rank | (CAPACITY << 16)).to(tl.int32), 0)
-    poison = tl.where(mismatch, (STEP_TOKENS_MISMATCH << 16) | NOBODY, poison)
+    poison = tl.where(total > step.row_limit, (op.rank | (FailureCode.CAPACITY << 16)).to(tl.int32), 0)
+    poison = tl.where(mismatch, NOBODY | (FailureCode.STEP_TOKENS_MISMATCH << 16), poison)
     if poison != 0:
         sent, _, wire_words = counts_from(op)
         found, by_rank = tl.where(mismatch, 1, total), tl.where(mismatch, wire_words, sent)

@@ -11,16 +11,11 @@ program, one for each such rank:
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region
+from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address
 from ep_a2a.kernels.put_kernels import fence, put_and_count
-
-MIRROR_COUNTS = tl.constexpr(REMOTE_MIRRORS[Region.COUNTS].value)
-MIRROR_COMBINE_FLAGS = tl.constexpr(REMOTE_MIRRORS[Region.COMBINE_FLAGS].value)
-MIRROR_WEIGHT_EPOCHS = tl.constexpr(REMOTE_MIRRORS[Region.WEIGHT_EPOCHS].value)
-MIRROR_POISON = tl.constexpr(REMOTE_MIRRORS[Region.POISON].value)
 
 
 @portable
@@ -46,16 +41,16 @@ def put_mirrors_kernel(
     op = OpContext(table, rank, S)
     remote = ((rank // GPUS + 1) * GPUS + tl.program_id(0)) % S.WORLD_SIZE
     # M1
-    if tl.load(address(op, MIRROR_POISON, tl.int32)) != 0:
-        put_mirror(op, Region.POISON, MIRROR_POISON, 0, 4, remote)
+    if tl.load(address(op, Region.MIRROR_POISON, tl.int32)) != 0:
+        put_mirror(op, Region.POISON, Region.MIRROR_POISON, 0, 4, remote)
     # M2
     if TELLS_COUNTS:
         # flagged words, which need no order
         line_bytes: tl.constexpr = (S.WORLD_SIZE + 2) * 8
-        put_mirror(op, Region.COUNTS, MIRROR_COUNTS, rank * line_bytes, line_bytes, remote)
+        put_mirror(op, Region.COUNTS, Region.MIRROR_COUNTS, rank * line_bytes, line_bytes, remote)
     # M3
     if TELLS_FLAGS:
         if HAS_WEIGHTS:
-            put_mirror(op, Region.WEIGHT_EPOCHS, MIRROR_WEIGHT_EPOCHS, rank * 4, 4, remote)
+            put_mirror(op, Region.WEIGHT_EPOCHS, Region.MIRROR_WEIGHT_EPOCHS, rank * 4, 4, remote)
             fence()
-        put_mirror(op, Region.COMBINE_FLAGS, MIRROR_COMBINE_FLAGS, rank * 4, 4, remote)
+        put_mirror(op, Region.COMBINE_FLAGS, Region.MIRROR_COMBINE_FLAGS, rank * 4, 4, remote)

@@ -9,10 +9,7 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, address_at, dispatch_flag, full_like, pick
 from ep_a2a.kernels.receive_kernels import rows_before
 from ep_a2a.kernels.ring_kernels import (
-    FIRST_ROW,
     HEADER,
-    IS_LAST,
-    NUM_LINES,
     before_reading,
     counter_of,
     give_room,
@@ -21,6 +18,7 @@ from ep_a2a.kernels.ring_kernels import (
     slot_of,
     words_at,
 )
+from ep_a2a.kernels.ring_shape import ChunkWord
 from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 from ep_a2a.kernels.target import barrier
 
@@ -60,7 +58,7 @@ def store_to_rows(
 @portable
 def first_row_at_each(op, slot, source):
     """[WORLD_LANES] where the rows of rank `source`, whose chunk is at `slot`, begin at every rank."""
-    bases = full_like(tl.arange(0, op.WORLD_LANES), tl.load(words_at(slot, FIRST_ROW, tl.int32)))
+    bases = full_like(tl.arange(0, op.WORLD_LANES), tl.load(words_at(slot, ChunkWord.FIRST_ROW, tl.int32)))
     if op.COMPACT:
         bases = rows_before(op, source)
     return bases
@@ -115,7 +113,7 @@ def copy_lines(op, slot, source_node, chunk, places, R: tl.constexpr, ROW: tl.co
     source = source_node * R.GPUS + op.rank % R.GPUS
     bases = first_row_at_each(op, slot, source)
     record = address(op, Region.FORWARDED_ROWS, tl.int32)
-    num_lines = tl.load(words_at(slot, NUM_LINES, tl.int32))
+    num_lines = tl.load(words_at(slot, ChunkWord.NUM_LINES, tl.int32))
     for number in range(num_lines):
         line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
         place = tl.cast((source_node * R.NUM_CHUNKS + chunk) * R.CHUNK_TOKENS + number, tl.int64)
@@ -157,7 +155,7 @@ def forward_chunk(op, channel, peer, count, before, places, R: tl.constexpr, ROW
     if has_come:
         before_reading(arrived, R)
         slot = slot_of(op, op.rank, peer, channel, before + count, R)
-        is_last += tl.load(words_at(slot, IS_LAST, tl.int32))
+        is_last += tl.load(words_at(slot, ChunkWord.IS_LAST, tl.int32))
         copy_lines(op, slot, peer, channel + count * R.CHANNELS, places, R, ROW, LINE)
         give_room(op, peer, channel, before + count + 1, R)
         if is_last > 0:

@@ -30,9 +30,6 @@ from ep_a2a.kernels.target import barrier, volatile_load
 
 TO_EXPERTS = tl.constexpr(ring_shape.TO_EXPERTS)
 HEADER = tl.constexpr(ring_shape.HEADER_WORDS)
-NUM_LINES = tl.constexpr(ring_shape.ChunkWord.NUM_LINES.value)
-IS_LAST = tl.constexpr(ring_shape.ChunkWord.IS_LAST.value)
-FIRST_ROW = tl.constexpr(ring_shape.ChunkWord.FIRST_ROW.value)
 
 UNREAD_BYTES = tl.constexpr(8)
 

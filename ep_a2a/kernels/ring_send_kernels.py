@@ -8,10 +8,7 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_max
 from ep_a2a.kernels.ring_kernels import (
-    FIRST_ROW,
     HEADER,
-    IS_LAST,
-    NUM_LINES,
     counter_of,
     hand_over,
     has_reached,
@@ -19,6 +16,7 @@ from ep_a2a.kernels.ring_kernels import (
     tokens_of_chunk,
     words_at,
 )
+from ep_a2a.kernels.ring_shape import ChunkWord
 from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
 
 
@@ -99,9 +97,9 @@ def write_chunk(source, op, slot, first, end, peer, is_last, R: tl.constexpr, RO
         num_lines += tl.where(goes | LINE.OWN_LINE_EACH, 1, 0)
         rows = following
     header = words_at(slot, 0, tl.int32)
-    tl.store(header + NUM_LINES, num_lines)
-    tl.store(header + IS_LAST, is_last.to(tl.int32))
-    tl.store(header + FIRST_ROW, source.first_row)
+    tl.store(header + ChunkWord.NUM_LINES, num_lines)
+    tl.store(header + ChunkWord.IS_LAST, is_last.to(tl.int32))
+    tl.store(header + ChunkWord.FIRST_ROW, source.first_row)
     return HEADER + num_lines * R.LINE_WORDS
 
 

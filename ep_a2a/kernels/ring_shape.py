@@ -9,12 +9,12 @@ Where the host moves the blocks between nodes (config.is_staged), there is one c
 of a step for a node lie behind one another, behind a head with counts, flags and failures for all ranks.
 """
 
-import enum
 import math
 from dataclasses import dataclass
 
 from ep_a2a.config import WHOLE_RING_KERNEL_TYPES, EpDispatchCombineConfig
 from ep_a2a.errors import ConfigError
+from ep_a2a.kernels.device_enum import DeviceEnum
 
 BY_PUTS = "nvshmem"
 """The transport whose memory of other nodes is reached by puts."""
@@ -24,7 +24,7 @@ TO_EXPERTS, BACK = 0, 1
 """Directions of chunks."""
 
 
-class ChunkWord(enum.IntEnum):
+class ChunkWord(DeviceEnum):
     """Words before the lines of a chunk on its way to experts; the unused one keeps lines aligned.
 
     FIRST_ROW: where the rows of its source begin at every rank, but for layout compact.
@@ -39,7 +39,7 @@ HEADER_WORDS = 4
 """Words before those lines."""
 
 
-class HeadMark(enum.IntEnum):
+class HeadMark(DeviceEnum):
     """Words behind the counts of a head: epochs of the combine and of its weights, and the poison word."""
 
     COMBINE_EPOCH = 0

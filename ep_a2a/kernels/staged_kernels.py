@@ -27,7 +27,7 @@ lines that those have received.
 import triton.language as tl
 
 from ep_a2a.kernels.combine_kernels import await_peers
-from ep_a2a.kernels.layout import REMOTE_MIRRORS, Region, Stage, StepPhase
+from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import (
@@ -52,14 +52,7 @@ from ep_a2a.kernels.ring_send_kernels import Source, write_chunk
 from ep_a2a.kernels.ring_shape import BACK, HeadMark
 from ep_a2a.kernels.target import barrier
 
-MIRROR_COMBINE_FLAGS = tl.constexpr(REMOTE_MIRRORS[Region.COMBINE_FLAGS].value)
-MIRROR_COUNTS = tl.constexpr(REMOTE_MIRRORS[Region.COUNTS].value)
-MIRROR_WEIGHT_EPOCHS = tl.constexpr(REMOTE_MIRRORS[Region.WEIGHT_EPOCHS].value)
-
 WAY_BACK = tl.constexpr(BACK)
-COMBINE_EPOCH = tl.constexpr(HeadMark.COMBINE_EPOCH.value)
-WEIGHT_EPOCH = tl.constexpr(HeadMark.WEIGHT_EPOCH.value)
-POISON_MARK = tl.constexpr(HeadMark.POISON.value)
 
 AFTER_HOST = tl.constexpr(2)
 """Timeouts that a kernel waits for a block that another rank's host exchanges; that rank names who is missing."""
@@ -92,20 +85,20 @@ def chunk_of(op, region: tl.constexpr, node, chunk, num_chunks, R: tl.constexpr)
 def write_heads(op, region: tl.constexpr, num_chunks, poison, R: tl.constexpr):
     """Writes the head for every node: this rank's mirrors and its poison word."""
     lanes, ends = tl.arange(0, op.WORLD_LANES), op.WORLD_SIZE + tl.arange(0, 2)
-    line = address(op, MIRROR_COUNTS, tl.int64) + op.rank * (op.WORLD_SIZE + 2)
+    line = address(op, Region.MIRROR_COUNTS, tl.int64) + op.rank * (op.WORLD_SIZE + 2)
     counts = tl.load(line + lanes, mask=lanes < op.WORLD_SIZE, other=0)
     last_words = tl.load(line + ends)
-    flag = tl.load(address(op, MIRROR_COMBINE_FLAGS, tl.int32) + op.rank)
-    weights = tl.load(address(op, MIRROR_WEIGHT_EPOCHS, tl.int32) + op.rank)
+    flag = tl.load(address(op, Region.MIRROR_COMBINE_FLAGS, tl.int32) + op.rank)
+    weights = tl.load(address(op, Region.MIRROR_WEIGHT_EPOCHS, tl.int32) + op.rank)
     for node in range(R.NODES):
         start = start_of(op, region, node, num_chunks, R)
         words = start.to(tl.pointer_type(tl.int64))
         tl.store(words + lanes, counts, mask=lanes < op.WORLD_SIZE)
         tl.store(words + ends, last_words)
         marks = marks_of(start, op)
-        tl.store(marks + COMBINE_EPOCH, flag)
-        tl.store(marks + WEIGHT_EPOCH, weights)
-        tl.store(marks + POISON_MARK, poison)
+        tl.store(marks + HeadMark.COMBINE_EPOCH, flag)
+        tl.store(marks + HeadMark.WEIGHT_EPOCH, weights)
+        tl.store(marks + HeadMark.POISON, poison)
 
 
 @portable
@@ -159,9 +152,9 @@ def pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS: tl.constexpr
     """Raises the flags of rank `source` at those members of this node: it has begun its combine."""
     if HAS_WEIGHTS:
         epochs = address_at(op, Region.WEIGHT_EPOCHS, members, tl.int32) + source
-        tl.store(epochs, full_like(members, tl.load(marks + WEIGHT_EPOCH)), mask=present)
+        tl.store(epochs, full_like(members, tl.load(marks + HeadMark.WEIGHT_EPOCH)), mask=present)
     flags = address_at(op, Region.COMBINE_FLAGS, members, tl.int32) + source
-    epoch = full_like(members, tl.load(marks + COMBINE_EPOCH))
+    epoch = full_like(members, tl.load(marks + HeadMark.COMBINE_EPOCH))
     barrier()
     tl.atomic_xchg(flags, epoch, mask=present, sem="release", scope="sys")
 
@@ -199,7 +192,7 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     present = local_ranks < R.GPUS
     # compare-and-swap takes no mask: surplus lanes repeat this rank
     members = tl.where(present, (rank // R.GPUS) * R.GPUS + local_ranks, rank)
-    poison = tl.load(marks + POISON_MARK)
+    poison = tl.load(marks + HeadMark.POISON)
     if poison != 0:
         poison_words = address_at(op, Region.POISON, members, tl.int32)
         tl.atomic_cas(

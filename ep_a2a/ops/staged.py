@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.layout import Region, Stage
-from ep_a2a.kernels.primitives import NOBODY, TIMEOUT
+from ep_a2a.kernels.layout import FailureCode, Region, Stage
+from ep_a2a.kernels.primitives import NOBODY
 from ep_a2a.kernels.staged_kernels import (
     forward_kernel,
     pack_kernel,
@@ -154,7 +154,7 @@ class StagedEngine(NodesEngine):
         except RankTimeoutError as error:
             accused = error.missing_ranks[0] if len(error.missing_ranks) == 1 else NOBODY.value
             phase = COMBINE_PHASE if back else DISPATCH_PHASE
-            values = (self.kernels.table, TIMEOUT.value << 16 | accused, phase, self.config.rank)
+            values = (self.kernels.table, FailureCode.TIMEOUT << 16 | accused, phase, self.config.rank)
             self._post_failure.run(1, values, self.kernels.device)
             raise
 

@@ -9,7 +9,7 @@ import pytest
 from ep_a2a import errors
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, RankTimeoutError, ShapeError, without_section
 from ep_a2a.kernels import primitives
-from ep_a2a.kernels.layout import RECORD_HEADER_WORDS
+from ep_a2a.kernels.layout import RECORD_HEADER_WORDS, FailureCode
 from ep_a2a.memory.verdict import Verdict
 from ep_a2a.ops.failures import Failure
 from ep_a2a.ops.memory import Timeouts
@@ -42,7 +42,7 @@ def error_of(failed: Failure) -> EpA2AError:
 
 
 def test_codes_are_those_of_the_kernels():
-    values = [getattr(primitives, name).value for name in CODE_NAMES]
+    values = [FailureCode[name] for name in CODE_NAMES]
     assert values == [TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN, WEIGHTS]
     assert primitives.NOBODY.value == NOBODY
 
