@@ -69,12 +69,10 @@ def places_of_rows(
     op, region: tl.constexpr, rows, first_rank, WIDTH: tl.constexpr, ELEMENT: tl.constexpr, R: tl.constexpr
 ):
     """Where a node's ranks keep those rows of a region with WIDTH elements per row, a tuple; of -1 it is row 0."""
-    # the hint must be given here: on the result of a call it would be lost
-    aligned: tl.constexpr = 16 if WIDTH * ELEMENT.primitive_bitwidth % 128 == 0 else 1
     places = ()
     for local in tl.static_range(R.GPUS):
         base = address_at(op, region, first_rank + local, ELEMENT)
-        places = places + (tl.multiple_of(base + tl.cast(tl.maximum(rows[local], 0), tl.int64) * WIDTH, aligned),)
+        places = places + (row_at(base, tl.maximum(rows[local], 0), WIDTH, ELEMENT),)
     return places
 
 
@@ -167,13 +165,10 @@ def return_chunk(op, channel, peer, count, before, R: tl.constexpr, A: tl.conste
 @portable
 def places_in_slots(slots, numbers, offset_words: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr):
     """Pointers into a token's line of each node's chunk, offset_words from its begin; for line -1, into line 0."""
-    aligned: tl.constexpr = 16 if offset_words % 4 == 0 else 4
     places = ()
     for node in tl.static_range(R.NODES):
         line = slots[node] + tl.cast(tl.maximum(numbers[node], 0), tl.int64) * (R.LINE_WORDS * 4)
-        places = places + (
-            tl.multiple_of((line + offset_words * 4).to(tl.pointer_type(ELEMENT)), aligned),
-        )  # fmt: skip
+        places = places + (words_at(line, offset_words, ELEMENT),)
     return places
 
 
