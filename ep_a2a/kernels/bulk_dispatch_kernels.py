@@ -33,6 +33,7 @@ from ep_a2a.kernels.primitives import (
     wait_all,
 )
 from ep_a2a.kernels.receive_kernels import (
+    STEP_NUMBERS,
     DispatchInputs,
     DispatchStep,
     accept_counts,
@@ -181,13 +182,7 @@ def finish_sending(step, poison, FORM: tl.constexpr):
     finish_stage(op, Stage.DISPATCH_SEND, step.program, step.num_programs)
 
 
-@portable(
-    do_not_specialize=[
-        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "first_row", "bound_mask", "num_region_rows",
-        "first_position", "rank",
-    ],
-    do_not_specialize_on_alignment=["scales", "weights", "ids"],
-)  # fmt: skip
+@portable(do_not_specialize=[*STEP_NUMBERS, "rank"], do_not_specialize_on_alignment=["scales", "weights", "ids"])
 def bulk_dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
     num_region_rows, first_position, rank,

@@ -49,11 +49,7 @@ def e4m3_bits_by_integers(values):
     return tl.where(magnitude > 0x7F800000, fp8_nan(), result).to(tl.uint8)
 
 
-def _interpreted_e4m3_bits(values):
-    return e4m3_bits_by_integers(values)
-
-
-@portable(interpreted=_interpreted_e4m3_bits)
+@portable(interpreted=e4m3_bits_by_integers)
 def e4m3_bits(values):
     """e4m3_bits_by_integers, by the GPU's own conversion, which on NVIDIA GPUs saturates.
 

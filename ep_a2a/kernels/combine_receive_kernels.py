@@ -234,9 +234,7 @@ def take_block(seen, step, places, own_base, rows, first, sums, B: tl.constexpr)
         seen: what read_block has found in this launch. The other arguments are the same.
     """
     missing = slot_missing(seen, rows, B)
-    poison = tl.full((), 0, tl.int32)
-    polls = tl.full((), 0, tl.int32)
-    deadline = tl.full((), 0, tl.int64)
+    poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (missing < NEVER) & (poison == 0):
         pause(step.pause_ns)
         seen = read_block(places, own_base, rows, first, B, True)

@@ -59,9 +59,7 @@ def await_words(op, words_at, wanted, epoch, sender, PATIENCE: tl.constexpr):
     """
     words = volatile_load(words_at, mask=wanted, other=0)
     num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
-    poison = tl.full((), 0, tl.int32)
-    polls = tl.full((), 0, tl.int32)
-    deadline = tl.full((), 0, tl.int64)
+    poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         pause(0)
         words = volatile_load(words_at, mask=wanted, other=0)

@@ -38,6 +38,7 @@ from ep_a2a.kernels.primitives import (
     post_all,
 )
 from ep_a2a.kernels.receive_kernels import (
+    STEP_NUMBERS,
     DispatchInputs,
     DispatchStep,
     Received,
@@ -145,12 +146,9 @@ def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexp
 
 
 @portable(
-    do_not_specialize=[
-        "num_tokens", "step_tokens", "wire_word", "pad_id", "row_limit", "first_row", "bound_mask", "num_region_rows",
-        "first_position", "rank", "num_senders", "num_receivers",
-    ],
+    do_not_specialize=[*STEP_NUMBERS, "rank", "num_senders", "num_receivers"],
     do_not_specialize_on_alignment=["scales", "weights", "ids"],
-)  # fmt: skip
+)
 def ll_dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
     num_region_rows, first_position, rank, num_senders, num_receivers,

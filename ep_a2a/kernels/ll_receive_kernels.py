@@ -97,9 +97,7 @@ def take_row_block(step, row, words_at, sides_at, sent, ROW: tl.constexpr, LL: t
     words = volatile_load(row.words + words_at, mask=inside, other=0)
     num_late_sides, no_row = judge_beside(side, step.epoch, row.index, sides_at, sent, side_words)
     num_late = num_late_sides + judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
-    poison = tl.full((), 0, tl.int32)
-    polls = tl.full((), 0, tl.int32)
-    deadline = tl.full((), 0, tl.int64)
+    poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (no_row == 0) & (poison == 0):
         pause(0)
         side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)

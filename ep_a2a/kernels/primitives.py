@@ -366,9 +366,7 @@ def wait_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, PATIENCE: tl
     flags = address(op, region, tl.int32) + lanes
     late = late_lanes(flags, epoch, present, ORDERS)
     num_late = reduce_sum(late, 0)
-    poison = tl.full((), 0, tl.int32)
-    polls = tl.full((), 0, tl.int32)
-    deadline = tl.full((), 0, tl.int64)
+    poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         pause(0)
         late = late_lanes(flags, epoch, present, ORDERS)

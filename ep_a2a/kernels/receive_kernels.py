@@ -61,6 +61,10 @@ class DispatchStep(NamedTuple):
     num_programs: tl.tensor
 
 
+STEP_NUMBERS = DispatchStep._fields[2:-2]
+"""The numbers of a step that dispatch kernels take: one variant serves all their values."""
+
+
 class DispatchInputs(NamedTuple):
     """Tensors given to a dispatch, as bulk_dispatch_kernel describes them."""
 
@@ -148,9 +152,7 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
     lines = address(op, Region.COUNTS, tl.int64)
     words = full_like(index, 0)
     num_late = tl.full((), 1, tl.int32)
-    poison = tl.full((), 0, tl.int32)
-    polls = tl.full((), 0, tl.int32)
-    deadline = tl.full((), 0, tl.int64)
+    poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         late, words, source = look_at_counts(lines, epoch, index, op, False, WITHIN)
         num_late = reduce_sum(late, 0)
@@ -171,9 +173,7 @@ def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr
     """
     lanes = tl.arange(0, COUNT_LANES)
     lines = address(op, Region.COUNTS, tl.int64)
-    poison = tl.full((), 0, tl.int32)
-    polls = tl.full((), 0, tl.int32)
-    deadline = tl.full((), 0, tl.int64)
+    poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     first = tl.full((), 0, tl.int32)
     while (first < op.WORLD_SIZE * (op.WORLD_SIZE + 2)) & (poison == 0):
         late, _, source = look_at_counts(lines, epoch, first + lanes, op, True, WITHIN)

@@ -70,8 +70,7 @@ def start_of(op, region: tl.constexpr, node, num_chunks, R: tl.constexpr):
 @portable
 def marks_of(start, op):
     """Pointer to the marks (HeadMark) of a head, behind its line of COUNTS."""
-    offset_words: tl.constexpr = 2 * (op.WORLD_SIZE + 2)
-    return words_at(start, offset_words, tl.int32)
+    return words_at(start, 2 * (op.WORLD_SIZE + 2), tl.int32)
 
 
 @portable
