@@ -172,19 +172,15 @@ class Phase(enum.Enum):
 
 THREADS_PER_SM = {Phase.BULK_DISPATCH: 512, Phase.LOW_LATENCY_DISPATCH: 512, Phase.COMBINE: 640}
 """Threads per multiprocessor that a launch asks for. How many fit depends on the kernel's registers (`fit`)."""
-SECOND_PROGRAM_TOKENS = 2
-"""Tokens for each program from which on a bulk dispatch has two programs on a multiprocessor. µs of its sending stage
-(one H200 whose peers' memory is its own, 30 November); * marks what was chosen. With T = 256 the second program would
-have programs of one token:
+SECOND_PROGRAM_TOKENS = 4
+"""Tokens for each program from which on a bulk dispatch has two programs on a multiprocessor. µs of a round trip of two
+H200s, 30 November; * marks what was chosen:
 
-    programs            1             2
+    tokens              2             4*
                         bf16  cast    bf16  cast
-    2 ranks, T = 256    6.9*  6.8*    7.3   6.6
-    2 ranks, T = 1023   16.5  14.2    14.9* 12.8*
-    2 ranks, T = 4096   61.6  62.8    57.1* 45.1*
-    8 ranks, T = 256    9.9*  8.5*    10.5  8.5
-    8 ranks, T = 1023   33.5  24.7    32.6* 21.4*
-    8 ranks, T = 4096   115.3 93.0    115.7* 71.5*
+    T = 256             29.5  24.4    29.6  24.3
+    T = 512             52.2  42.5    50.8  40.8
+    T = 1023            94.5  75.9    95.0  75.6
 """
 FLAG_PROGRAMS = {Phase.LOW_LATENCY_DISPATCH: 2, Phase.COMBINE: 1}
 """By phase, how many first programs of a launch exchange flags and counts with peers; they move no rows."""

@@ -86,10 +86,10 @@ def test_dispatch_has_a_program_per_token_and_one_that_receives(num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_programs"), [(131, H200_SMS), (262, H200_SMS), (264, 133), (512, 257), (1023, 2 * H200_SMS)]
+    ("num_tokens", "num_programs"), [(131, H200_SMS), (527, H200_SMS), (528, 133), (1023, 256), (4096, 2 * H200_SMS)]
 )
-def test_a_second_program_of_a_dispatch_on_a_multiprocessor_takes_two_tokens_a_program(num_tokens, num_programs):
-    launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 1023, H200_SMS)
+def test_a_second_program_of_a_dispatch_on_a_multiprocessor_takes_four_tokens_a_program(num_tokens, num_programs):
+    launch = choose_launch(config_of(), Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
     assert launch.num_programs == num_programs
 
 
