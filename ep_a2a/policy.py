@@ -38,12 +38,7 @@ LOW_LATENCY_WARPS = 8
 
 FEW_TOKENS = 64
 """A step has few tokens if its bound step_tokens is less, with a low-latency dispatch also if it is equal. Then work is
-spread thin, and a launch is prepared while the previous one runs, which takes bandwidth from it:
-
-    T                     1    64   128  4096
-    prepared early      9.8  19.9  36.9   810    21 November; T = 64: 27 November
-    not                10.2  21.2  35.6   714
-"""
+spread thin."""
 MAX_COUNTED_ALONE = 1023
 """The largest step_tokens with which each program of a bulk dispatch scans the ids of all tokens (redundant scan) and
 needs no other program."""
@@ -198,7 +193,6 @@ class Launch:
         send_elements, add_elements: elements of a row that a program of a combine sends and adds at once.
         sparse_polls: receivers of low-latency rows wait for the words beside a row before they poll the row.
         read_ahead: programs that add rows read the next rows meanwhile, which takes registers.
-        dependent: the launch may be set up while the previous one on the stream runs, where the GPU can do so.
         shares_sm: programs leave room on their multiprocessor for a program of a product.
         send_rows: rows that a program of a combine sends at once, and tokens of a tile of a bulk dispatch; 1 where it
             sends tokens one by one, without a list of their destinations in memory.
@@ -212,7 +206,6 @@ class Launch:
     add_elements: int = BLOCK_ELEMENTS
     sparse_polls: bool = False
     read_ahead: bool = False
-    dependent: bool = False
     send_rows: int = 1
     shares_sm: bool = False
 
@@ -286,7 +279,7 @@ def _made_small(wish: Launch, phase: Phase, most: int) -> Launch:
     num_programs = max(FLAG_PROGRAMS[phase] + 2, most)
     senders = num_programs // SHARED_PROGRAMS_PER_SENDER
     receivers = num_programs - FLAG_PROGRAMS[phase] - senders
-    return replace(small, dependent=False, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
+    return replace(small, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
 
 
 def _widened(
@@ -369,11 +362,11 @@ def _default(
         num_sources = config.world_size - (config.layout != Layout.COMPACT)
         senders, receivers = num_tokens, max(1, step_tokens * num_sources)
         num_programs = FLAG_PROGRAMS[phase] + senders + receivers
-        return Launch(num_programs, LOW_LATENCY_WARPS, senders, receivers, sparse_polls=not few, dependent=few)
+        return Launch(num_programs, LOW_LATENCY_WARPS, senders, receivers, sparse_polls=not few)
     blocks = -(-config.hidden_dim // BLOCK_ELEMENTS)
     senders, receivers = config.world_size * step_tokens * blocks, max(1, num_tokens * blocks)
     num_programs = FLAG_PROGRAMS[phase] + senders + receivers
-    wish = Launch(num_programs, COMBINE_WARPS, senders, receivers, dependent=few)
+    wish = Launch(num_programs, COMBINE_WARPS, senders, receivers)
     if few:
         return wish
     if config.combine_quant != QuantType.NONE:

@@ -32,7 +32,7 @@ import tempfile
 import time
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -61,7 +61,7 @@ BASE_RANKS = 8
 """Ranks with which more ranks are compared."""
 FEW_SMS = 16
 """The bound on multiprocessors of variants whose name has `few`. Those of `wide` have programs as wide without it."""
-MARKS = {"COUNTS_ALONE": "alone", "DEPENDENT_LAUNCH": "dependent", "SPARSE_POLLS": "sparse"}
+MARKS = {"COUNTS_ALONE": "alone", "SPARSE_POLLS": "sparse"}
 """Constants that tell variants of a kernel apart, and how names have them."""
 FORMS = (
     ("bf16", {}, ("dispatch", "combine")),
@@ -155,7 +155,17 @@ def variants(world_size: int) -> Iterator[tuple[str, CompiledKernel]]:
                         marks = ["few", *marks]
                     elif constants.get("READ_AHEAD"):
                         marks = ["wide", *marks]
+                    elif is_spread(constants):
+                        marks = ["spread", *marks]
                     yield "-".join([kernel, form, *marks]), variant
+
+
+def is_spread(constants: dict[str, Any]) -> bool:
+    """Whether a kernel is a combine of few tokens, which sends as small blocks as it adds."""
+    if "SENT.GROUP" not in constants or constants["READ_AHEAD"]:
+        return False
+    sent, added = (constants[f"{block}.GROUP"] * constants[f"{block}.GROUPS_LANES"] for block in ("SENT", "ADDED"))
+    return bool(sent == added)
 
 
 def show(found: Iterable[tuple[str, int, Figures]]) -> None:

@@ -67,7 +67,7 @@ def receive_rows(step, poison, BULK: tl.constexpr, FORM: tl.constexpr):
     if poison != 0:
         fail_behind(op, poison, StepPhase.DISPATCH, step.epoch, Region.DISPATCH_FLAGS, flag)
         receive_nothing(op)
-    finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1)
+    finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1, FORM.DEPENDENT_LAUNCH)
     end_span(FORM.SPANS, op, Span.FINISH)
 
 

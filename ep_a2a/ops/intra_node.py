@@ -26,6 +26,7 @@ from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.row_constants import counted_tokens, row_constants, scale_constants
 from ep_a2a.ops.wire_word import bound_mask
 from ep_a2a.policy import (
+    BLOCK_ELEMENTS,
     DISPATCH_WARPS,
     FLAG_PROGRAMS,
     MAX_COUNTED_ALONE,
@@ -155,7 +156,7 @@ def low_latency_launch(kernels: OpKernels, form: DispatchForm, stages: Stages, l
             "OWNERS": kernels.placement,
             "ROW": row_constants(config, casts=casts, least_words=threads),
             "LL": low_latency,
-            "FORM": kernels.form(stages, launch, has_weights=form.has_weights),
+            "FORM": kernels.form(stages, has_weights=form.has_weights),
         },
         launch.num_warps,
         max_registers=REGISTERS_PER_SM // (num_programs * threads),
@@ -218,7 +219,7 @@ def _bulk_row(
             "LINE": scale_constants(num_bytes, by_bytes=casts and config.scale_bytes == 1),
             "BULK": bulk,
             "TILE": _tile(1 if by_rows else launch.send_rows, row.GROUP, form.dtype, threads, config.world_size),
-            "FORM": kernels.form(stages, launch, has_weights=form.has_weights),
+            "FORM": kernels.form(stages, has_weights=form.has_weights),
         },
         launch.num_warps,
         max_registers=registers,
@@ -256,7 +257,7 @@ def combine_launch(
                 launch.read_ahead,
                 not adds_arrived(config),
             ),
-            "FORM": kernels.form(stages, launch, has_weights=form.has_weights),
+            "FORM": kernels.form(stages, has_weights=form.has_weights),
         },
         num_warps,
         max_registers=_combine_registers(launch, config.world_size * config.combined_dtype.itemsize),
@@ -283,7 +284,7 @@ def _combine_registers(launch: Launch, element_bytes: int) -> int:
     threads = 32 * launch.num_warps
     num_programs = max(1, THREADS_PER_SM[Phase.COMBINE] // threads)
     registers = REGISTERS_PER_SM // (num_programs * threads)
-    if launch.dependent and not launch.read_ahead:
+    if launch.send_elements == BLOCK_ELEMENTS and not launch.read_ahead:
         beside = next((room for most, room in THREADS_BESIDE_DISPATCH.items() if element_bytes <= most), 1)
         registers = min(registers, REGISTERS_PER_SM // LL_PROGRAMS_PER_SM // beside)
     return registers // REGISTER_GRANULARITY * REGISTER_GRANULARITY

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ep_a2a.config import EpDispatchCombineConfig
     from ep_a2a.kernels.portable import PortableFunction
     from ep_a2a.ops.arguments import CombineArguments, Stages, Step
-    from ep_a2a.policy import Launch
 
 FP8_CAPABILITY = (8, 9)
 """Of the first NVIDIA GPUs that convert to fp8."""
@@ -124,9 +123,9 @@ class OpKernels:
             plans.clear()
         self.compiled_bounds.clear()
 
-    def form(self, stages: Stages, launch: Launch, *, has_weights: bool) -> LaunchForm:
-        """Constants that select the stages a launch runs, and its options."""
-        return LaunchForm(*stages, has_weights, launch.dependent and self.can_depend, self.spans)
+    def form(self, stages: Stages, *, has_weights: bool) -> LaunchForm:
+        """Constants that select the stages a launch runs, and the device's options."""
+        return LaunchForm(*stages, has_weights, self.can_depend, self.spans)
 
     def count_lanes(self, threads: int) -> int:
         """Lanes of a wait for three words of every rank (COUNTS), at least the threads of a program."""

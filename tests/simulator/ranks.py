@@ -6,7 +6,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ from ep_a2a.memory import arena, host_shm, node_memory, peers
 from ep_a2a.memory import rendezvous as rendezvous_module
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
-from ep_a2a.ops import intra_node, op_kernels
+from ep_a2a.ops import op_kernels
 from ep_a2a.ops.memory import BoundMemory
 from tests.cases import op_cases
 from tests.simulator.interpreter import Machine, RankStream
@@ -160,7 +160,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def _product_patched(self) -> Iterator[None]:
-        plain_exchange, plain_choice = Rendezvous.exchange, intra_node.choose_launch
+        plain_exchange = Rendezvous.exchange
         make_kernels, bind = op_kernels.OpKernels.__init__, BoundMemory.__init__
 
         def exchange(rendezvous: Rendezvous, label: str, message: Any) -> list[Any]:
@@ -173,10 +173,6 @@ class Simulation:
                 stream.view.join(each)
                 stream.performed.join(each)
             return answers
-
-        def choose_launch(*args: Any, **options: Any) -> Any:
-            launch = plain_choice(*args, **options)
-            return replace(launch, dependent=True) if self.conditions.dependent else launch
 
         def gpu_kernels(kernels: Any, *args: Any) -> None:
             make_kernels(kernels, *args)
@@ -202,7 +198,6 @@ class Simulation:
                 (CompiledKernel, "run", lambda kernel, *args: self._launch(kernel, *args)),
                 (CompiledKernel, "is_compiled", property(lambda _: True)),
                 (op_kernels.OpKernels, "__init__", gpu_kernels),
-                (intra_node, "choose_launch", choose_launch),
                 (Rendezvous, "exchange", exchange),
                 (clock, "now", lambda: self.scheduler.now),
                 (clock, "sleep", self.scheduler.sleep),

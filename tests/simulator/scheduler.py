@@ -43,8 +43,8 @@ class Conditions:
         halves: each store lands by halves, since an element of it is a thread's own.
         num_sms: multiprocessors of each GPU.
         weakened: places (sites.Site.place) whose ordering is taken away.
-        dependent: every launch of a call may start beside the one before it, whatever the policy says, and holds up the
-            host only until then; the host calls `Context.synchronize`.
+        dependent: a launch holds up the host only until the next may start beside it; the host calls
+            `Context.synchronize`.
         asynchronous: a launch holds up the host's next launch only, and the host keeps the inputs alive.
         faults: ranks that die or stand still.
         hosts: number of each rank's host; empty where all have one.

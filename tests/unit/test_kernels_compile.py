@@ -25,6 +25,7 @@ from ep_a2a.ops.launches import combine_forms, dispatch_forms
 from ep_a2a.policy import FEW_TOKENS, MAX_COUNTED_ALONE, TILE_TOKENS, Phase, choose_launch, fit, many_cast_tokens
 from tests.cases.configs import deepseek_v3 as config_of
 from tests.offline_compile import compile_kernel, resources, vector_accesses
+from tools.instructions import is_spread
 
 AMPERE, ADA, HOPPER = 80, 89, 90
 NUM_SMS = 132
@@ -41,20 +42,20 @@ SPARSE, WIDE = {"world_size": SPARSE_RANKS}, {"max_sms": 16}
 # is compiled at least once, but not every combination of it.
 CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
     ("none", "compact", {}, "bulk_dispatch-has_weights bulk_dispatch-has_weights-alone"),
-    ("none", "compact", {}, "low_latency_dispatch-has_weights-dependent combine-has_weights-dependent"),
+    ("none", "compact", {}, "low_latency_dispatch-has_weights combine-has_weights-spread"),
     ("none", "rank_major", {}, "bulk_dispatch bulk_dispatch-alone bulk_dispatch-has_weights"),
-    ("none", "rank_major", {}, "low_latency_dispatch-has_weights-dependent"),
+    ("none", "rank_major", {}, "low_latency_dispatch-has_weights"),
     ("fp8_per_1x128", "compact", {}, "bulk_dispatch-cast128-has_weights bulk_dispatch-scales56-has_weights"),
     ("fp8_per_1x128", "compact", {}, "bulk_dispatch-scales56-has_weights-alone"),
-    ("fp8_per_1x128", "compact", {}, "low_latency_dispatch-cast128-has_weights-dependent"),
+    ("fp8_per_1x128", "compact", {}, "low_latency_dispatch-cast128-has_weights"),
     ("fp8_per_1x128", "rank_major", {}, "bulk_dispatch-cast128 bulk_dispatch-cast128-has_weights-alone"),
-    ("fp8_per_1x128", "rank_major", {}, "bulk_dispatch-has_weights low_latency_dispatch-cast128-has_weights-dependent"),
+    ("fp8_per_1x128", "rank_major", {}, "bulk_dispatch-has_weights low_latency_dispatch-cast128-has_weights"),
     ("fp8_per_token", "compact", {}, "bulk_dispatch-cast7168-has_weights"),
-    ("fp8_per_token", "compact", {}, "low_latency_dispatch-cast7168-has_weights-dependent"),
+    ("fp8_per_token", "compact", {}, "low_latency_dispatch-cast7168-has_weights"),
     ("fp8_per_token", "rank_major", {}, "bulk_dispatch-scales1"),
-    ("mxfp8", "rank_major", {}, "bulk_dispatch-cast32-has_weights low_latency_dispatch-cast32-has_weights-dependent"),
+    ("mxfp8", "rank_major", {}, "bulk_dispatch-cast32-has_weights low_latency_dispatch-cast32-has_weights"),
     ("fp8_static", "rank_major", {}, "bulk_dispatch-cast128-has_weights"),
-    ("fp8_static", "rank_major", {}, "low_latency_dispatch-cast128-has_weights-dependent"),
+    ("fp8_static", "rank_major", {}, "low_latency_dispatch-cast128-has_weights"),
     # of few ranks also steps of more tokens are flagged
     ("none", "compact", SPARSE, "low_latency_dispatch-has_weights-sparse"),
     ("none", "rank_major", SPARSE, "low_latency_dispatch-sparse"),
@@ -64,7 +65,7 @@ CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
     ("fp8_direct_cast", "rank_major", {}, "combine-quantized"),
     # programs are wider where their number is bounded
     ("fp8_per_1x128", "rank_major", WIDE, "bulk_dispatch-cast128-has_weights"),
-    ("fp8_per_1x128", "rank_major", WIDE, "low_latency_dispatch-cast128-has_weights-dependent"),
+    ("fp8_per_1x128", "rank_major", WIDE, "low_latency_dispatch-cast128-has_weights"),
     ("none", "compact", WIDE, "combine-ahead"),
     ("fp8_blockwise", "rank_major", WIDE, "combine-quantized-scaled-ahead"),
 ]
@@ -103,7 +104,7 @@ def named(variant: CompiledKernel) -> str:
     marks += ["sparse"] if constants.get("SPARSE_POLLS") else []
     marks += ["ahead"] if constants.get("READ_AHEAD") else []
     marks += ["alone"] if constants.get("COUNTS_ALONE") else []
-    marks += ["dependent"] if constants.get("DEPENDENT_LAUNCH") else []
+    marks += ["spread"] if is_spread(constants) else []
     return "-".join([kind_of(variant), *marks]).lower()
 
 
@@ -115,7 +116,7 @@ def chosen() -> list[Any]:
     for quant, layout, changes, names in rows:
         config = config_of(**{"quant_type": quant, "layout": layout, "world_size": 8} | changes)
         variants = {named(variant): variant for variant in variants_of(config)}
-        others = [n for n, v in variants.items() if not is_dispatch(v) and not n.endswith("dependent")]
+        others = [n for n, v in variants.items() if not is_dispatch(v) and not n.endswith("spread")]
         for name in names.split() or others:
             kind = kind_of(variants[name])
             # one variant of each kernel is enough for `make test`
@@ -167,9 +168,9 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel,
 def test_sparse_polls_read_as_the_others_do():
     """tests/order has the loads of those that are not sparse."""
     variants = {named(variant): variant for variant in variants_of(config_of(**SPARSE))}
-    texts = [compile_kernel(variants[f"low_latency_dispatch-{way}"])["ttgir"] for way in ("dependent", "sparse")]
-    dependent, sparse = (text.count("isVolatile = true") for text in texts)
-    assert dependent == sparse > 0
+    texts = [compile_kernel(variants[f"low_latency_dispatch{way}"])["ttgir"] for way in ("", "-sparse")]
+    whole, sparse = (text.count("isVolatile = true") for text in texts)
+    assert whole == sparse > 0
 
 
 def _check_co_residency(
@@ -214,8 +215,8 @@ def _check_fit(config: EpDispatchCombineConfig, phase: Phase, num_warps: int, us
     [
         "bulk_dispatch-has_weights",
         "bulk_dispatch-has_weights-alone",
-        "low_latency_dispatch-has_weights-dependent",
-        "combine-has_weights",
+        "low_latency_dispatch-has_weights",
+        "combine-has_weights-spread",
     ],
 )
 def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
@@ -229,7 +230,7 @@ def test_the_callers_warps_fit_too(name, num_warps, tmp_path):
 
 @pytest.mark.parametrize(("world_size", "num_beside"), [(2, 4), (4, 3)])
 def test_registers_leave_room_for_as_many_programs_as_launches_ask_for(world_size, num_beside):
-    """A program of a low-latency dispatch leaves half of a multiprocessor; an early combine fits into the other."""
+    """A program of a low-latency dispatch leaves half of a multiprocessor; a spread combine fits into the other."""
     seen = set()
     for variant in variants_of(config_of(world_size=world_size)):
         kind, constants, threads = kind_of(variant), variant.named_constants, 32 * variant.num_warps
@@ -237,11 +238,10 @@ def test_registers_leave_room_for_as_many_programs_as_launches_ask_for(world_siz
             assert variant.max_registers is None
             continue
         registers = variant.max_registers * threads
-        is_early = kind == "combine" and constants["DEPENDENT_LAUNCH"]
-        seen.add((kind, is_early))
+        seen.add((kind, is_spread(constants)))
         if kind == "low_latency_dispatch":
             assert registers * LL_PROGRAMS_PER_SM <= REGISTERS_PER_SM
-        elif is_early:
+        elif is_spread(constants):
             assert registers * num_beside <= REGISTERS_PER_SM // LL_PROGRAMS_PER_SM
         else:
             assert registers * (policy.THREADS_PER_SM[Phase(kind)] // threads) <= REGISTERS_PER_SM
@@ -340,7 +340,7 @@ def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
     assert set(names) <= set(all_names)
     assert (len(names), len(all_names)) == (num_few, num_all)
     ways = [_way_of(variant) for variant in few if is_dispatch(variant)]
-    assert sorted(ways) == ["alone", "dependent", "many"]
+    assert sorted(ways) == ["alone", "flagged", "many"]
     for variant in few:
         constants = variant.named_constants
         if is_dispatch(variant):
@@ -355,9 +355,6 @@ def _way_of(variant: CompiledKernel) -> str:
     constants = variant.named_constants
     if kind_of(variant) == "bulk_dispatch":
         return "alone" if constants["COUNTS_ALONE"] else "many"
-    if constants["DEPENDENT_LAUNCH"]:
-        assert not constants["SPARSE_POLLS"]
-        return "dependent"
     return "sparse" if constants["SPARSE_POLLS"] else "flagged"
 
 
