@@ -88,6 +88,8 @@ def trained(context: RankContext) -> dict[str, int]:
         before = manager.arena.num_bytes
         ids = torch.arange(9 * TOPK, dtype=torch.int32).reshape(9, TOPK)
         tokens, weights = torch.ones(9, HIDDEN_DIM, dtype=torch.bfloat16, requires_grad=True), torch.ones(9, TOPK)
+        weights.requires_grad_()
+        scale = torch.ones(HIDDEN_DIM, dtype=torch.bfloat16, requires_grad=True)
         kept: list[autograd.Received] = []
 
         def layer(tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -96,6 +98,15 @@ def trained(context: RankContext) -> dict[str, int]:
             kept[:] = [received]
             return autograd.combine(op, (received.rows * received.weights[:, :1]).to(torch.bfloat16), received)
 
+        def grouped(tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            received = autograd.dispatch(op, tokens, weights, ids)
+            groups = autograd.group(op, received)
+            return autograd.combine(op, autograd.ungroup(groups.rows * scale, groups, received), received)
+
+        with Made() as made:
+            result = grouped(tokens, weights, ids)
+        with_group = made.num_bytes() - result.nbytes + ids.nbytes - 4  # but for the number of rows
+        result.sum().backward()
         with Made() as made:
             result = layer(tokens, weights, ids)
         sides = kept[0].weights.nbytes + kept[0].ids.nbytes
@@ -109,7 +120,7 @@ def trained(context: RankContext) -> dict[str, int]:
         result.sum().backward()
         assert manager.arena.num_bytes == before
         given = tokens.nbytes + weights.nbytes + ids.nbytes
-        return dict(zip(KEPT, (*received, ids.nbytes, given), strict=True))
+        return dict(zip(KEPT, (*received, ids.nbytes, given, with_group), strict=True))
 
 
 class Made(TorchDispatchMode):
@@ -121,7 +132,7 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        for each in results if isinstance(results, tuple) else (results,):
+        for each in results if isinstance(results, tuple | list) else (results,):
             storage = each.untyped_storage()
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return results
@@ -131,7 +142,7 @@ class Made(TorchDispatchMode):
         return sum(num_bytes for storage, num_bytes in self._storages.values() if not storage.expired())
 
 
-KEPT = ("received_rows", "received_weights_and_ids", "ids", "in_a_checkpoint")
+KEPT = ("received_rows", "received_weights_and_ids", "ids", "in_a_checkpoint", "with_group")
 
 
 def test_what_training_keeps_is_planned(ranks):

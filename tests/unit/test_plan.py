@@ -372,7 +372,9 @@ def test_training():
     assert kept["in_a_checkpoint"] == 8192 * (7168 * 2 + 8 * 8)
     # rows of MinimalAsyncEP, two for each copy of a token
     assert found["bytes_per_gpu"]["total"] < 0.14 * 2 * 8 * 8192 * 8 * 7168 * 2
-    assert "each layer keeps 900.2 MiB more from forward to backward" in " ".join(run(*sizes).stdout.split())
+    printed = " ".join(run(*sizes).stdout.split())
+    assert "each layer keeps 900.2 MiB more from forward to backward" in printed
+    assert "With group: 14.0 GiB instead, the experts' rows and results." in printed
     assert "layout compact or rank_major for gradients" in str(run(*sizes, "--layout", "expert_major").exception)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ep_a2a.kernels.layout import Field
 
 WEIGHT_BYTES = ID_BYTES = 4
+PLACE_BYTES = 8
 OWN_PARTS = frozenset({"flagged_region", "control", "local"})
 """Parts that an op shares with no other."""
 
@@ -122,7 +123,8 @@ def for_training(plan: Plan) -> Plan:
     """Returns the plan of an op whose calls are those of ep_a2a.autograd.
 
     Such calls allocate nothing later. Each layer keeps what its dispatch returns, with all of a step's tokens on each
-    rank; or inside an activation checkpoint, which dispatches again, what the dispatch was given.
+    rank; or inside an activation checkpoint, which dispatches again, what the dispatch was given. A layer that calls
+    group and ungroup keeps the experts' rows and results, with what sorts them, instead of received ones.
 
     Raises:
         UnsupportedError: gradients cannot travel through the op.
@@ -135,11 +137,16 @@ def for_training(plan: Plan) -> Plan:
     slot_bytes = config.topk * (WEIGHT_BYTES + ID_BYTES)
     tokens = config.max_num_inp_token_per_rank
     rows = num_rows(config, tokens)
+    slots = rows * config.topk
+    # of each slot: its place, row and weight, the place's slot, and whether each of the two has one
+    sorting_bytes = 3 * PLACE_BYTES + WEIGHT_BYTES + 2
+    ids_bytes = tokens * config.topk * ID_BYTES
     kept = {
         "received_rows": rows * row_bytes,
         "received_weights_and_ids": rows * slot_bytes,
-        "ids": tokens * config.topk * ID_BYTES,
+        "ids": ids_bytes,
         "in_a_checkpoint": tokens * (row_bytes + slot_bytes),
+        "with_group": slots * (2 * row_bytes + sorting_bytes) + ids_bytes,
     }
     return replace(plan, later=(), kept=kept)
 
