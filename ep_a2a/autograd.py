@@ -15,16 +15,8 @@ one order on all ranks. A CUDA graph that captures a dispatch captures its combi
 
 Two rules keep that order. torch runs backward in the reverse order of forward, over the same operators on all ranks,
 because each one has an input that requires grad whatever a rank freezes. A compiler keeps the order, because operators
-have side effects. Activation checkpoints repeat the exchanges of their forward. Inside torch.compile, which repeats no
-side effects, they save them:
-
-.. code-block:: python
-
-    from functools import partial
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-    saved = [torch.ops.ep_a2a.dispatch.default, torch.ops.ep_a2a.combine.default]
-    checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, saved))
+have side effects. Activation checkpoints repeat the exchanges of their forward; inside torch.compile, which repeats no
+side effects, they save what those return.
 """
 
 from __future__ import annotations
@@ -37,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ep_a2a.config import ALIGNMENT_BYTES, Layout, QuantType
-from ep_a2a.effects import keep_order, register
+from ep_a2a.effects import keep_order, register, save_results
 from ep_a2a.errors import ClosedError, InputError, UnknownNameError, UnsupportedError
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.base_op import OPS, BaseOp
@@ -389,6 +381,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _back_to_tokens(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
+    save_results(torch.ops.ep_a2a.dispatch.default)
     grads = torch.ops.ep_a2a.dispatch_backward(rows, weights, *ctx.saved_tensors, ctx.back, ctx.step_tokens, ctx.tag)
     return grads[0], grads[1] if ctx.has_weights else None, *(None,) * 6
 
@@ -399,6 +392,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _back_to_rows(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    save_results(torch.ops.ep_a2a.combine.default)
     numbers = ctx.back, ctx.step_tokens, ctx.num_rows, ctx.tag
     rows = torch.ops.ep_a2a.combine_backward(grad, *ctx.saved_tensors, *numbers)
     return rows, None, None, rows.new_empty(0), *(None,) * 4

@@ -7,11 +7,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ep_a2a.errors import UnsupportedError
 
 try:
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op, with_effects
 except ImportError as error:
     raise UnsupportedError(
         "a torch whose operators can have side effects", f"torch {torch.__version__}", "Install torch 2.11 or later."
@@ -27,6 +30,20 @@ def register(*names: str) -> None:
         operator = getattr(torch.ops.ep_a2a, name).default
         _register_effectful_op(operator, _EffectType.ORDERED)
         _operators.append(operator)
+
+
+def save_results(operator: Any) -> None:
+    """Make a graph save what the operator's calls return: call it in backward, when the graph has all of forward.
+
+    torch 2.13 repeats such calls, in an activation checkpoint or for an activation_memory_budget below 1, and fails.
+    """
+    tracing: Any = get_proxy_mode()
+    for node in () if tracing is None else tracing.tracer.graph.nodes:
+        if node.target is with_effects and node.args[1] is operator:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if not functorch_config.activation_memory_budget:
+                # 0 saves inputs only, whatever must be saved
+                node.meta["memory_budget"] = 1e-9
 
 
 def keep_order() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ep_a2a
@@ -558,6 +559,23 @@ def compiled_once(context: RankContext, backend: str) -> None:
                 agree([layer(*args)], [result])
             with torch.inference_mode():
                 agree([layer(*args)], [result])
+
+
+def saved(context: RankContext, budget: float) -> None:
+    """A graph saves what exchanges return, also where it repeats other operators: for a checkpoint or a budget."""
+    torch._dynamo.reset()
+    calls: list[str] = []
+    for name in ("send", "bring_back"):
+        noted(name, calls)
+    layer = functools.partial(checkpoint, moe, use_reentrant=False) if budget == 1 else moe
+    with make(context) as op, functorch_config.patch(activation_memory_budget=budget):
+        given = Inputs.of(op, uneven(context.rank))
+        want, want_grads = dense_grads(given, context.group)
+        for backend in ("aot_eager", "aot_eager_decomp_partition") if budget == 1 else ("aot_eager_decomp_partition",):
+            calls.clear()
+            result = torch.compile(layer, fullgraph=True, backend=backend)(op, *given.args)
+            agree([result, *torch.autograd.grad(loss(result), given.leaves)], [want, *want_grads])
+            assert calls == ["send0", "bring_back0"] * 2
 
 
 def captured(context: RankContext) -> None:

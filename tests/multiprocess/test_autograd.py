@@ -73,3 +73,8 @@ def test_in_one_graph(ranks: Any, backend: str, dynamic: bool) -> None:
 
 def test_compiled_once(ranks: Any) -> None:
     ranks(cases.compiled_once, 2, "aot_eager")
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
+def test_graphs_repeat_no_exchange(ranks: Any, budget: float) -> None:
+    ranks(cases.saved, 2, budget)
