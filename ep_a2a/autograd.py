@@ -144,11 +144,19 @@ def dispatch(
     elif reduction != "ranks":
         raise UnknownNameError("ranks or slots", repr(reduction), field="reduction")
     most = num_rows(op.config, _bound(bounds))
-    rows, row_weights, row_ids, count, link = torch.ops.ep_a2a.dispatch(
-        tokens, weights, ids, ANCHOR, [op.number, back.number], bounds, most, tag
-    )
+    with _any_int():
+        rows, row_weights, row_ids, count, link = torch.ops.ep_a2a.dispatch(
+            tokens, weights, ids, ANCHOR, [op.number, back.number], bounds, most, tag
+        )
     routes = Routes(ids, link, bounds, tag, num_slots, op.number, back.number)
     return Received(rows, None if weights is None else row_weights, row_ids, count, routes)
+
+
+def _any_int() -> contextlib.AbstractContextManager[Any]:
+    """Context in which one graph holds for all layers, if all that differs is an integer attribute, such as a tag."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True)  # noqa: SLF001  loaded by now
+    return contextlib.nullcontext()
 
 
 def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:

@@ -578,6 +578,34 @@ def saved(context: RankContext, budget: float) -> None:
             assert calls == ["send0", "bring_back0"] * 2
 
 
+def tagged(context: RankContext) -> None:
+    """Layers that differ in their tag alone share graphs, also if there are more of them than torch compiles anew."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, tag: int) -> None:
+            super().__init__()
+            self.tag = tag
+
+        def forward(self, *args: Any) -> Tensor:
+            return moe(op, *args, tag=self.tag)
+
+    torch._dynamo.reset()
+    calls: list[str] = []
+    for name in ("send", "bring_back"):
+        noted(name, calls)
+    layers = [Layer(tag) for tag in range(1 + torch._dynamo.config.recompile_limit)]
+    for layer in layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with make(context) as op:
+        given = Inputs.of(op, uneven(context.rank))
+        want, want_grads = dense_grads(given, context.group)
+        for layer in layers:
+            calls.clear()
+            result = layer(*given.args)
+            agree([result, *torch.autograd.grad(loss(result), given.leaves)], [want, *want_grads])
+            assert calls == [f"send{layer.tag}", f"bring_back{layer.tag}"] * 2
+
+
 def captured(context: RankContext) -> None:
     """Forward and backward of two layers in one CUDA graph, replayed with other inputs."""
     with make(context) as op:

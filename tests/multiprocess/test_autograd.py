@@ -43,6 +43,7 @@ def test_checkpoints(ranks: Any, reentrant: bool) -> None:
         cases.refusals,
         cases.operators,
         cases.compiled_first,
+        cases.tagged,
     ],
 )
 def test_special(ranks: Any, body: Any) -> None:
