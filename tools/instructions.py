@@ -222,7 +222,8 @@ TARGET = Bound(ranks=72, registers=255, stack=0, register_growth=1.15, instructi
 TEXT = """\
 # What the kernels of an op inside a node may take, compiled for compute capability 9.0 by Triton {pinned}.
 # tests/unit/test_instructions.py holds kernels to these bounds, and tools/instructions.py --write renews them: to lower
-# them, never to raise them. Bound and TARGET in tools/instructions.py say what they mean and where they are to come.
+# them; who raises one says in the commit why. Bound and TARGET in tools/instructions.py say what they mean and where
+# they are to come.
 """
 
 

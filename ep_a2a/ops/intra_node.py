@@ -68,8 +68,8 @@ LL_PROGRAMS_PER_SM = 2
 registers a thread. One of 16 warps has the multiprocessor to itself: if two of those had to fit, the compiler would
 put 120 bytes of a thread on the stack (8 ranks, Triton 3.9, compute capability 9.0). Other numbers were not timed."""
 THREADS_BESIDE_DISPATCH = {4: 512, 8: 384}
-"""Threads of a combine that must fit on a multiprocessor beside one program of the dispatch before it, where the
-combine may start before that dispatch has ended. The dispatch's program holds half of the registers, so 512 threads
+"""Threads of a combine of few tokens that must fit on a multiprocessor beside one program of the dispatch before it,
+since the combine may start before that has ended. The dispatch's program holds half of the registers, so 512 threads
 have 64 each and 384 have 80. With these the compiler puts nothing on the stack (Triton 3.6, compute capability 9.0).
 
 A key is the largest product of ranks and bytes of an element for which its value holds: 4 for 2 ranks with bf16, 8 for
@@ -272,8 +272,8 @@ def combine_launch(
 def _combine_registers(launch: Launch, element_bytes: int) -> int:
     """The most registers per thread with which as many programs fit as the policy asks for.
 
-    Left to itself the compiler spills some in order to fit one program more. Programs that may start beside those of
-    their dispatch find some room there: a program of a low-latency dispatch holds half of a multiprocessor's registers.
+    Left to itself the compiler spills some in order to fit one program more. Programs of few tokens find some room
+    beside those of their dispatch, of which one holds half of a multiprocessor's registers.
 
     Args:
         launch: of the combine.
