@@ -123,10 +123,11 @@ T = 512, perhaps since the rows fit into the L2. N = 8, 28 November:
 WIRE_BYTES_PER_NS = 360.0
 """Bytes that the links of a GPU carry one way: more programs than fill them would wait. Combine with N = 24, 27
 November: 525 where 0.3 of the programs only send*, 538 where those also add."""
-MOST_ADDING_ARRIVED = 16
+MOST_ADDING_ARRIVED = 24
 """The largest config.max_sms with which all programs of a combine send, and add when all rows have arrived. Rows need
 no looks and no marks then, but while they are added nothing is on the links, which more programs would fill, and a step
-of few tokens waits for a fence. Combines in us of two H200s, bf16 (30 November); other bounds were not timed:
+of few tokens waits for a fence. Combines in us of two H200s, bf16 (30 November; marks of N = 8 and 16 by programs
+that sent and added); other bounds were not timed:
 
     T =                32    128    512    4096
     N = 8, arrived   13.3   22.9   61.5   461.1
@@ -134,7 +135,7 @@ of few tokens waits for a fence. Combines in us of two H200s, bf16 (30 November)
     N = 16, arrived  12.3   18.8   46.2   330.5
     marks            13.0   20.7   54.7   369.3
     N = 24, arrived  12.2   17.8   42.0   283.6
-    marks            12.9   18.1   40.8   262.3
+    marks            12.8   20.8   51.5   368.6
 """
 
 # Where programs share their multiprocessors with those of products. These were timed together, and with no other
