@@ -22,7 +22,7 @@ side effects, they save what those return.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence  # noqa: TC003  torch reads the annotations of operators
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from ep_a2a.errors import ClosedError, InputError, UnknownNameError, Unsupported
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.base_op import OPS, BaseOp
 from ep_a2a.ops.bounds import num_rows
+from ep_a2a.ops.inputs import checked_bounds
 from ep_a2a.quantization import dequantize
 from ep_a2a.slots import Groups, by_slot, group, sum_slots, ungroup
 
@@ -135,7 +136,8 @@ def dispatch(
     """
     back = _checked_back(op, back)
     given = op._bound_given(step_tokens, max_num_tokens)  # noqa: SLF001  one rule for both interfaces
-    bounds = [given] if isinstance(given, int) else list(given)
+    checked_bounds(op.config, given)
+    bounds = list(given) if isinstance(given, Sequence) else [given]
     num_slots = 1
     if reduction == "slots":
         tokens, weights, ids, num_slots = by_slot(op.config, tokens, weights, ids)
@@ -177,6 +179,10 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
         InputError: another op than that of the dispatch.
         ClosedError, EpA2AError: as of `dispatch`.
     """
+    _require_op(op)
+    if not isinstance(received, Received):
+        remedy = "Pass what ep_a2a.autograd.dispatch has returned, not what op.dispatch returns."
+        raise InputError("received as of ep_a2a.autograd.dispatch", type(received).__name__, remedy)
     ids, link, bounds, tag, num_slots, number, back = received.routes
     if op.number != number:
         raise InputError("the op of the dispatch", "another", "Pass the one that has received these rows.")
@@ -189,6 +195,11 @@ def combine(op: BaseOp, rows: Tensor, received: Received) -> Tensor:
 
 def _bound(step_tokens: list[int]) -> StepTokens:
     return step_tokens[0] if len(step_tokens) == 1 else step_tokens
+
+
+def _require_op(op: object) -> None:
+    if not isinstance(op, BaseOp):
+        raise InputError("an op", type(op).__name__, "Make one by ep_a2a.make_op, or by a manager's get_handle.")
 
 
 def check_gradients(config: EpDispatchCombineConfig) -> None:
@@ -216,6 +227,7 @@ SIZES = (
 
 
 def _checked_back(op: BaseOp, back: BaseOp | None) -> BaseOp:
+    _require_op(op)
     check_gradients(op.config)
     if back is None:
         casts = op.config.dispatch_quant, op.config.combine_quant
@@ -226,6 +238,7 @@ def _checked_back(op: BaseOp, back: BaseOp | None) -> BaseOp:
                 "Pass back=, an op of the same sizes without casts.",
             )
         return op
+    _require_op(back)
     check_gradients(back.config)
     for name in SIZES:
         sizes = getattr(op.config, name), getattr(back.config, name)

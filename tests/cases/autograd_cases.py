@@ -445,6 +445,13 @@ def refusals(context: RankContext) -> None:
         autograd.combine(other, received.rows, received)
     with refused(EpA2AError, "step_tokens, or its older name"):
         moe(op, *args, step_tokens=3, max_num_tokens=3)
+    with refused(InputError, "one integer, or 2, one for each rank; got 1 of them"):
+        autograd.dispatch(op, *args[:3], step_tokens=[3])
+    nothing: Any = None
+    with refused(InputError, "received as of ep_a2a.autograd.dispatch; got NoneType. Pass"):
+        autograd.combine(op, given.tokens, nothing)
+    with refused(InputError, "an op; got NoneType. Make one"):
+        autograd.dispatch(nothing, *args[:3])
     result = moe(op, *args)
     op.close()
     with refused(ClosedError, "an open op; got a closed one. Close it behind"):
