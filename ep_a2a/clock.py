@@ -1,7 +1,5 @@
 """The clock of every wait on the host. Tests replace both functions by a clock of their own."""
 
-from __future__ import annotations
-
 import time
 
 now = time.monotonic

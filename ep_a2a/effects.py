@@ -1,7 +1,5 @@
 """Tells torch that operators have side effects: a compiler must not drop, merge or reorder their calls."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from typing import Any

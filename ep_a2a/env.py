@@ -1,18 +1,14 @@
 """Environment variables of this package, with type, default and meaning; no other module reads the environment."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ep_a2a.errors import EnvironmentVariableError, did_you_mean, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

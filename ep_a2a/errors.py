@@ -1,17 +1,12 @@
 """Errors of this package: one class per cause, with the expected state, the found one, and a remedy."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re
 import reprlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
+from typing import Any
 
 REFERENCE = "docs/errors.md"
 """The page with a section for each class below; its anchor is the class's name in lower case."""

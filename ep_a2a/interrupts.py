@@ -1,14 +1,9 @@
 """Holds back Ctrl-C while something runs that must not stop in the middle."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager

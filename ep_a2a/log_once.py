@@ -1,12 +1,7 @@
 """Log messages that would come again with every layer or step."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import logging
+import logging
 
 
 @functools.cache

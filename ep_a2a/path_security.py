@@ -1,7 +1,5 @@
 """Decides whether code in a folder can be trusted: only this user, or root, can have put it there."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -6,8 +6,6 @@ UE8M0 and MXFP8, vLLM's `per_token_group_quant_fp8` for `scale = max(amax, 1e-10
 for given scales.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,18 +4,14 @@ No fast path uses it. It shares no code with the kernels, nor with routing.py, s
 difference.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ep_a2a.config import Layout, parse_enum
 from ep_a2a.errors import ConfigError, DtypeError, InputError, ShapeError, TooManyTokensError, TopKError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, eq=False)

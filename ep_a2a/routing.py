@@ -4,8 +4,6 @@ Ownership is linear as in vLLM: rank r's experts are contiguous, and the first `
 more. An expert id outside `[0, num_experts)` is a dropped slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

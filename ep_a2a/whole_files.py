@@ -1,20 +1,16 @@
 """Reads the files that users name, and writes files whole or not at all, through no link of another user."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ep_a2a.errors import ConfigError, UntrustedFolderError
 from ep_a2a.path_security import is_trusted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 T = TypeVar("T")
 

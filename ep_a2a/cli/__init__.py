@@ -1,14 +1,9 @@
 """The command line `ep-a2a`: each command is one module of this package."""
 
-from __future__ import annotations
-
 import atexit
 import signal
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 EXIT_INTERRUPTED = 130
 """Of typer, where Ctrl-C has ended a command."""

@@ -1,10 +1,10 @@
 """Shows backends and their capabilities as tables on a terminal and as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Column, Table
@@ -16,10 +16,6 @@ from ep_a2a.commands.tables import fitting_tables, new_table
 from ep_a2a.errors import UnknownNameError, did_you_mean
 from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities, problems
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
 

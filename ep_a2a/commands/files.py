@@ -1,19 +1,15 @@
 """Checks and writes the files that a command is asked for; the system's refusals become errors of this package."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from ep_a2a import whole_files
 from ep_a2a.commands import messages
 from ep_a2a.errors import ConfigError
 from ep_a2a.whole_files import resolved
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 REMEDY = "Name another file, or make room and permissions for this one."
 

@@ -1,22 +1,16 @@
 """Says what stands beside a command's result, on stderr: notes, files written, errors; knows how much is to be said."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from ep_a2a import env
-from ep_a2a.errors import EnvironmentVariableError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.errors import EpA2AError
+from ep_a2a.errors import EnvironmentVariableError, EpA2AError
 
 EXIT_OK, EXIT_MISMATCH, EXIT_ERROR = 0, 1, 2
 """Exit codes of all commands; --help and docs/cli.md say what they mean."""

@@ -1,14 +1,10 @@
 """What commands do with their options: fields that they set, and those that exclude each other."""
 
-from __future__ import annotations
-
 import enum
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from ep_a2a.errors import ConfigError, TopKError, UnknownNameError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Device(enum.StrEnum):

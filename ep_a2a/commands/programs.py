@@ -1,7 +1,5 @@
 """Asks the machine: runs programs such as nvidia-smi and git for their output, and looks up versions of packages."""
 
-from __future__ import annotations
-
 import subprocess
 from importlib import metadata
 

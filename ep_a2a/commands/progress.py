@@ -1,14 +1,8 @@
 """Shows how far long work is, on stderr: a bar on a terminal, and a line for each part."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from rich import progress
+from rich.console import Console
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class Progress(progress.Progress):

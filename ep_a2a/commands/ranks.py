@@ -1,22 +1,17 @@
 """Starts and calls ranks for a command: the choice of device, errors as a command shows them, stdout kept clean."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from ep_a2a.commands.messages import log_level, set_up_logging
 from ep_a2a.errors import StateError, UnsupportedError
 from ep_a2a.testing.launch import RankFailure, RankPool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.testing.worker import RankContext
 
 RUN_TIMEOUT_SECS = 600.0
 """Seconds that one call may take on all ranks."""

@@ -1,15 +1,9 @@
 """Makes the tables that commands print, and writes bytes with the unit that keeps them short."""
 
-from __future__ import annotations
+from collections.abc import Collection, Iterable, Sequence
 
-from typing import TYPE_CHECKING
-
+from rich.console import JustifyMethod
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from rich.console import JustifyMethod
 
 UNITS = ("KiB", "MiB", "GiB", "TiB")
 COLUMN_MARGIN = 3

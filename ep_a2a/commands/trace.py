@@ -1,32 +1,25 @@
 """Runs steps with recorded spans on all ranks, writes the traces and the picture, and prints a summary."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from ep_a2a.commands import messages, plots
 from ep_a2a.commands.files import check_folder, write_bytes
 from ep_a2a.commands.measure.session import OpRoundTrip, make_config
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.options import check_topk
 from ep_a2a.commands.plots import TIME_UNITS, Caption, check_can_plot, unit_for
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.commands.tables import new_table
 from ep_a2a.telemetry.profiler import StepProfiler
-from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST
+from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, HOST, TraceSpan
 from ep_a2a.telemetry.trace import trace_json
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.telemetry.spans import TraceSpan
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.testing.worker import RankContext
 
 WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json|timeline\.png")
 """Names of the files that the command writes."""

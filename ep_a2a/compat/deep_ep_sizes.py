@@ -5,8 +5,6 @@ csrc/legacy/config.hpp). `choose_edition`, else EP_A2A_DEEPEP_EDITION, decides f
 for `ep_a2a.compat.deep_ep` alike. Chunk sizes are in configs/deep_ep_sizes.toml.
 """
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from dataclasses import asdict, dataclass

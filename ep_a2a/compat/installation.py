@@ -1,21 +1,17 @@
 """Gives modules of this package the import names of other libraries, in this process."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 from ep_a2a.compat.deep_ep_sizes import choose_edition
 from ep_a2a.errors import AbsentModuleError, AbsentNameError, StateError, UnknownNameError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
 
 _MORI = "ep_a2a.compat.mori"
 _AITER, _TRITON = "ep_a2a.compat.aiter", "ep_a2a.compat.triton_distributed"

@@ -4,22 +4,18 @@ parameters.toml is the table. The modules of ep_a2a.compat take the texts of the
 docs/arguments.md prints all.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import logging
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.log_once import log_once
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """The enumerations of the configuration, and which kernel serves which nodes. Needs no torch."""
 
-from __future__ import annotations
-
 import enum
 
 

@@ -1,16 +1,11 @@
 """Reads TOML files that choose a backend (configs/*.toml), and says which choice counts."""
 
-from __future__ import annotations
-
 import tomllib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ep_a2a import env
 from ep_a2a.errors import ConfigError, did_you_mean, shown
 from ep_a2a.whole_files import read_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DEFAULT_BACKEND = "ep_a2a"
 KEYS = ("all2all_backend",)

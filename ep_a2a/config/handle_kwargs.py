@@ -1,9 +1,8 @@
 """Turns the handle kwargs of vLLM and AITER into a configuration, by the table of AITER's MORI guide and our extras."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +17,6 @@ from ep_a2a.config import (
 from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY, checked_integer
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 CONFIG_FIELD_OF_KWARG = {
     "rank": "rank",

@@ -1,7 +1,5 @@
 """The checks of values that callers give: integers, seconds, and what a config wants of its fields. Needs no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import numbers
 import operator

@@ -1,7 +1,5 @@
 """The registry of transports between nodes: names, and makers of those whose blocks the host moves."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

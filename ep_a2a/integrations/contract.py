@@ -9,20 +9,16 @@ overridden: must have exactly the known parameters, because the engine calls our
 optional: may be missing.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
 import tomllib
+from collections.abc import Callable, Iterator
 from importlib import metadata, resources, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Function = ast.FunctionDef | ast.AsyncFunctionDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 BY_FILE = ("used", "optional")
 """Roles whose entries are lists of names by file. Those of other roles are "file:name", with parameters."""

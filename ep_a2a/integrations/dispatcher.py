@@ -1,8 +1,7 @@
 """What an engine's adapter calls in each step of a MoE layer: dispatch before the experts, combine after them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -10,9 +9,6 @@ from torch.nn import functional
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.interface import DispatchResult
 from ep_a2a.ops.inputs import in_int32
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Dispatcher:

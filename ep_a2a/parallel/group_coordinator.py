@@ -1,10 +1,8 @@
 """GroupCoordinator, one group of ranks with its process groups and communicator, and the rule that forms the groups."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,9 +10,6 @@ import torch.distributed as dist
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import ConfigError
 from ep_a2a.parallel.communicator import DeviceCommunicator
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """Makes and destroys this process's tensor-, data- and expert-parallel groups: init_dist_env, destroy_dist_env."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,9 +21,6 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.parallel.communicator import DeviceCommunicator
 from ep_a2a.parallel.group_coordinator import GroupCoordinator, destroy_group, group_ranks
 from ep_a2a.topology.gpu_share import gpu_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """TraceSpan: a bar of a trace; and the names of a step's parts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ep_a2a.kernels.layout import Span

@@ -1,14 +1,9 @@
 """Arguments of programs that run ranks, as `type=` of argparse: a wrong one ends the program with one line."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def whole(lowest: int = 1, highest: int | None = None) -> Callable[[str], int]:

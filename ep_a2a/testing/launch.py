@@ -10,10 +10,13 @@ import pickle
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -34,11 +37,6 @@ from ep_a2a.memory.private_files import own_prefix, private_folder, refusals_nam
 from ep_a2a.testing.mps import PIPE_VARIABLE, Mps, MpsDaemon, find_mps
 from ep_a2a.testing.worker import STOP, Reply, WorkerOptions, serve, to_bytes
 from ep_a2a.topology.gpu_share import ranks_per_gpu, sharing_note
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
-    from types import TracebackType
 
 logger = logging.getLogger(__name__)
 

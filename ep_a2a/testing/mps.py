@@ -3,8 +3,6 @@
 NVIDIA's Multi-Process Service needs no rights and changes no setting of a GPU. Without it processes take turns.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import os

@@ -4,8 +4,6 @@ OWNER is the number of the process that starts this one. FOLDER has `pipe` and `
 daemon. This file is run as a program and imports nothing of the package, so that it starts at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Runs one rank of a RankPool: joins the process group, then answers tasks until it gets STOP."""
 
-from __future__ import annotations
-
 import faulthandler
 import io
 import multiprocessing
@@ -14,7 +12,8 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,6 @@ from ep_a2a import env
 from ep_a2a.errors import GpuLostError
 from ep_a2a.memory.rendezvous import no_room
 from ep_a2a.topology.gpu_share import gpu_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CUDA_ERRORS = ("CUDA error", "[CUDA]")
 """What errors of CUDA have in their texts: torch's, and those of Triton's launches."""

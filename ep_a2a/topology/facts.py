@@ -1,12 +1,10 @@
 """Gathers where the ranks of a group run, by two exchanges in its store; `classify` turns the report into nodes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -15,9 +13,6 @@ from ep_a2a.memory import private_files
 from ep_a2a.memory.host_record import host_identity
 from ep_a2a.memory.private_files import create_private, in_private_folder, new_name, open_private, remove_private
 from ep_a2a.memory.rendezvous import Rendezvous
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 

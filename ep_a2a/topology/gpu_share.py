@@ -1,7 +1,5 @@
 """How ranks are spread over GPUs where there are more ranks than GPUs."""
 
-from __future__ import annotations
-
 
 def gpu_of(local_rank: int, num_gpus: int) -> int:
     """Returns the index of the GPU that a host's rank uses: ranks take the GPUs in turn."""

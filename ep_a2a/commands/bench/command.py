@@ -1,11 +1,11 @@
 """Runs a sweep of round trips or layers, and reports it on the terminal and in files."""
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from ep_a2a.commands.bench.report import compare, describe, reasons, show, write
 from ep_a2a.commands.bench.runner import JoinedRunner, Runner, Status, main_us
 from ep_a2a.commands.files import check_can_write, different_files
 from ep_a2a.commands.measure.timing import TimingSettings
-from ep_a2a.commands.measure.workload import make_workloads
+from ep_a2a.commands.measure.workload import Workload, make_workloads
 from ep_a2a.commands.options import given, refuse
 from ep_a2a.commands.plots import check_can_plot
 from ep_a2a.commands.progress import Progress
@@ -27,13 +27,7 @@ from ep_a2a.ops.sm_share import share_of
 from ep_a2a.policy import LEAST_PROGRAMS
 from ep_a2a.topology.gpu_share import ranks_per_gpu
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from ep_a2a.commands.measure.workload import Workload
-
-    Record = dict[str, Any]
+Record = dict[str, Any]
 
 DEFAULT_RANKS = 2
 """On CPU, and with --shared-gpu."""

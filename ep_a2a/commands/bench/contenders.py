@@ -1,10 +1,9 @@
 """Names what takes part in a benchmark: this package's op as engines may call it, libraries, collectives, pushes."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,22 +11,17 @@ from ep_a2a.commands.bench.layer import Layer, Layers
 from ep_a2a.commands.bench.libraries import AllGatherRoundTrip, ElasticRoundTrip, FlashInferRoundTrip
 from ep_a2a.commands.bench.overlap import Overlapped, in_turn, unsplit
 from ep_a2a.commands.bench.reference_push import ReferencePush
-from ep_a2a.commands.measure.session import OpRoundTrip, make_config
+from ep_a2a.commands.measure.session import InputsRoundTrip, OpRoundTrip, Session, make_config
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.errors import EpA2AError, UnknownNameError, without_section
+from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.external.deepep import DeepEPV2All2AllManager
 from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager
 from ep_a2a.memory.nvshmem import library_folder
+from ep_a2a.testing.worker import RankContext
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from ep_a2a.commands.measure.session import InputsRoundTrip, Session
-    from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.managers.base import All2AllManagerBase
-    from ep_a2a.testing.worker import RankContext
-
-    Refusal = Callable[[Workload, torch.device], str | None]
+Refusal = Callable[[Workload, torch.device], str | None]
 
 REFERENCE_PUSH, NATIVE, IN_TURN, OVERLAPPED = "reference_push", "ep_a2a", "in_turn", "overlapped"
 PACKED = "ep_a2a_packed"

@@ -3,10 +3,8 @@
 Nothing waits on the host and shapes are fixed, so a CUDA graph can capture them.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +17,11 @@ from ep_a2a.commands.bench.layer_kernels import (
     sum_rows_kernel,
     swiglu_kernel,
 )
+from ep_a2a.commands.measure.session import Received
 from ep_a2a.config import FP8_GROUP_SIZE
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.layout import padded
 from ep_a2a.routing import expert_ranges
-
-if TYPE_CHECKING:
-    from ep_a2a.commands.measure.session import Received
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

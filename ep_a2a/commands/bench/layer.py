@@ -4,28 +4,21 @@ All contenders run this code, so their layers differ in communication only; its 
 communication. Nothing waits on the host, so a CUDA graph can capture a layer.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.commands.bench.experts import check_device, dense_experts, make_weights, quantize_rows, run_experts
-from ep_a2a.commands.measure.session import Received, Session
-from ep_a2a.commands.measure.workload import Inputs
+from ep_a2a.commands.measure.session import InputsRoundTrip, Received, Session
+from ep_a2a.commands.measure.timing import CallsInARow, Timer
+from ep_a2a.commands.measure.workload import Inputs, Workload
 from ep_a2a.config import QuantType
 from ep_a2a.errors import CheckFailedError
 from ep_a2a.quantization import dequantize, quantize
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.commands.measure.session import InputsRoundTrip
-    from ep_a2a.commands.measure.timing import CallsInARow, Timer
-    from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.testing.worker import RankContext
 
 CHOSEN = 32.0
 """Added to the logits of the experts that the workload's routing names: far above all others."""

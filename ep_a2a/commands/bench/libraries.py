@@ -4,25 +4,21 @@ Libraries are called below their managers' ops, whose conversions would count as
 takes cast tokens, which a round trip casts once, untimed, when it is made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ep_a2a.commands.measure.session import InputsRoundTrip, Received
+from ep_a2a.commands.measure.workload import Inputs, Workload
 from ep_a2a.config import QuantType
 from ep_a2a.managers.external.deepep import ELASTIC_BUFFER, rows_and_scales, topk_dtype
 from ep_a2a.managers.external.flashinfer import NVLinkOneSided, wire_view
 from ep_a2a.routing import destination_mask
-
-if TYPE_CHECKING:
-    from ep_a2a.commands.measure.workload import Inputs, Workload
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.testing.worker import RankContext
 
 # torch 2.13 renamed the functions and warns on every use of the old names; 2.11 has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -5,24 +5,18 @@ experts run on the rest, or in small programs on the multiprocessors of the expe
 with many layers: a run begins and ends where one batch has its tokens and the other its experts' rows.
 """
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ep_a2a.commands.bench.experts import begin_experts, finish_experts, run_experts
 from ep_a2a.commands.bench.layer import Layer, Layers
 from ep_a2a.commands.measure.session import OpRoundTrip
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.testing.worker import RankContext
-
+from ep_a2a.commands.measure.workload import Workload
+from ep_a2a.testing.worker import RankContext
 
 DISPATCH_SHARE = 3, 4
 """Multiprocessors of a dispatch by those of a combine: with as many, it would end long before the product beside it."""

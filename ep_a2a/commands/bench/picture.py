@@ -1,19 +1,15 @@
 """Draws the round trips, or layers, of a sweep on GPUs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from ep_a2a.commands import plots
 from ep_a2a.commands.bench.contenders import NATIVE, REFERENCE_PUSH
 from ep_a2a.commands.bench.report import constant_fields, is_of_layers, varying_fields
 from ep_a2a.commands.bench.runner import Status, main_us
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    Record = dict[str, Any]
+Record = dict[str, Any]
 
 X_LABELS = {"tokens": "tokens per rank", "max_sms": "bound on multiprocessors (CTAs)"}
 READING = "Both axes logarithmic, lower is better; dashed: the reference push, of the same bytes"

@@ -6,23 +6,18 @@ flight is tried: that is what N multiprocessors can put on the wire. Where ranks
 are pushed, too: they take the same memory and multiprocessors there.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ep_a2a.commands.measure.push import VECTOR_BYTES, Push, PushLaunch
 from ep_a2a.commands.measure.session import RoundTrip
 from ep_a2a.commands.measure.timing import Timer, TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.ops.sm_share import share_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ep_a2a.commands.measure.workload import Workload
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.testing.worker import RankContext
 
 GRIDS = ((28, 256), (56, 256), (84, 256), (126, 256), (126, 512), (132, 1024))
 """(programs, threads) to try without a bound."""

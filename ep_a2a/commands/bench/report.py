@@ -1,16 +1,16 @@
 """Reports a sweep: its origin, rates and ratios, JSON lines and its table."""
 
-from __future__ import annotations
-
 import json
 import platform
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 from rich.text import Text
 
 import ep_a2a
@@ -21,12 +21,7 @@ from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.programs import command_output, package_version
 from ep_a2a.commands.tables import fitting_tables
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from rich.console import Console
-
-    Record = dict[str, Any]
+Record = dict[str, Any]
 
 CPU_NOTE = "functional check: on CPU, in Triton's interpreter, times say nothing about GPUs"
 

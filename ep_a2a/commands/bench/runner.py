@@ -4,18 +4,18 @@ Every contender is checked before it is timed. Layers take turns in rounds, the 
 since a machine's speed changes from minute to minute; times are medians of the rounds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ep_a2a.commands.bench.contenders import make_contender
-from ep_a2a.commands.measure.timing import Timer
+from ep_a2a.commands.bench.contenders import Contender, make_contender
+from ep_a2a.commands.measure.timing import Timer, TimingSettings
+from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.errors import CheckFailedError, UnsupportedError, without_section
 from ep_a2a.memory.gpus import ranks_by_gpu
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -23,14 +23,7 @@ from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.testing.worker import RankContext
 from ep_a2a.topology.gpu_share import gpu_of, sharing_note
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.commands.bench.contenders import Contender
-    from ep_a2a.commands.measure.timing import TimingSettings
-    from ep_a2a.commands.measure.workload import Workload
-
-    Record = dict[str, Any]
+Record = dict[str, Any]
 
 CONTENDER_TIMEOUT_SECS = 600.0
 """Bound of one contender at one workload, compilation included."""

@@ -3,8 +3,6 @@
 Nothing is trained. Seeds determine all weights, so each process makes its own part alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import itertools

@@ -1,15 +1,14 @@
 """Runs the demo: the ranks, the comparison with a dense model in one process, the report."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from ep_a2a.commands import messages
-from ep_a2a.commands.demo.model import INTERMEDIATE_DIM, SEED, embed, expert_weights, route
+from ep_a2a.commands.demo.model import INTERMEDIATE_DIM, SEED, DemoText, embed, expert_weights, route
 from ep_a2a.commands.demo.view import plot_traffic, show_report
 from ep_a2a.commands.files import give_json
 from ep_a2a.commands.options import check_topk
@@ -17,19 +16,14 @@ from ep_a2a.commands.plots import check_can_plot
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
+from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.collective import CollectiveAll2AllManager
 from ep_a2a.managers.registry import manager_type
 from ep_a2a.parallel.state import destroy_dist_env, get_ep_group, init_dist_env
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.reference import dense_moe
 from ep_a2a.routing import expert_ranges, owner_of_experts, traffic_matrix
-
-if TYPE_CHECKING:
-    from types import SimpleNamespace
-
-    from ep_a2a.commands.demo.model import DemoText
-    from ep_a2a.interface import DispatchResult
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.testing.worker import RankContext
 
 TOKEN_DTYPE = torch.bfloat16
 """Dtype of the model's activations: of dispatch's input and of the rows that combine sums."""

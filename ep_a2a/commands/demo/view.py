@@ -1,22 +1,16 @@
 """Shows the demo's report: on a terminal the verdict, the traffic between ranks, then details; the traffic as a map."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 import ep_a2a
 from ep_a2a.commands import plots
 from ep_a2a.commands.tables import bytes_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.console import Console
 
 Report = dict[str, Any]
 SHADES = "░▒▓█"

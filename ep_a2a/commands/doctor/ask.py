@@ -9,18 +9,14 @@ that the package ep_a2a lies in, SIZES a dictionary in JSON. What a backend's ma
 is imported, which may hang.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    Facts = dict[str, Any]
+Facts = dict[str, Any]
 
 MARK = "ep_a2a_facts:"
 WAYS = {"peer access": 2, "native atomics": 3}

@@ -3,24 +3,18 @@
 A check names a failure that users have had. It looks at facts only, so that tests can describe any broken machine.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ep_a2a import env
+from ep_a2a.commands.doctor.machine import Choice, Machine
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import did_you_mean
 from ep_a2a.policy import LEAST_PROGRAMS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.commands.doctor.machine import Choice, Machine
 
 GIB = 1 << 30
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}

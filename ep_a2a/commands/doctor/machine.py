@@ -1,7 +1,5 @@
 """The facts that the checks judge: a machine, and what a request gets on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -4,8 +4,6 @@ Programs of their own (ask.py) ask libraries; PROBES find the rest in this proce
 field of Machine.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

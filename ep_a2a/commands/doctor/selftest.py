@@ -1,13 +1,12 @@
 """Run the self-test: every two ranks push bytes and flags to each other and run the op; then all ranks together."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +22,6 @@ from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.reference import combine_reference, dispatch_reference
 from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.testing.worker import RankContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PAIR_SECS = 2.0
 """Seconds to test a pair, unless --pair-secs says otherwise."""

@@ -5,25 +5,20 @@ Sizes and addresses are constants of that source: loading them would take time t
 the process copies the bytes itself: its times mean nothing, but the plan of the bytes and the check run everywhere.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ep_a2a.errors import CheckFailedError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.arena import allocate_symmetric
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.memory.rendezvous import Rendezvous
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.testing.worker import RankContext
 
 VECTOR_BYTES = 16
 FLAG_BYTES = 4

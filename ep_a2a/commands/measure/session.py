@@ -1,12 +1,12 @@
 """Holds what moves one workload's tokens, ready to be checked and timed; among them this package's op."""
 
-from __future__ import annotations
-
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ep_a2a.commands.measure.timing import Timer
+from ep_a2a.commands.measure.workload import Inputs, Workload
 from ep_a2a.config import (
     CompiledCalls,
     EpDispatchCombineConfig,
@@ -17,16 +17,12 @@ from ep_a2a.config import (
 )
 from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.errors import CheckFailedError
+from ep_a2a.interface import DispatchResult
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.quantization import dequantize, quantize
+from ep_a2a.testing.worker import RankContext
 from ep_a2a.topology import classify, gather_report
-
-if TYPE_CHECKING:
-    from ep_a2a.commands.measure.timing import Timer
-    from ep_a2a.commands.measure.workload import Inputs, Workload
-    from ep_a2a.interface import DispatchResult
-    from ep_a2a.testing.worker import RankContext
 
 
 class Session(abc.ABC):

@@ -10,18 +10,15 @@ import gc
 import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.memory.rendezvous import Rendezvous
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.testing.worker import RankContext
+from ep_a2a.testing.worker import RankContext
 
 HOLD_SECS = 1e-3
 """Seconds that a stream is held up while the host queues the barrier and the work behind it."""

@@ -1,11 +1,10 @@
 """Defines workloads, the points of a sweep: shapes, choices, seeded inputs of every rank, bytes on the wire."""
 
-from __future__ import annotations
-
 import functools
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +21,6 @@ from ep_a2a.config import (
 )
 from ep_a2a.errors import ConfigError, UnknownNameError
 from ep_a2a.routing import ROUTINGS, num_distinct_ranks, traffic_matrix
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""

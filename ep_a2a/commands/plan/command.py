@@ -1,10 +1,8 @@
 """Plans an op's buffers by its sizes or by a model, and prints the plan."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,16 +10,13 @@ from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, give_json
 from ep_a2a.commands.options import check_topk, given, refuse
 from ep_a2a.commands.plan.model import DTYPES, read_model
-from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, for_training, plan_of
+from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, Plan, for_training, plan_of
 from ep_a2a.commands.plan.view import view_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
 from ep_a2a.commands.tables import bytes_text
 from ep_a2a.config import FP8_DTYPE, QuantType, num_owned_experts, parse_enum
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnknownNameError
-
-if TYPE_CHECKING:
-    from ep_a2a.commands.plan.sizes import Plan
 
 DEFAULTS = {
     "ranks": 8,

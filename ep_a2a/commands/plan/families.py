@@ -1,16 +1,12 @@
 """Finds the family of a model in a table of how vLLM's model files size MoE layers."""
 
-from __future__ import annotations
-
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 TABLE = "families.toml"
 """Written by tools/moe_families.py."""

@@ -1,11 +1,10 @@
 """Reads the MoE layers of a model from its config.json (Hugging Face), by the keys that vLLM's model files read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +14,6 @@ from ep_a2a.config import MAX_TOPK
 from ep_a2a.config.requirements import MAX_INTEGER
 from ep_a2a.errors import ConfigError, UnsupportedError, shown
 from ep_a2a.whole_files import read_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIG_FILE, QUANTIZATION_FILE, MISTRAL_FILE = "config.json", "hf_quant_config.json", "params.json"
 """A model's file, one beside it, and one in its place."""

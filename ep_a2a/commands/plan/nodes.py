@@ -1,10 +1,10 @@
 """Predicts exchanges between nodes, for `ep-a2a plan --nodes` and `--published`."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from itertools import groupby
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 from rich.text import Text
 
@@ -15,10 +15,6 @@ from ep_a2a.commands.plan.predict import Cluster, Copies, Shape, predict
 from ep_a2a.commands.plan.published import nearest, published_times
 from ep_a2a.commands.tables import fitting_tables
 from ep_a2a.errors import ConfigError, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import SimpleNamespace
 
 CASTS = ("none", "fp8_per_1x128")
 """Casts of dispatch that are predicted; combine's rows are bf16."""

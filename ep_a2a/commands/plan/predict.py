@@ -9,8 +9,6 @@ wires), a GPU's own memory, the filling of the pipeline between NIC and NVLink (
 the NICs (it has no bottleneck), and skew between ranks at the start of a step.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from dataclasses import dataclass

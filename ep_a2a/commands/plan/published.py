@@ -11,18 +11,14 @@ document; for MI300X and MI355X MORI's own figure for dispatch with eight GPUs, 
 GPU; else NVLINK_GB_PER_S of predict.py, where the column is empty.
 """
 
-from __future__ import annotations
-
 import csv
 import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_a2a.commands.plan.predict import BYTES_PER_US, NVLINK_GB_PER_S, Cluster, Copies, Shape, predict
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Compared = dict[str, Any]
 """A published time beside the predicted one, as `plan --published --json` prints it."""

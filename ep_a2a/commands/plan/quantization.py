@@ -1,17 +1,13 @@
 """Reads how vLLM quantises the experts of a model: as all of it, by layer, or left out by a list of modules."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import ConfigError, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 T = TypeVar("T")
 KINDS: dict[type, str] = {str: "text", int: "a whole number", dict: "a JSON object", list: "a list of text"}

@@ -1,24 +1,17 @@
 """Adds up an op's buffers, part by part, from the byte layout that ops are built with."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ep_a2a.compat.deep_ep_sizes import DeepEpHints, deep_ep_hints, edition
-from ep_a2a.config import Layout
-from ep_a2a.kernels.layout import OpLayout, Region
+from ep_a2a.config import EpDispatchCombineConfig, Layout
+from ep_a2a.kernels.layout import Field, OpLayout, Region
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.ops.bounds import num_rows
 from ep_a2a.ops.memory import block_sizes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.layout import Field
 
 WEIGHT_BYTES = ID_BYTES = 4
 PLACE_BYTES = 8

@@ -1,24 +1,15 @@
 """Shows a plan on a terminal."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from typing import TYPE_CHECKING
-
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ep_a2a import env
-from ep_a2a.commands.plan.sizes import op_facts, rows_of
+from ep_a2a.commands.plan.sizes import Part, Plan, op_facts, rows_of
 from ep_a2a.commands.tables import bytes_text, new_table
 from ep_a2a.compat.deep_ep_sizes import EDITIONS, edition
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import RenderableType
-    from rich.table import Table
-
-    from ep_a2a.commands.plan.sizes import Part, Plan
 
 MIB = 1 << 20
 LOW_LATENCY_MAX_TOKENS = 256

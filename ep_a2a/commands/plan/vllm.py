@@ -1,24 +1,17 @@
 """Plans the op of vLLM's MoE layers from a model's config and vLLM's options, without vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ep_a2a.commands.plan.families import table
-from ep_a2a.commands.plan.sizes import op_facts, plan_of
-from ep_a2a.config import FP8_GROUP_SIZE, MX_GROUP_SIZE, num_owned_experts
+from ep_a2a.commands.plan.model import MoeModel
+from ep_a2a.commands.plan.sizes import Plan, op_facts, plan_of
+from ep_a2a.config import FP8_GROUP_SIZE, MX_GROUP_SIZE, EpDispatchCombineConfig, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import ConfigError, UnsupportedError
 from ep_a2a.integrations.token_format import LayerShape, TokenFormat, handle_kwargs, tokens_per_rank
 from ep_a2a.integrations.vllm.token_format import token_format_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from ep_a2a.commands.plan.model import MoeModel
-    from ep_a2a.commands.plan.sizes import Plan
-    from ep_a2a.config import EpDispatchCombineConfig
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 """vLLM's for `vllm serve` on GPUs like H100 and H200."""

@@ -1,9 +1,8 @@
 """AITER's communicators by their names (`base_device_communicator` and `communicator_cuda`)."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ep_a2a.compat.aiter.managers import make_manager
 from ep_a2a.config.file import DEFAULT_BACKEND
@@ -11,9 +10,6 @@ from ep_a2a.log_once import log_once
 from ep_a2a.managers import base
 from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.parallel.communicator import DeviceCommunicator as DeviceCommunicatorBase
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 __all__ = ["All2AllManagerBase", "Cache", "CudaCommunicator", "DeviceCommunicatorBase"]
 

@@ -1,7 +1,5 @@
 """AITER's groups (`aiter.dist.parallel_state`): this package's, whose communicators are AITER's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ep_a2a.compat.aiter.communicators import CudaCommunicator

@@ -1,16 +1,12 @@
 """`deep_ep.utils`: DeepEP's events, and its communication stream, on which layouts and calls with async_finish run."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
 
 import torch
 
 from ep_a2a.ops.inputs import address_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
 HIGH_PRIORITY = -1

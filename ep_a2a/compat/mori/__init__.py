@@ -5,8 +5,6 @@ equal, different and refused. Functions without a counterpart take any arguments
 other submodules (io, ccl, ir, ...) cannot be imported.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

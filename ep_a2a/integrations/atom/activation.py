@@ -1,21 +1,17 @@
 """Activates the integration if EP_A2A_BACKEND is set: `register` as vLLM's plugin, `activate` from anywhere."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 from ep_a2a import env
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.managers.registry import check_backend_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,6 @@ Processes that ATOM spawns import their parent's main module first. That is this
 them as well. Without EP_A2A_BACKEND ATOM is not changed.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 

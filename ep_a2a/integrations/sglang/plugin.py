@@ -1,21 +1,17 @@
 """SGLang's plugin: the hooks that it registers, and what they refuse."""
 
-from __future__ import annotations
-
+import argparse
 import importlib.util
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.contract import differences, find, folder_of, read_table, version_of
 from ep_a2a.log_once import log_once
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """The backend's names in vLLM, and its logger."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

@@ -4,13 +4,12 @@ vLLM calls `make_communicator` in every process that runs a model. The first exp
 to layers and workers there.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,9 +19,6 @@ from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.micro_batches import patch_micro_batches
 from ep_a2a.integrations.vllm.stages import link_stages
 from ep_a2a.integrations.vllm.worker import patch_worker
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def make_communicator(*args: Any, **kwargs: Any) -> Any:

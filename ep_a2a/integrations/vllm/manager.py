@@ -1,7 +1,5 @@
 """The manager that vLLM's expert-parallel communicator carries."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NoReturn
 

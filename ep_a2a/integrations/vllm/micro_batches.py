@@ -9,14 +9,10 @@ vLLM (up to 0.33, PR #48659) keeps the metadata that FlashAttention's builder ha
 gives the others the same with a block table of their own: the lengths of other requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Any
 
 _errors: list[BaseException] = []
 """Errors of the step's micro-batches, the first one first."""

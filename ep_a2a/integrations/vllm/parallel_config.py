@@ -7,7 +7,8 @@ this module and applies the patches. No environment variable is needed, and othe
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from vllm.config.parallel import ParallelConfig
 
@@ -16,9 +17,6 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import support
 from ep_a2a.integrations.vllm.common import BACKEND_NAME, BATCHED_NAME, NAMES, VLLM_BACKEND, warn_once
 from ep_a2a.memory.transport_choice import name_network_devices
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COMMUNICATOR_FACTORY = "ep_a2a.integrations.vllm.communicator.make_communicator"
 

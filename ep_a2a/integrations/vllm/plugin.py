@@ -1,7 +1,5 @@
 """The entry point: adds this backend's names to vLLM's. Every vLLM process of the environment imports this."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import re

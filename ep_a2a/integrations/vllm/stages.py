@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from ep_a2a.errors import RankTimeoutError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 WORD = "ep_a2a.failure"
 """The word's name among the tensors that stages send each other."""

@@ -1,7 +1,5 @@
 """Checks that the installed vLLM is one that this integration can work with, before it changes anything."""
 
-from __future__ import annotations
-
 import functools
 import re
 

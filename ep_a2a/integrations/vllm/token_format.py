@@ -1,7 +1,5 @@
 """The token format that vLLM's experts ask for. Imports nothing of vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,17 +1,13 @@
 """Patches of vLLM's worker: time-outs that fit the phase, and no tokens of a failed step."""
 
-from __future__ import annotations
-
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from ep_a2a import env
 from ep_a2a.integrations.manager import dead_ranks_named, live_managers
 from ep_a2a.integrations.vllm.stages import live_stages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SENDING_CALL = "execute_model"
 """That in which a pipeline stage sends its hidden states."""

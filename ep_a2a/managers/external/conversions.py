@@ -3,8 +3,6 @@
 Functions run on the device and do not wait, unless a docstring says otherwise.
 """
 
-from __future__ import annotations
-
 import torch
 
 DROPPED_WEIGHT_BITS = 0x7FC0D0D0
