@@ -19,31 +19,23 @@ have side effects. Activation checkpoints repeat the exchanges of their forward;
 side effects, they save what those return.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ep_a2a.config import ALIGNMENT_BYTES, Layout, QuantType
+from ep_a2a.config import ALIGNMENT_BYTES, EpDispatchCombineConfig, Layout, QuantType
 from ep_a2a.effects import keep_order, register, save_results
 from ep_a2a.errors import ClosedError, InputError, UnknownNameError, UnsupportedError
+from ep_a2a.interface import DispatchResult
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.base_op import OPS, BaseOp
-from ep_a2a.ops.bounds import num_rows
+from ep_a2a.ops.bounds import StepTokens, num_rows
 from ep_a2a.ops.inputs import checked_bounds
 from ep_a2a.quantization import dequantize
 from ep_a2a.slots import Groups, by_slot, group, sum_slots, ungroup
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchResult
-    from ep_a2a.ops.bounds import StepTokens
 
 __all__ = ["Groups", "Received", "Routes", "combine", "dispatch", "group", "ungroup"]
 

@@ -1,15 +1,8 @@
 """Keeps calls that exchange data with other ranks out of torch's graphs: those of torch.compile and of autograd."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
-from ep_a2a.memory.guards import guarded
-
-if TYPE_CHECKING:
-    from ep_a2a.memory.guards import Call
+from ep_a2a.memory.guards import Call, guarded
 
 REASON = (
     "ep_a2a exchanges tokens with other ranks by a call that runs between two graphs. Drop fullgraph=True from "

@@ -1,20 +1,12 @@
 """MORI's `mori.shmem`: one symmetric world per process, from which ops without a manager take their memory."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from ep_a2a.config.requirements import MAX_BYTES, checked_integer
 from ep_a2a.errors import InputError, NotInitializedError, StateError, UnknownNameError
 from ep_a2a.memory.arena import Arena, default_device
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ep_a2a.memory.symmetric import SymmetricMemory
+from ep_a2a.memory.symmetric import SymmetricMemory
 
 DEFAULT_GROUP = "default"
 

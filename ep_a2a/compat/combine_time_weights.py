@@ -1,13 +1,11 @@
 """An op that in layout expert_major may take router weights in combine instead of dispatch."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ep_a2a.config import Layout
+from ep_a2a.config import EpDispatchCombineConfig, Layout
 from ep_a2a.errors import ShapeError, UnsupportedError
 from ep_a2a.kernels.combine_time_weights_kernels import exchange_weights_kernel
 from ep_a2a.kernels.compilation import compile_all
@@ -16,14 +14,11 @@ from ep_a2a.kernels.layout import padded
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.guards import outside_modes
+from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.ops.inputs import check_tensor
 from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.ops.row_constants import shape_of
 from ep_a2a.ops.staged import StagedEngine
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, Step
 
 FLAGGED_WORD_BYTES = ADDRESS_BYTES = 8
 WEIGHT_BYTES = 4

@@ -1,17 +1,11 @@
 """Reads out of an op's memory where the rows of layout expert_major came from."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
 from ep_a2a.errors import StateError
 from ep_a2a.kernels.layout import Region
-
-if TYPE_CHECKING:
-    from ep_a2a.ops.arguments import Step
-    from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.ops.arguments import Step
+from ep_a2a.ops.op import EpDispatchCombineOp
 
 NO_SOURCE = -1
 HIGH_WORD_SHIFT = 32

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from torchtitan.config import derive, override
 from torchtitan.models.common.token_dispatcher import EPDispatchMetadata, MinimalAsyncEPTokenDispatcher
 
 from ep_a2a import autograd
 from ep_a2a.errors import ConfigError
 from ep_a2a.managers.make_op import make_op
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.ops.op import EpDispatchCombineOp
 
 OPS: dict[tuple[Any, ...], EpDispatchCombineOp] = {}
 """By group and sizes, for the life of the process. To free their memory, close them on all ranks and clear this."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import TooManyTokensError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The managers on torch.distributed, and their base: hidden states and ops travel over one RowExchange."""
 
-from __future__ import annotations
-
 import zlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ep_a2a import env
 from ep_a2a.config import COMBINE_DTYPES
@@ -19,12 +19,6 @@ from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.ops.inputs import address_of
 from ep_a2a.ops.row_exchange import RowExchange, row_bytes, rows_from_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.distributed import ProcessGroup
-
 
 # torch 2.13 renamed the function and warns on every use of the old name; 2.11 has only that.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,8 +1,6 @@
 """make_op: an op on a torch process group, from the sizes of a MoE layer."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +17,7 @@ from ep_a2a.errors import (
 )
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
-
-if TYPE_CHECKING:
-    from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.ops.op import EpDispatchCombineOp
 
 ARGUMENT_OF_KWARG = {
     "token_hidden_size": "hidden_size",

@@ -1,25 +1,18 @@
 """survivors: the group, manager and experts of the ranks that are left after others are gone."""
 
-from __future__ import annotations
-
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import ConfigError, InputError, RankTimeoutError
+from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.memory.subgroups import make_subgroup
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import distributed_c10d
-
-    from ep_a2a.managers.base import All2AllManagerBase
 
 MEETING_SECS = 60.0
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)

@@ -1,11 +1,10 @@
 """StepProfiler: records when an op's kernels and the host's calls begin and end on this rank."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -13,12 +12,8 @@ from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
 from ep_a2a.kernels.span_kernels import note_clock_kernel
 from ep_a2a.memory.allocator_isolation import outside_pools
+from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.telemetry.spans import DISPATCH_NAMES, HOST, PARTS, TraceSpan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.ops.op import EpDispatchCombineOp
 
 START, END, STEP = range(3)
 """Words of a span's line."""

@@ -1,18 +1,12 @@
 """Writes traces as Chrome's trace events in JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from ep_a2a.telemetry.spans import HOST
+from ep_a2a.telemetry.spans import HOST, TraceSpan
 from ep_a2a.whole_files import resolved, write_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from ep_a2a.telemetry.spans import TraceSpan
 
 NS_PER_US = 1000
 

@@ -1,17 +1,12 @@
 """Judges which ranks of a group form a node; pure, so that tests can make up any cluster."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
-from typing import TYPE_CHECKING
 
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ep_a2a.topology.facts import TopologyReport
+from ep_a2a.topology.facts import TopologyReport
 
 
 @dataclass(frozen=True)

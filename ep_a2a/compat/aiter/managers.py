@@ -3,13 +3,15 @@
 MoriAll2AllManager is the only one that AITER defines; the others are names that its communicator refers to.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch.distributed as dist
 
 from ep_a2a.compat.mori.ops import EpDispatchCombineOp
 from ep_a2a.compat.parameters import take_mori_variables
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import max_tokens_named
@@ -22,14 +24,7 @@ from ep_a2a.managers.external.flashinfer import FlashInferTwoSidedAll2AllManager
 from ep_a2a.managers.external.pplx import PplxAll2AllManager as PPLXAll2AllManager
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager, manager_type
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch.distributed as dist
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.topology import Topology
+from ep_a2a.topology import Topology
 
 __all__ = [
     "AgRsAll2AllManager",

@@ -1,18 +1,13 @@
 """AITER's casts of tokens to fp8, in plain torch."""
 
-from __future__ import annotations
-
 import enum
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+
+import torch
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.quantization import quantize_per_1x128, quantize_per_token
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 
 class QuantType(enum.IntEnum):

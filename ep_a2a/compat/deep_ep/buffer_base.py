@@ -1,12 +1,11 @@
 """Base of DeepEP's `Buffer`: construction, streams and events, configs and size hints, refused methods."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep_a2a.compat.deep_ep.ops import Handle, Ops, Step, Steps
 from ep_a2a.compat.deep_ep.utils import CommStream, EventHandle, EventOverlap
@@ -15,11 +14,7 @@ from ep_a2a.compat.parameters import refused, remedy_of, warn_once, with_refusal
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer, require
 from ep_a2a.errors import ClosedError, UnsupportedError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from ep_a2a.interface import DispatchResult
+from ep_a2a.interface import DispatchResult
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows, or rows and their scales."""

@@ -1,19 +1,13 @@
 """The routing of a dispatch: DeepEP's layout tensors, the ids that our ops route by, and the ranks' counts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
 from ep_a2a import env
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import InputError
+from ep_a2a.memory.device_groups import DeviceGroups
 from ep_a2a.routing import count_ids, destination_mask, owner_of_experts
-
-if TYPE_CHECKING:
-    from ep_a2a.memory.device_groups import DeviceGroups
 
 
 def dispatch_layout(

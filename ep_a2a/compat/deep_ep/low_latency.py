@@ -1,26 +1,21 @@
 """DeepEP's low-latency mode, on ops of layout expert_major."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ep_a2a.compat.combine_time_weights import LATE_WEIGHTS
-from ep_a2a.compat.deep_ep.buffer_base import BufferBase
+from ep_a2a.compat.deep_ep.buffer_base import BufferBase, Tokens
 from ep_a2a.compat.deep_ep.layouts import check_num_experts
 from ep_a2a.compat.deep_ep.ops import Handle, Hook, OpShape
+from ep_a2a.compat.deep_ep.utils import EventOverlap
 from ep_a2a.compat.expert_row_sources import expert_row_sources
 from ep_a2a.compat.parameters import refused
 from ep_a2a.config import FP8_GROUP_SIZE, Layout, ScaleFormat
 from ep_a2a.errors import DtypeError, InputError, ShapeError, StateError, TooManyTokensError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.ops.inputs import address_of
-
-if TYPE_CHECKING:
-    from ep_a2a.compat.deep_ep.buffer_base import Tokens
-    from ep_a2a.compat.deep_ep.utils import EventOverlap
 
 PACKED_SCALES = 4
 """UE8M0 bytes in an int32 of DeepEP's packed scales."""

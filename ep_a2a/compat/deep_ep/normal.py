@@ -1,25 +1,20 @@
 """DeepEP's normal mode, on ops of layout compact: returns exactly the received rows, with ids of local experts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ep_a2a.compat.deep_ep.buffer_base import BufferBase
+from ep_a2a.compat.deep_ep.buffer_base import BufferBase, Tokens
 from ep_a2a.compat.deep_ep.layouts import check_num_experts, dispatch_layout, exchange_counts, rank_ids, routed_ids
 from ep_a2a.compat.deep_ep.ops import Handle, OpShape
+from ep_a2a.compat.deep_ep.utils import EventOverlap
+from ep_a2a.compat.deep_ep_sizes import Config
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import DtypeError, InputError, ShapeError, TooManyTokensError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
+from ep_a2a.interface import DispatchResult
 from ep_a2a.routing import destination_mask
-
-if TYPE_CHECKING:
-    from ep_a2a.compat.deep_ep.buffer_base import Tokens
-    from ep_a2a.compat.deep_ep.utils import EventOverlap
-    from ep_a2a.compat.deep_ep_sizes import Config
-    from ep_a2a.interface import DispatchResult
 
 Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | list[torch.Tensor | None] | None
 

@@ -5,17 +5,16 @@ to its combine. A buffer keeps up to `max_open_steps` open, each on memory of it
 calls in the same order, so they decide alike without communication.
 """
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
-from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType, ScaleFormat
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, EpDispatchCombineConfig, Layout, QuantType, ScaleFormat
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, EpA2AError, StateError, TooManyTokensError, max_tokens_named
 from ep_a2a.graph_breaks import outside_graphs
@@ -24,13 +23,8 @@ from ep_a2a.memory.guards import outside_modes
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
 from ep_a2a.ops.factory import OpFactory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.op import EpDispatchCombineOp
-    from ep_a2a.topology import Topology
+from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+import torch
 
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.compat.expert_row_sources import expert_row_sources
@@ -14,17 +16,12 @@ from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import ConfigError, InputError, UnsupportedError, max_tokens_named
+from ep_a2a.memory.arena import Arena
+from ep_a2a.ops.arguments import Step
 from ep_a2a.ops.factory import OpFactory
 from ep_a2a.ops.inputs import check_rows, check_tensor, in_int32
 from ep_a2a.quantization import quantize_groups
-from ep_a2a.topology import classify, gather_report
-
-if TYPE_CHECKING:
-    import torch
-
-    from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import Step
-    from ep_a2a.topology import Topology
+from ep_a2a.topology import Topology, classify, gather_report
 
 NUM_PHASES = 2
 SCALE_BYTES = 4

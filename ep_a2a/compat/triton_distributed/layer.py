@@ -1,23 +1,17 @@
 """EPLowLatencyAllToAllLayer: dispatches tokens to rows by expert, and combines these rows weighted."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.compat.combine_time_weights import LATE_WEIGHTS
-from ep_a2a.compat.triton_distributed.contexts import create_ep_ll_a2a_ctx
+from ep_a2a.compat.triton_distributed.contexts import DispatchMetaInfo, PhaseBuffers, create_ep_ll_a2a_ctx
 from ep_a2a.errors import AlternationError, DtypeError, InputError, StateError
 from ep_a2a.graph_breaks import outside_graphs
+from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.inputs import in_int32
-
-if TYPE_CHECKING:
-    from ep_a2a.compat.triton_distributed.contexts import DispatchMetaInfo, PhaseBuffers
-    from ep_a2a.memory.arena import Arena
-    from ep_a2a.telemetry.profiler import StepProfiler
+from ep_a2a.telemetry.profiler import StepProfiler
 
 TRACE_FOLDER = "prof"
 

@@ -1,9 +1,8 @@
 """`triton_dist.utils`: how programs join the other ranks, allocate symmetric memory and leave."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +11,8 @@ from ep_a2a import env, shmem
 from ep_a2a.compat.mori.shmem import mori_shmem_create_tensor as nvshmem_create_tensor
 from ep_a2a.compat.mori.shmem import mori_shmem_free_tensor as nvshmem_free_tensor_sync
 from ep_a2a.errors import NotInitializedError
+from ep_a2a.memory.arena import Arena
 from ep_a2a.parallel.state import destroy_dist_env, get_ep_group, init_dist_env
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ep_a2a.memory.arena import Arena
 
 __all__ = [
     "dist_print",

@@ -1,17 +1,13 @@
 """Puts one of this package's managers behind an AITER communicator."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ep_a2a import env
 from ep_a2a.compat.aiter.managers import make_manager
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.base import All2AllManagerBase
 
 _managers: WeakKeyDictionary[Any, All2AllManagerBase] = WeakKeyDictionary()
 

@@ -5,14 +5,12 @@ FusedMoEMethodBase.maybe_make_prepare_finalize: also warns, once, if a layer exc
 mori: without an installed MORI, `import mori` imports ep_a2a.compat.mori; ATOM looks for the module.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_a2a.compat import mori
 from ep_a2a.config import COMBINE_QUANT_TYPES
@@ -22,9 +20,7 @@ from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 from ep_a2a.integrations.contract import differences, read_table
 from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.log_once import log_once
-
-if TYPE_CHECKING:
-    from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.base import All2AllManagerBase
 
 logger = logging.getLogger(__name__)
 

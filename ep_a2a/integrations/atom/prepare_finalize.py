@@ -1,18 +1,13 @@
 """Our prepare/finalize for ATOM's MoE layers, on ops with MORI's interface."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ep_a2a.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ep_a2a.integrations.dispatcher import Dispatcher
-    from ep_a2a.interface import DispatchResult
+from ep_a2a.integrations.dispatcher import Dispatcher
+from ep_a2a.interface import DispatchResult
 
 
 class AtomPrepareAndFinalize:

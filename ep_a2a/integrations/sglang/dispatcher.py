@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt import runtime_context
@@ -18,18 +19,13 @@ from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPConfig, DeepEPLL
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
 from sglang.srt.layers.moe.utils import is_tbo_enabled
+from torch import Tensor
 
 from ep_a2a.compat.deep_ep.utils import CommStream
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bounds, rounded_up, tokens_per_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ep_a2a.integrations.dispatcher import Dispatcher
 
 TOKENS_OPTION = "--chunked-prefill-size"
 ROWS_MULTIPLE = 128

@@ -6,7 +6,8 @@ import copy
 import functools
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -28,15 +29,11 @@ from vllm.v1.worker.ubatching import (
 )
 
 from ep_a2a.errors import StateError, UnsupportedError
+from ep_a2a.integrations.dispatcher import Dispatcher
 from ep_a2a.integrations.token_format import RAW, LayerShape, TokenFormat, agreed_bounds, rounded_up, tokens_per_rank
 from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 from ep_a2a.integrations.vllm.token_format import token_format_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.integrations.dispatcher import Dispatcher
-    from ep_a2a.interface import DispatchResult
+from ep_a2a.interface import DispatchResult
 
 ROWS_MULTIPLE = 128
 """DeepGEMM's masked products write tiles of so many rows, which must not reach into the next expert's."""

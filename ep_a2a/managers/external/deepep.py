@@ -1,10 +1,8 @@
 """DeepEP: its buffers, and the backends deepep_high_throughput, deepep_low_latency and deepep_v2 on them."""
 
-from __future__ import annotations
-
 import abc
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +19,9 @@ from ep_a2a.managers.external.library import (
     LibraryDispatchCombineOp,
     ReceivedRows,
 )
+from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.routing import count_ids
-
-if TYPE_CHECKING:
-    from ep_a2a.ops.arguments import CombineArguments, Step
-    from ep_a2a.topology import Topology
+from ep_a2a.topology import Topology
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP"
 BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (with NVSHMEM)", needs=(":Buffer",))

@@ -1,12 +1,11 @@
 """FlashInfer over NVLink: the backends flashinfer_nvlink_one_sided and flashinfer_nvlink_two_sided."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ep_a2a.config import Layout, QuantType
 from ep_a2a.errors import StateError
@@ -21,12 +20,8 @@ from ep_a2a.managers.external.library import (
     ReceivedRows,
     SingleGroupGuard,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ep_a2a.ops.arguments import CombineArguments, Step
-    from ep_a2a.topology import Topology
+from ep_a2a.ops.arguments import CombineArguments, Step
+from ep_a2a.topology import Topology
 
 LIBRARY = Library(
     "flashinfer",

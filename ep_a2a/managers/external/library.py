@@ -9,12 +9,15 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult, DispatchResult
@@ -22,18 +25,10 @@ from ep_a2a.managers.base import All2AllManagerBase
 from ep_a2a.managers.capabilities import Capabilities, device_problem
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp
-from ep_a2a.ops.arguments import CombineArguments
+from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.ops.config_agreement import agree_on_config
 from ep_a2a.routing import count_ids
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import ProcessGroup
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import Step
-    from ep_a2a.topology import Topology
+from ep_a2a.topology import Topology
 
 OWN_PACKAGE = "ep_a2a"
 

@@ -1,15 +1,15 @@
 """The backends mori and mori_low_latency: AMD's dispatch and combine for ROCm GPUs, by MORI's own op."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.errors import ConfigError, DeviceMemoryError, UnsupportedError
+from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.library import (
@@ -19,12 +19,8 @@ from ep_a2a.managers.external.library import (
     ReceivedRows,
     SingleGroupGuard,
 )
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.arguments import CombineArguments, Step
-    from ep_a2a.topology import Topology
+from ep_a2a.ops.arguments import CombineArguments, Step
+from ep_a2a.topology import Topology
 
 LIBRARY = Library(
     "mori",

@@ -1,13 +1,12 @@
 """The backend pplx: rows by expert, which combine weighs; over NVLink on one node, NVSHMEM on several."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ep_a2a.interface import CombineResult
 from ep_a2a.managers.external import conversions
 from ep_a2a.managers.external.library import (
     EXPERT_ROWS,
@@ -17,12 +16,8 @@ from ep_a2a.managers.external.library import (
     ReceivedRows,
     SingleGroupGuard,
 )
-from ep_a2a.ops.arguments import leading_dims
-
-if TYPE_CHECKING:
-    from ep_a2a.interface import CombineResult
-    from ep_a2a.ops.arguments import CombineArguments, Step
-    from ep_a2a.topology import Topology
+from ep_a2a.ops.arguments import CombineArguments, Step, leading_dims
+from ep_a2a.topology import Topology
 
 LIBRARY = Library(
     "pplx_kernels",
