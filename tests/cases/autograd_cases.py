@@ -20,18 +20,8 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ep_a2a
-from ep_a2a import autograd
+from ep_a2a import autograd, errors
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.errors import (
-    ClosedError,
-    ConfigMismatchError,
-    EpA2AError,
-    InputError,
-    RankTimeoutError,
-    ShapeError,
-    UnknownNameError,
-    UnsupportedError,
-)
 from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.quantization import dequantize, quantize
 from ep_a2a.testing import RankContext
@@ -273,7 +263,7 @@ def halves(context: RankContext) -> None:
             op.combine(op.dispatch(given.tokens, None, None, given.ids).tokens, None, None)
 
     def refused_rows() -> None:
-        with pytest.raises(ShapeError):
+        with pytest.raises(errors.ShapeError):
             autograd.combine(op, given.tokens.new_zeros(1, HIDDEN), autograd.dispatch(op, *unrouted))
 
     def in_turn() -> None:
@@ -372,7 +362,7 @@ def another_order(context: RankContext) -> None:
         given = Inputs.of(op, 2)
         args = given.args
         results = [moe(op, *args, tag=tag).sum() for tag in (1, 2)]
-        with pytest.raises(ConfigMismatchError, match="tag"):
+        with pytest.raises(errors.ConfigMismatchError, match="tag"):
             backward(op, results[context.rank])
         dist.barrier(context.group)
         op.reset()
@@ -385,7 +375,7 @@ def on_one_rank(context: RankContext) -> None:
         total = moe(op, *given.args).sum()
         op.set_timeout(1.0)
         if context.rank == 0:
-            with pytest.raises(RankTimeoutError, match="rank 1") as error:
+            with pytest.raises(errors.RankTimeoutError, match="rank 1") as error:
                 backward(op, total)
             assert error.value.late_ranks == (1,)
         dist.barrier(context.group)
@@ -398,7 +388,7 @@ def killed_before_backward(context: RankContext, folder: str) -> None:
         total = moe(op, *Inputs.of(op, 2).args).sum()
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(RankTimeoutError, match="rank 1") as error:
+        with pytest.raises(errors.RankTimeoutError, match="rank 1") as error:
             backward(op, total)
         Path(folder, "missing").write_text(str(error.value.missing_ranks))
 
@@ -416,54 +406,54 @@ def refusals(context: RankContext) -> None:
     row = torch.zeros(1, HIDDEN), None, torch.zeros(1, TOPK)
     cast = make(context, quant="fp8_per_token", dtype=torch.bfloat16)
     static = make(context, quant="fp8_static", dtype=torch.bfloat16, hidden_size=128)
-    with static, refused(UnsupportedError, "without a given scale.* fp8_static.* Make another op"):
+    with static, refused(errors.UnsupportedError, "without a given scale.* fp8_static.* Make another op"):
         autograd.dispatch(static, *row)
-    with cast, refused(UnsupportedError, "beside one with casts.* fp8_per_token.* Pass back="):
+    with cast, refused(errors.UnsupportedError, "beside one with casts.* fp8_per_token.* Pass back="):
         autograd.dispatch(cast, *row)
     by_expert = make(context, layout="expert_major")
-    with by_expert, refused(UnsupportedError, "layout compact or rank_major.* by ep_a2a.autograd.group"):
+    with by_expert, refused(errors.UnsupportedError, "layout compact or rank_major.* by ep_a2a.autograd.group"):
         autograd.dispatch(by_expert, *row)
     op = make(context)
-    with refused(UnsupportedError, "back of the op's data_type torch.bfloat16; got torch.float32. Pass an op"):
+    with refused(errors.UnsupportedError, "back of the op's data_type torch.bfloat16; got torch.float32. Pass an op"):
         autograd.dispatch(cast, *row, back=op)
-    with refused(UnsupportedError, 'topk 1 for reduction="slots"; got topk 3. Make one'):
+    with refused(errors.UnsupportedError, 'topk 1 for reduction="slots"; got topk 3. Make one'):
         autograd.dispatch(op, *row, reduction="slots")
     by_slot = make(context, topk=1)
-    with by_slot, refused(ShapeError, r"ids of shape \[T, K\]; got \(1,\)"):
+    with by_slot, refused(errors.ShapeError, r"ids of shape \[T, K\]; got \(1,\)"):
         autograd.dispatch(by_slot, row[0], None, torch.zeros(1), reduction="slots")
-    with refused(UnknownNameError, "reduction ranks or slots; got 'slot'"):
+    with refused(errors.UnknownNameError, "reduction ranks or slots; got 'slot'"):
         autograd.dispatch(op, *row, reduction="slot")
     given = Inputs.of(op, 2)
     args = given.args
     (grad,) = torch.autograd.grad(loss(moe(op, *args)), given.tokens, create_graph=True)
-    with refused(UnsupportedError, "first derivatives .* create_graph"):
+    with refused(errors.UnsupportedError, "first derivatives .* create_graph"):
         grad.sum().backward()
-    with refused(EpA2AError, "indices of dtype torch.int32"):
+    with refused(errors.EpA2AError, "indices of dtype torch.int32"):
         autograd.dispatch(op, given.tokens, given.weights, given.ids.float().requires_grad_())
-    with make(context) as other, refused(InputError, "the op of the dispatch; got another.* Pass the one"):
+    with make(context) as other, refused(errors.InputError, "the op of the dispatch; got another.* Pass the one"):
         received = autograd.dispatch(op, *args[:3])
         autograd.combine(other, received.rows, received)
-    with refused(EpA2AError, "step_tokens, or its older name"):
+    with refused(errors.EpA2AError, "step_tokens, or its older name"):
         moe(op, *args, step_tokens=3, max_num_tokens=3)
-    with refused(InputError, "one integer, or 2, one for each rank; got 1 of them"):
+    with refused(errors.InputError, "one integer, or 2, one for each rank; got 1 of them"):
         autograd.dispatch(op, *args[:3], step_tokens=[3])
     nothing: Any = None
-    with refused(InputError, "received as of ep_a2a.autograd.dispatch; got NoneType. Pass"):
+    with refused(errors.InputError, "received as of ep_a2a.autograd.dispatch; got NoneType. Pass"):
         autograd.combine(op, given.tokens, nothing)
-    with refused(InputError, "an op; got NoneType. Make one"):
+    with refused(errors.InputError, "an op; got NoneType. Make one"):
         autograd.dispatch(nothing, *args[:3])
     result = moe(op, *args)
     op.close()
-    with refused(ClosedError, "an open op; got a closed one. Close it behind"):
+    with refused(errors.ClosedError, "an open op; got a closed one. Close it behind"):
         result.sum().backward()
-    with refused(ClosedError, "got a closed one"):
+    with refused(errors.ClosedError, "got a closed one"):
         moe(op, *args)
     op = make(context)
     result = moe(op, *args)
     dist.barrier(context.group)
     op.close()
     del op
-    with refused(ClosedError, "got a closed one"):
+    with refused(errors.ClosedError, "got a closed one"):
         result.sum().backward()
 
 

@@ -13,40 +13,21 @@ from unittest import mock
 import pytest
 import torch
 
+from ep_a2a import errors
 from ep_a2a.compat.combine_time_weights import WeightExchange
 from ep_a2a.compat.deep_ep import Buffer, Config
 from ep_a2a.compat.deep_ep.utils import tensors_of
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.errors import (
-    ClosedError,
-    ConfigError,
-    ConfigMismatchError,
-    DtypeError,
-    InputError,
-    ShapeError,
-    StateError,
-    TooManyTokensError,
-    UnsupportedError,
-)
 from ep_a2a.reference import reduce_experts_reference
 from ep_a2a.testing import RankContext
+from tests.cases import op_cases
 from tests.cases.low_latency_cases import check_sources
-from tests.cases.op_cases import (
-    Case,
-    check_expert_rows,
-    combine_by_nodes,
-    expert_results,
-    expert_rows,
-    make_biases,
-    make_inputs,
-    reference_of,
-    same_bits,
-    same_sums,
-)
 from tests.cases.staged_cases import on_hosts
 
-NORMAL = Case(world_size=2, hidden_dim=128, topk=3, num_experts=6, routing="some_dropped", tokens=((9, 5), (0, 7)))
-LOW_LATENCY = Case(
+NORMAL = op_cases.Case(
+    world_size=2, hidden_dim=128, topk=3, num_experts=6, routing="some_dropped", tokens=((9, 5), (0, 7))
+)
+LOW_LATENCY = op_cases.Case(
     world_size=2,
     hidden_dim=512,
     topk=2,
@@ -59,7 +40,7 @@ LOW_LATENCY = Case(
 )
 
 
-def make_buffer(context: RankContext, case: Case, **options: Any) -> Buffer:
+def make_buffer(context: RankContext, case: op_cases.Case, **options: Any) -> Buffer:
     options = {"gpus_per_node": case.world_size // case.num_nodes, **options}
     return Buffer(context.group, 0, 0, device=context.device, explicitly_destroy=True, **options)
 
@@ -67,10 +48,10 @@ def make_buffer(context: RankContext, case: Case, **options: Any) -> Buffer:
 class Step:
     """One rank's inputs of a step as DeepEP takes them, and what the oracle says that all ranks receive."""
 
-    def __init__(self, case: Case, number: int, context: RankContext) -> None:
+    def __init__(self, case: op_cases.Case, number: int, context: RankContext) -> None:
         self.case, self.number, self.context = case, number, context
-        self.everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
-        self.expected = reference_of(case, number, self.everyone)
+        self.everyone = [op_cases.make_inputs(case, number, rank) for rank in range(case.world_size)]
+        self.expected = op_cases.reference_of(case, number, self.everyone)
         self.num_local_experts = case.num_experts // case.world_size
         self.first_expert = context.rank * self.num_local_experts
         self.received = self.expected[context.rank]
@@ -111,34 +92,36 @@ class Step:
 
     def check_received(self, got: Any) -> None:
         x, scales = got if isinstance(got, tuple) else (got, None)
-        same_bits(x, self.received.tokens, "recv_x")
+        op_cases.same_bits(x, self.received.tokens, "recv_x")
         if self.received.scales is not None:
-            same_bits(scales, self.received.scales, "scales")
+            op_cases.same_bits(scales, self.received.scales, "scales")
 
     def biases(self, rank: int) -> dict[str, torch.Tensor]:
         """One bias in the first step and two in the others."""
         case = replace(self.case, num_biases=1 + (self.number > 0))
-        return make_biases(case, torch.bfloat16, len(self.everyone[rank].tokens), 0, self.number)
+        return op_cases.make_biases(case, torch.bfloat16, len(self.everyone[rank].tokens), 0, self.number)
 
     def combined(self, rows: list[torch.Tensor], with_biases: bool = False) -> torch.Tensor:
         """What combine gives this rank for the rows that all ranks' experts return."""
         num_tokens = [inputs.tokens.shape[0] for inputs in self.everyone]
         biases = [self.biases(rank) for rank in range(self.case.world_size)] if with_biases else ()
-        sums = combine_by_nodes(rows, self.expected, num_tokens, torch.bfloat16, self.case.num_nodes, biases)
+        sums = op_cases.combine_by_nodes(rows, self.expected, num_tokens, torch.bfloat16, self.case.num_nodes, biases)
         return sums[self.context.rank]
 
 
-def fp8(case: Case) -> Case:
+def fp8(case: op_cases.Case) -> op_cases.Case:
     return replace(case, dtype=FP8_DTYPE, scale_dim=case.hidden_dim // 128)
 
 
 def returned_rows(step: Step) -> list[torch.Tensor]:
     """What all ranks' experts return in normal mode."""
-    return [expert_rows(step.case, torch.bfloat16, each, r, step.number) for r, each in enumerate(step.expected)]
+    return [
+        op_cases.expert_rows(step.case, torch.bfloat16, each, r, step.number) for r, each in enumerate(step.expected)
+    ]
 
 
 def normal_mode(
-    context: RankContext, case: Case, with_topk: bool, asynchronous: bool, is_bounded: bool = False
+    context: RankContext, case: op_cases.Case, with_topk: bool, asynchronous: bool, is_bounded: bool = False
 ) -> None:
     """DeepEP's intranode test: layout, dispatch, cached dispatch, combine with weights and bias.
 
@@ -170,7 +153,7 @@ def normal_mode(
         if is_bounded:
             assert prefix is None
         else:
-            same_bits(prefix, prefixes if case.num_nodes == 1 else prefixes[:, context.rank], "prefix sums")
+            op_cases.same_bits(prefix, prefixes if case.num_nodes == 1 else prefixes[:, context.rank], "prefix sums")
         if with_topk:
             check_topk(step, ids[:count], weights[:count])
             assert bool((ids[count:] == -1).all())
@@ -197,8 +180,8 @@ def hold_up(device: torch.device) -> None:
 
 def check_topk(step: Step, ids: torch.Tensor, weights: torch.Tensor) -> None:
     local = step.local_ids()
-    same_bits(ids, local, "recv_topk_idx")
-    same_bits(weights, step.received.weights.masked_fill(local < 0, 0.0), "recv_topk_weights")
+    op_cases.same_bits(ids, local, "recv_topk_idx")
+    op_cases.same_bits(weights, step.received.weights.masked_fill(local < 0, 0.0), "recv_topk_weights")
 
 
 def check_combine(
@@ -218,20 +201,22 @@ def check_combine(
         **launch,
     )
     event.current_stream_wait()
-    same_sums(combined, step.combined(rows, with_biases=True), "combine")
+    op_cases.same_sums(combined, step.combined(rows, with_biases=True), "combine")
     if weights is None:
         assert sums is None
     else:
         # each slot's weight comes back from the one rank that owns its expert
         kept = step.topk_weights.cpu().masked_fill(step.topk_idx.cpu() < 0, 0.0)
-        same_bits(sums, kept, "combined_topk_weights")
+        op_cases.same_bits(sums, kept, "combined_topk_weights")
 
 
 # --- low latency ---
 
 
 def experts_results(step: Step) -> list[torch.Tensor]:
-    return [expert_results(step.case, torch.bfloat16, each, r, step.number) for r, each in enumerate(step.expected)]
+    return [
+        op_cases.expert_results(step.case, torch.bfloat16, each, r, step.number) for r, each in enumerate(step.expected)
+    ]
 
 
 def weighed_sum(step: Step, results: list[torch.Tensor]) -> torch.Tensor:
@@ -244,10 +229,10 @@ def check_low_latency(step: Step, got: Any, counts: torch.Tensor) -> None:
     x, scales = got if isinstance(got, tuple) else (got, None)
     config = SimpleNamespace(expert_alignment=1, column_major_scales=True)
     op: Any = SimpleNamespace(expert_recv_count=counts, config=config)
-    check_expert_rows(step.case, op, (x, None, scales), replace(step.received, weights=None))
+    op_cases.check_expert_rows(step.case, op, (x, None, scales), replace(step.received, weights=None))
 
 
-def low_latency(context: RankContext, case: Case, with_hook: bool, repeated: bool) -> None:
+def low_latency(context: RankContext, case: op_cases.Case, with_hook: bool, repeated: bool) -> None:
     """DeepEP's low-latency test: statistics, sources, combine from x or from the buffer; both calls may be repeated."""
     buffer = make_buffer(context, case, low_latency_mode=True)
     use_fp8 = case.quant_type != "none"
@@ -282,7 +267,7 @@ def low_latency(context: RankContext, case: Case, with_hook: bool, repeated: boo
                 rows, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out, **launch
             )
             finish(hook, event)
-            same_sums(combined, weighed_sum(step, results), "low_latency_combine")
+            op_cases.same_sums(combined, weighed_sum(step, results), "low_latency_combine")
             assert out is None or combined is out
     buffer.destroy()
 
@@ -314,10 +299,10 @@ class Exchange:
     def combine(self, buffer: Buffer) -> None:
         mine = self.rows[self.step.context.rank].to(self.step.context.device)
         combined, _, _ = buffer.combine(mine, self.handle)
-        same_sums(combined, self.step.combined(self.rows), "combine")
+        op_cases.same_sums(combined, self.step.combined(self.rows), "combine")
 
 
-def any_order(context: RankContext, case: Case) -> None:
+def any_order(context: RankContext, case: op_cases.Case) -> None:
     """More open dispatches than the buffer keeps, combined in another order; then as two layers' backward does."""
     buffer = make_buffer(context, case)
     steps = [Step(case, number, context) for number in range(2)]
@@ -331,7 +316,7 @@ def any_order(context: RankContext, case: Case) -> None:
     buffer.destroy()
 
 
-def growing_batches(context: RankContext, case: Case) -> None:
+def growing_batches(context: RankContext, case: op_cases.Case) -> None:
     """Batches beyond what ops have been made for; and a buffer that has been told the most."""
     counts = ((2, 1), (9, 3))
     for most in (0, 4):
@@ -339,14 +324,14 @@ def growing_batches(context: RankContext, case: Case) -> None:
         for number in range(2):
             step = Step(replace(case, tokens=counts), number, context)
             if most and number:
-                with pytest.raises(TooManyTokensError, match="max_num_tokens_per_rank"):
+                with pytest.raises(errors.TooManyTokensError, match="max_num_tokens_per_rank"):
                     Exchange(buffer, step)
             else:
                 Exchange(buffer, step).combine(buffer)
         buffer.destroy()
 
 
-def hooks(context: RankContext, case: Case) -> None:
+def hooks(context: RankContext, case: op_cases.Case) -> None:
     """Hooks that are called late, too late, or not at all, and weights that travel with the tokens."""
     buffer = make_buffer(context, case)
     steps = [Step(case, number, context) for number in (0, 1, 0)]
@@ -361,12 +346,12 @@ def hooks(context: RankContext, case: Case) -> None:
             topk_weights=step.topk_weights,
         )
         sent.append((step, handle, hook))
-    with pytest.raises(StateError, match="before its memory is needed again"):
+    with pytest.raises(errors.StateError, match="before its memory is needed again"):
         sent[0][2]()
     step, handle, hook = sent[1]
     results = experts_results(step)
     mine = results[context.rank].to(context.device)
-    with pytest.raises(StateError, match="hook of low_latency_dispatch"):
+    with pytest.raises(errors.StateError, match="hook of low_latency_dispatch"):
         buffer.low_latency_combine(mine, step.topk_idx, None, handle)
     hook()
     hook()
@@ -376,14 +361,14 @@ def hooks(context: RankContext, case: Case) -> None:
     sent[2][2]()
     # takes the memory of a combine that has not received: that one is ended first
     Exchange(buffer, Step(replace(NORMAL, hidden_dim=case.hidden_dim, num_nodes=case.num_nodes), 0, context))
-    same_sums(combined, weighed_sum(step, results), "combine whose hook has not been called")
+    op_cases.same_sums(combined, weighed_sum(step, results), "combine whose hook has not been called")
     late()
-    with pytest.raises(InputError, match="topk_weights"):
+    with pytest.raises(errors.InputError, match="topk_weights"):
         buffer.low_latency_combine(mine, step.topk_idx, None, handle)
     buffer.destroy()
 
 
-def overwritten_rows(context: RankContext, case: Case) -> None:
+def overwritten_rows(context: RankContext, case: op_cases.Case) -> None:
     """More low-latency dispatches than the buffer keeps open: the first one's combine is refused, the others' right."""
     buffer = make_buffer(context, case)
     steps = [Step(case, number, context) for number in (0, 1, 0)]
@@ -395,12 +380,12 @@ def overwritten_rows(context: RankContext, case: Case) -> None:
         results = experts_results(step)
         mine = results[context.rank].to(context.device)
         combined = buffer.low_latency_combine(mine, step.topk_idx, step.topk_weights, handle)[0]
-        same_sums(combined, weighed_sum(step, results), "combine")
+        op_cases.same_sums(combined, weighed_sum(step, results), "combine")
 
     handles = [dispatch(step) for step in steps]
     for number in (1, 2):
         combine(steps[number], handles[number])
-    with pytest.raises(StateError, match="max_open_steps"):
+    with pytest.raises(errors.StateError, match="max_open_steps"):
         combine(steps[0], handles[0])
     # displaced by dispatches of the other mode, which have memory of their own
     handle = dispatch(steps[1])
@@ -412,7 +397,7 @@ def overwritten_rows(context: RankContext, case: Case) -> None:
     buffer.destroy()
 
 
-def what_a_communication_stream_reads(context: RankContext, case: Case) -> None:
+def what_a_communication_stream_reads(context: RankContext, case: op_cases.Case) -> None:
     """A repeated dispatch routes by the handle's ids, which the caller may drop while it runs."""
     buffer = make_buffer(context, case)
     exchange = Exchange(buffer, Step(case, 0, context))
@@ -430,7 +415,7 @@ def refused(wrong: list[tuple[type[Exception], str, Callable[[], Any]]]) -> None
             call()
 
 
-def refusals(context: RankContext, case: Case) -> None:
+def refusals(context: RankContext, case: op_cases.Case) -> None:
     """What is refused on the host, before anything is launched."""
     buffer = make_buffer(context, case)
     step = Step(case, 0, context)
@@ -441,45 +426,45 @@ def refusals(context: RankContext, case: Case) -> None:
         buffer.dispatch(**{"x": x, **layout, **fitting, **changes})
 
     wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (InputError, "or neither", lambda: dispatch(topk_weights=None)),
-        (InputError, "or a handle", lambda: dispatch(is_token_in_rank=None)),
-        (DtypeError, "is_token_in_rank", lambda: dispatch(is_token_in_rank=layout["is_token_in_rank"].int())),
-        (ShapeError, "is_token_in_rank", lambda: dispatch(x=x[:1])),
-        (ShapeError, "topk_idx", lambda: dispatch(topk_idx=ids[:1])),
-        (DtypeError, "weights", lambda: dispatch(topk_weights=weights.double())),
-        (ShapeError, "scales of shape", lambda: dispatch(x=(x.to(FP8_DTYPE), x[:, 0].float()))),
-        (InputError, "expert_alignment", lambda: dispatch(expert_alignment=0)),
-        (TooManyTokensError, "num_worst_tokens", lambda: dispatch(num_worst_tokens=case.world_size)),
+        (errors.InputError, "or neither", lambda: dispatch(topk_weights=None)),
+        (errors.InputError, "or a handle", lambda: dispatch(is_token_in_rank=None)),
+        (errors.DtypeError, "is_token_in_rank", lambda: dispatch(is_token_in_rank=layout["is_token_in_rank"].int())),
+        (errors.ShapeError, "is_token_in_rank", lambda: dispatch(x=x[:1])),
+        (errors.ShapeError, "topk_idx", lambda: dispatch(topk_idx=ids[:1])),
+        (errors.DtypeError, "weights", lambda: dispatch(topk_weights=weights.double())),
+        (errors.ShapeError, "scales of shape", lambda: dispatch(x=(x.to(FP8_DTYPE), x[:, 0].float()))),
+        (errors.InputError, "expert_alignment", lambda: dispatch(expert_alignment=0)),
+        (errors.TooManyTokensError, "num_worst_tokens", lambda: dispatch(num_worst_tokens=case.world_size)),
         (
-            InputError,
+            errors.InputError,
             "with num_worst_tokens",
             lambda: dispatch(num_worst_tokens=64, topk_idx=None, topk_weights=None),
         ),
-        (InputError, "multiple of the", lambda: buffer.get_dispatch_layout(ids, 5)),
-        (ConfigError, "even number", lambda: Buffer.set_num_sms(7)),
+        (errors.InputError, "multiple of the", lambda: buffer.get_dispatch_layout(ids, 5)),
+        (errors.ConfigError, "even number", lambda: Buffer.set_num_sms(7)),
     ]
     send = functools.partial(buffer.low_latency_dispatch, x, ids, 16, case.num_experts)
     too_many = functools.partial(buffer.low_latency_dispatch, x, ids, len(x) - 1, case.num_experts)
     wrong += [
-        (TooManyTokensError, "num_max_dispatch_tokens_per_rank", too_many),
-        (InputError, "both", lambda: send(async_finish=True, return_recv_hook=True)),
-        (InputError, "round_scale with use_ue8m0", lambda: send(use_ue8m0=True)),
-        (ShapeError, "multiple of 512", lambda: send(round_scale=True, use_ue8m0=True)),
-        (ShapeError, "recv_stats", lambda: send(ids[0])),
-        (DtypeError, "weights", lambda: send(topk_weights=weights.double())),
+        (errors.TooManyTokensError, "num_max_dispatch_tokens_per_rank", too_many),
+        (errors.InputError, "both", lambda: send(async_finish=True, return_recv_hook=True)),
+        (errors.InputError, "round_scale with use_ue8m0", lambda: send(use_ue8m0=True)),
+        (errors.ShapeError, "multiple of 512", lambda: send(round_scale=True, use_ue8m0=True)),
+        (errors.ShapeError, "recv_stats", lambda: send(ids[0])),
+        (errors.DtypeError, "weights", lambda: send(topk_weights=weights.double())),
     ]
     refused(wrong)
     exchange = Exchange(buffer, step)
     rows = torch.zeros(step.received.total_recv, case.hidden_dim, dtype=torch.bfloat16, device=context.device)
     handle = exchange.handle
     wrong = [
-        (ShapeError, "rows received", lambda: buffer.combine(rows[1:], handle)),
-        (ShapeError, "bias of shape", lambda: buffer.combine(rows, handle, bias=x[1:])),
-        (DtypeError, "bias of dtype", lambda: buffer.combine(rows, handle, bias=x.float())),
-        (InputError, "or a pair", lambda: buffer.combine(rows, handle, bias=(x, x, x))),
-        (UnsupportedError, "columns", lambda: buffer.combine(rows, handle, topk_weights=rows)),
-        (ShapeError, "tokens of the handle", lambda: buffer.dispatch(x[1:], handle)),
-        (InputError, "with a handle", lambda: buffer.dispatch(x, handle, topk_idx=ids)),
+        (errors.ShapeError, "rows received", lambda: buffer.combine(rows[1:], handle)),
+        (errors.ShapeError, "bias of shape", lambda: buffer.combine(rows, handle, bias=x[1:])),
+        (errors.DtypeError, "bias of dtype", lambda: buffer.combine(rows, handle, bias=x.float())),
+        (errors.InputError, "or a pair", lambda: buffer.combine(rows, handle, bias=(x, x, x))),
+        (errors.UnsupportedError, "columns", lambda: buffer.combine(rows, handle, topk_weights=rows)),
+        (errors.ShapeError, "tokens of the handle", lambda: buffer.dispatch(x[1:], handle)),
+        (errors.InputError, "with a handle", lambda: buffer.dispatch(x, handle, topk_idx=ids)),
     ]
     refused(wrong)
     exchange.combine(buffer)
@@ -487,9 +472,9 @@ def refusals(context: RankContext, case: Case) -> None:
     rows = buffer.get_next_low_latency_combine_buffer(handle)
     with mock.patch.object(WeightExchange, "run") as exchanged:
         for kind, text, wrong_rows, out in (
-            (DtypeError, "input of dtype", rows.float(), None),
-            (ShapeError, "input of shape", rows[1:], None),
-            (ShapeError, "out", rows, x[1:]),
+            (errors.DtypeError, "input of dtype", rows.float(), None),
+            (errors.ShapeError, "input of shape", rows[1:], None),
+            (errors.ShapeError, "out", rows, x[1:]),
         ):
             with pytest.raises(kind, match=text):
                 buffer.low_latency_combine(wrong_rows, ids, weights, handle, out=out)
@@ -499,39 +484,39 @@ def refusals(context: RankContext, case: Case) -> None:
     buffer.destroy()
     buffer.destroy()
     for call in (dispatch, lambda: buffer.get_dispatch_layout(ids, case.num_experts)):
-        with pytest.raises(ClosedError, match="destroyed"):
+        with pytest.raises(errors.ClosedError, match="destroyed"):
             call()
 
 
-def odd_nodes(context: RankContext, case: Case) -> None:
+def odd_nodes(context: RankContext, case: op_cases.Case) -> None:
     """Nodes of unequal size, on all ranks or on one, and ranks that cut other nodes: errors before a token is sent."""
     last = context.rank == case.world_size - 1
     refused(
         [
-            (UnsupportedError, "equally many ranks", lambda: make_buffer(context, case, gpus_per_node=3)),
+            (errors.UnsupportedError, "equally many ranks", lambda: make_buffer(context, case, gpus_per_node=3)),
             (
-                UnsupportedError if last else ConfigMismatchError,
+                errors.UnsupportedError if last else errors.ConfigMismatchError,
                 "equally many ranks",
                 lambda: make_buffer(context, case, gpus_per_node=3 if last else 2),
             ),
-            (ConfigError, "gpus_per_node to be", lambda: make_buffer(context, case, gpus_per_node=0)),
+            (errors.ConfigError, "gpus_per_node to be", lambda: make_buffer(context, case, gpus_per_node=0)),
         ]
     )
     for hosts, kind, text, given in (
-        ("aaab", UnsupportedError, "equally many ranks", None),
-        ("abab", UnsupportedError, "node by node", None),
-        ("aaab", ConfigError, "gpus_per_node to keep each node on one host", 2),
+        ("aaab", errors.UnsupportedError, "equally many ranks", None),
+        ("abab", errors.UnsupportedError, "node by node", None),
+        ("aaab", errors.ConfigError, "gpus_per_node to keep each node on one host", 2),
     ):
         with on_hosts(hosts):
             refused([(kind, text, functools.partial(make_buffer, context, case, gpus_per_node=given))])
     for of_the_last in (1, 4):
         buffer = make_buffer(context, case, gpus_per_node=of_the_last if last else 2)
         step = Step(replace(case, num_nodes=case.world_size // (of_the_last if last else 2)), 0, context)
-        refused([(ConfigMismatchError, "on all ranks", functools.partial(Exchange, buffer, step))])
+        refused([(errors.ConfigMismatchError, "on all ranks", functools.partial(Exchange, buffer, step))])
         buffer.destroy()
 
 
-def weights_out_of_reach(context: RankContext, case: Case) -> None:
+def weights_out_of_reach(context: RankContext, case: op_cases.Case) -> None:
     """Weights of combine are refused before anything is sent; those of dispatch reach the experts' ranks."""
     buffer, step = make_buffer(context, case), Step(case, 0, context)
     results = experts_results(step)
@@ -539,10 +524,10 @@ def weights_out_of_reach(context: RankContext, case: Case) -> None:
     send = functools.partial(buffer.low_latency_dispatch, step.x, step.topk_idx, case.max_tokens, case.num_experts)
     handle = send()[2]
     combine = functools.partial(buffer.low_latency_combine, mine, step.topk_idx, step.topk_weights, handle)
-    refused([(UnsupportedError, "topk_weights to the dispatch", combine)])
+    refused([(errors.UnsupportedError, "topk_weights to the dispatch", combine)])
     got, counts, handle, _, hook = send(topk_weights=step.topk_weights, return_recv_hook=True)
     hook()
     check_low_latency(step, got, counts)
     combined, _, _ = buffer.low_latency_combine(mine, step.topk_idx, None, handle)
-    same_sums(combined, weighed_sum(step, results), "combine")
+    op_cases.same_sums(combined, weighed_sum(step, results), "combine")
     buffer.destroy()

@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.errors import (
-    AlternationError,
-    CapacityError,
-    ConfigMismatchError,
-    ForeignIndicesError,
-    RankTimeoutError,
-    ShapeError,
-    TooManyTokensError,
-    UnsupportedError,
-)
+from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.testing import RankContext
@@ -64,12 +55,12 @@ def other_forms(context: RankContext, name: str) -> None:
         assert manager.combine_into_output(rows, output) is output
         assert torch.equal(output, torch.full_like(output, context.world_size))
     assert len(manager.dispatch(hidden, weights, ids)) == 3
-    with pytest.raises(ShapeError):
+    with pytest.raises(errors.ShapeError):
         manager.combine(rows[:-1])
-    with pytest.raises(ShapeError):
+    with pytest.raises(errors.ShapeError):
         manager.combine_into_output(rows, torch.empty(1, 1))
     manager.combine(rows)
-    with pytest.raises(ShapeError):
+    with pytest.raises(errors.ShapeError):
         manager.dispatch(hidden, weights[:0] if len(weights) else weights.new_zeros(1, TOPK), ids)
     manager.destroy()
 
@@ -129,20 +120,20 @@ def ranks_that_disagree(context: RankContext, name: str) -> None:
     manager = create(name, context)
     case = Case(world_size=context.world_size, num_experts=2 * context.world_size, tokens=((4, 2),))
     tokens = torch.zeros(2, 16 + context.rank, device=context.device)
-    with pytest.raises(ConfigMismatchError, match=r"others on ranks \["):
+    with pytest.raises(errors.ConfigMismatchError, match=r"others on ranks \["):
         manager.dispatch_router_logits(tokens, torch.zeros(2, 4, device=context.device))
-    with pytest.raises(ConfigMismatchError, match=rf"tag {context.rank} on all ranks.*others on ranks \["):
+    with pytest.raises(errors.ConfigMismatchError, match=rf"tag {context.rank} on all ranks.*others on ranks \["):
         manager.dispatch_router_logits(tokens[:, :16], tokens[:, :4], tag=context.rank)
-    with pytest.raises(ConfigMismatchError, match="hidden_dim to be the same on all ranks"):
+    with pytest.raises(errors.ConfigMismatchError, match="hidden_dim to be the same on all ranks"):
         manager.get_handle(kwargs_of(case, context.rank, token_hidden_size=64 + 8 * (context.rank % 2)))
     op = manager.get_handle(kwargs_of(case, context.rank))
     arguments = make_inputs(case, 0, context.rank).on(context.device)
-    with pytest.raises(ConfigMismatchError, match="rank 1: step_tokens 5"):
+    with pytest.raises(errors.ConfigMismatchError, match="rank 1: step_tokens 5"):
         op.dispatch(*arguments, step_tokens=4 + context.rank)
-    with pytest.raises(ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
+    with pytest.raises(errors.ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
         op.dispatch(*arguments, tag=7 + context.rank)
     weights = arguments[1] if context.rank else None
-    with pytest.raises(ConfigMismatchError, match="rank 0: step_tokens 16 with no weights"):
+    with pytest.raises(errors.ConfigMismatchError, match="rank 0: step_tokens 16 with no weights"):
         op.dispatch(arguments[0], weights, None, arguments[3])
     run_step(case, op, 0, context.device)
     manager.destroy()
@@ -154,15 +145,15 @@ def wrong_use(context: RankContext, name: str) -> None:
     case = Case(world_size=context.world_size, num_experts=2 * context.world_size, tokens=((4, 2),))
     op = manager.get_handle(kwargs_of(case, context.rank))
     tokens, weights, _, ids = make_inputs(case, 0, context.rank).on(context.device)
-    with pytest.raises(AlternationError):
+    with pytest.raises(errors.AlternationError):
         op.combine(tokens, None, None)
-    with pytest.raises(TooManyTokensError):
+    with pytest.raises(errors.TooManyTokensError):
         op.dispatch(tokens, weights, None, ids, step_tokens=1)
     got = op.dispatch(tokens, weights, None, ids)
-    with pytest.raises(AlternationError):
+    with pytest.raises(errors.AlternationError):
         op.dispatch(tokens, weights, None, ids)
     rows = torch.zeros_like(got[0])
-    with pytest.raises(ForeignIndicesError):
+    with pytest.raises(errors.ForeignIndicesError):
         op.combine(rows, None, ids + 1)
     op.combine(rows, None, ids)
     op.dispatch(tokens, weights, None, ids)
@@ -174,28 +165,28 @@ def wrong_use(context: RankContext, name: str) -> None:
     cap = context.world_size
     small = manager.get_handle(kwargs_of(case, context.rank, max_total_recv_tokens=cap))
     to_rank_0 = torch.zeros_like(ids)
-    with pytest.raises(CapacityError, match=f"at most {cap} received rows.*on rank 0"):
+    with pytest.raises(errors.CapacityError, match=f"at most {cap} received rows.*on rank 0"):
         small.dispatch(tokens, weights, None, to_rank_0)
-    with pytest.raises(UnsupportedError, match="expert_major"):
+    with pytest.raises(errors.UnsupportedError, match="expert_major"):
         manager.get_handle(kwargs_of(case, context.rank, layout="expert_major"))
     manager.destroy()
 
 
 def _wrong_halves(op: Any, tokens: torch.Tensor, ids: torch.Tensor) -> None:
-    with pytest.raises(AlternationError):
+    with pytest.raises(errors.AlternationError):
         op.dispatch_recv()
     op.dispatch_send(tokens, None, None, ids)
     for call in (op.combine_recv, lambda: op.dispatch(tokens, None, None, ids), lambda: op.combine(tokens, None, None)):
-        with pytest.raises(AlternationError):
+        with pytest.raises(errors.AlternationError):
             call()
     got = op.dispatch_recv()
     assert op.has_open_step
-    with pytest.raises(ForeignIndicesError):
+    with pytest.raises(errors.ForeignIndicesError):
         op.combine_send(torch.zeros_like(got[0]), None, ids + 1)
     op.combine_send(torch.zeros_like(got[0]), None, ids)
     op.reset()
     assert not op.has_open_step
-    with pytest.raises(AlternationError):
+    with pytest.raises(errors.AlternationError):
         op.combine_recv()
 
 
@@ -204,7 +195,10 @@ def capture_is_refused(context: RankContext, name: str) -> None:
     manager = create(name, context)
     tokens = torch.zeros(2, 16, device=context.device)
     stream = torch.cuda.Stream(context.device)
-    with pytest.raises(UnsupportedError, match="capture"), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+    with (
+        pytest.raises(errors.UnsupportedError, match="capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
         manager.dispatch(tokens, tokens)
     manager.destroy()
 
@@ -217,7 +211,7 @@ def absent_rank(context: RankContext, name: str) -> None:
     op.set_timeout(0.5)
     x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
     if context.rank == 0:
-        with pytest.raises(RankTimeoutError, match=r"within 0.5 s.*rank 0 waited") as caught:
+        with pytest.raises(errors.RankTimeoutError, match=r"within 0.5 s.*rank 0 waited") as caught:
             op.dispatch(x, None, None, ids)
         others = tuple(range(1, context.world_size))
         assert (caught.value.missing_ranks, caught.value.late_ranks) == ((), others)
@@ -231,7 +225,7 @@ def killed_rank(context: RankContext, name: str, folder: str) -> None:
     run_step(case, op, 0, context.device)
     if context.rank == context.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RankTimeoutError) as caught:
+    with pytest.raises(errors.RankTimeoutError) as caught:
         run_step(case, op, 1, context.device)
     names = caught.value.missing_ranks, caught.value.late_ranks
     Path(folder, f"{context.rank}.json").write_text(json.dumps(names))

@@ -7,18 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
-from ep_a2a.errors import (
-    AlternationError,
-    CapacityError,
-    ConfigMismatchError,
-    DtypeError,
-    EpA2AError,
-    HiddenSizeError,
-    ShapeError,
-    StateError,
-    UnsupportedError,
-)
 from ep_a2a.memory.guards import recording_on_cpu
 from ep_a2a.testing import RankContext
 from tests.cases import manager_cases
@@ -157,16 +147,16 @@ def needs_a_living_handle(context: RankContext) -> None:
     """The op that dispatch is told, or the only one that lives; of several it takes none by itself."""
     with create("ep_a2a", context) as manager:
         hidden, weights, ids = inputs_of(context.rank, 0)
-        with pytest.raises(StateError, match="get_handle"):
+        with pytest.raises(errors.StateError, match="get_handle"):
             manager.dispatch(hidden, weights, ids)
         manager.reset()
         first = manager.get_handle(kwargs_of(context))
         wide = manager.get_handle(kwargs_of(context, token_hidden_size=2 * HIDDEN_DIM))
-        with pytest.raises(StateError, match=r"2 living ops.*dispatch\(\.\.\., handle=op\)"):
+        with pytest.raises(errors.StateError, match=r"2 living ops.*dispatch\(\.\.\., handle=op\)"):
             manager.dispatch(hidden, weights, ids)
-        with pytest.raises(HiddenSizeError):
+        with pytest.raises(errors.HiddenSizeError):
             manager.dispatch(hidden, weights, ids, handle=wide)
-        with pytest.raises(StateError, match="one of another manager"):
+        with pytest.raises(errors.StateError, match="one of another manager"):
             manager.dispatch(hidden, weights, ids, handle=manager)
         manager.combine(torch.zeros_like(manager.dispatch(hidden, weights, ids, handle=first)[0]))
         manager.reset()
@@ -176,7 +166,7 @@ def needs_a_living_handle(context: RankContext) -> None:
         dispatched = manager.dispatch(hidden, weights, ids)
         del first
         manager.combine(torch.zeros_like(dispatched[0]))
-        with pytest.raises(StateError, match="get_handle"):
+        with pytest.raises(errors.StateError, match="get_handle"):
             manager.dispatch(hidden, weights, ids)
 
 
@@ -184,17 +174,17 @@ def steps_that_fail(context: RankContext) -> None:
     with create("ep_a2a", context) as manager:
         op = manager.get_handle(kwargs_of(context))
         hidden, weights, ids = inputs_of(context.rank, 1)
-        with pytest.raises(AlternationError):
+        with pytest.raises(errors.AlternationError):
             manager.combine(hidden)
         rows = manager.dispatch(hidden, weights, ids)[0]
-        with pytest.raises(AlternationError, match=r"manager\.reset"):
+        with pytest.raises(errors.AlternationError, match=r"manager\.reset"):
             manager.dispatch(hidden, weights, ids)
-        with pytest.raises(ShapeError):
+        with pytest.raises(errors.ShapeError):
             manager.combine(rows.new_zeros(len(rows) + 1, HIDDEN_DIM))
-        with pytest.raises(DtypeError):
+        with pytest.raises(errors.DtypeError):
             manager.combine(rows.float())
         # what combine refuses can be repeated, and combine_into_output ends a step, too
-        with pytest.raises(ShapeError, match="output of shape"):
+        with pytest.raises(errors.ShapeError, match="output of shape"):
             manager.combine_into_output(rows, torch.ones(len(hidden) + 1, HIDDEN_DIM))
         output = torch.ones(len(hidden), HIDDEN_DIM, dtype=torch.float32)
         assert manager.combine_into_output(torch.zeros_like(rows), output) is output
@@ -205,13 +195,13 @@ def steps_that_fail(context: RankContext) -> None:
         manager.reset()
         run_layer(context, manager, "ep_a2a", 3)
         # a rank is a layer ahead
-        with pytest.raises(ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
+        with pytest.raises(errors.ConfigMismatchError, match="rank 0: tag 7, rank 1: tag 8"):
             manager.dispatch(hidden, weights, ids, tag=7 + min(context.rank, 1))
         manager.reset()
         run_layer(context, manager, "ep_a2a", 3)
         # the op's own calls share its order of calls
         op.dispatch(hidden, weights, None, ids.int())
-        with pytest.raises(AlternationError):
+        with pytest.raises(errors.AlternationError):
             manager.dispatch(hidden, weights, ids)
         op.reset()
         manager.dispatch(hidden, weights, ids)
@@ -220,7 +210,7 @@ def steps_that_fail(context: RankContext) -> None:
 
         small = manager.get_handle(kwargs_of(context, max_total_recv_tokens=context.world_size))
         # only rank 0 has too many rows; the others may learn of it later
-        with pytest.raises(CapacityError) if context.rank == 0 else contextlib.suppress(EpA2AError):
+        with pytest.raises(errors.CapacityError) if context.rank == 0 else contextlib.suppress(errors.EpA2AError):
             manager.dispatch(hidden, weights, torch.zeros_like(ids), handle=small)
         manager.reset()
         assert not small.has_open_step
@@ -237,17 +227,19 @@ def what_is_refused(context: RankContext) -> None:
             lambda: manager.dispatch(hidden, torch.zeros(len(hidden), NUM_EXPERTS), True),
             lambda: manager.dispatch_router_logits(hidden, torch.zeros(len(hidden), NUM_EXPERTS)),
         ):
-            with pytest.raises(UnsupportedError, match=r"dispatch_router_logits.*Use naive or allgather_reducescatter"):
+            with pytest.raises(
+                errors.UnsupportedError, match=r"dispatch_router_logits.*Use naive or allgather_reducescatter"
+            ):
                 call()
-        with pytest.raises(UnsupportedError, match=r"extra_tensors.*allgather_reducescatter"):
+        with pytest.raises(errors.UnsupportedError, match=r"extra_tensors.*allgather_reducescatter"):
             manager.dispatch(hidden, weights, ids, extra_tensors=[hidden])
-        with recording_on_cpu(), pytest.raises(UnsupportedError, match="capture"):
+        with recording_on_cpu(), pytest.raises(errors.UnsupportedError, match="capture"):
             manager.dispatch(hidden, weights, ids)
         casting = manager.get_handle(kwargs_of(context, quant_dtype=FP8_DTYPE, quant_type="fp8_per_token"))
-        with pytest.raises(UnsupportedError, match="fp8_per_token"):
+        with pytest.raises(errors.UnsupportedError, match="fp8_per_token"):
             manager.dispatch(hidden, weights, ids, handle=casting)
         by_expert = manager.get_handle(kwargs_of(context, layout="expert_major"))
-        with pytest.raises(UnsupportedError, match="expert_major"):
+        with pytest.raises(errors.UnsupportedError, match="expert_major"):
             manager.dispatch(hidden, weights, ids, handle=by_expert)
         assert not any(each.has_open_step for each in (op, casting, by_expert))
         assert len(manager.get_handle(kwargs_of(context)).dispatch(hidden, weights, None, ids.int())) == 5

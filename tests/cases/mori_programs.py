@@ -12,17 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ep_a2a import errors
 from ep_a2a.compat.mori import install, uninstall
-from ep_a2a.errors import (
-    AlternationError,
-    ClosedError,
-    ConfigMismatchError,
-    DtypeError,
-    ForeignIndicesError,
-    InputError,
-    StateError,
-    UnsupportedError,
-)
 from ep_a2a.memory.guards import recording_on_cpu
 from ep_a2a.routing import num_distinct_ranks
 from ep_a2a.testing import RankContext
@@ -162,7 +153,7 @@ def halves(context: RankContext, kernel_type: str) -> None:
         op = mori.ops.EpDispatchCombineOp(config)
         tokens, weights, ids = own_tokens(context)
         got = op.dispatch_send(tokens, weights, None, ids)
-        with pytest.raises(AlternationError):
+        with pytest.raises(errors.AlternationError):
             op.combine(got[0], None, ids)
         assert op.dispatch_recv(call_local_expert_count=True) is None
         num_received = check_received(context, op, got)
@@ -186,7 +177,7 @@ def rows_are_missing(context: RankContext) -> None:
         for shorter_by in (1, 4):
             received, received_weights, _, received_ids, total = op.dispatch(tokens, weights, None, ids)
             cut = int(total) - shorter_by
-            missing = pytest.raises(InputError, match=f"{shorter_by} rows fewer")
+            missing = pytest.raises(errors.InputError, match=f"{shorter_by} rows fewer")
             if context.device.type == "cuda":
                 op.combine(received[:cut], None, ids)
                 _settle(context, mori)
@@ -198,7 +189,7 @@ def rows_are_missing(context: RankContext) -> None:
                 op.reset()  # nothing is wrong, so the step goes on
                 with missing:
                     op.combine(received[:cut], received_weights[:cut], received_ids[:cut])
-                with pytest.raises(InputError, match="rows fewer"):
+                with pytest.raises(errors.InputError, match="rows fewer"):
                     op.combine(received[:1], weights[:1], ids)
             check_combined(context, tokens, ids, op.combine(received[: cut + shorter_by], None, ids))
 
@@ -229,27 +220,27 @@ def a_dtype_per_call(context: RankContext) -> None:
         # as programs do that ask once, before the first step
         buffer = op.get_registered_combine_input_buffer(torch.bfloat16)
         tokens, weights, ids = own_tokens(context)
-        with pytest.raises(ConfigMismatchError):
+        with pytest.raises(errors.ConfigMismatchError):
             op.dispatch(tokens.to(torch.float16 if context.rank else torch.float32), weights, None, ids)
         made = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn):
             received = op.dispatch(tokens.to(dtype), weights, None, ids)[0]
             assert received.dtype == dtype
             assert made.setdefault(dtype, op.native) is op.native
-            with pytest.raises(AlternationError, match="combine"):
+            with pytest.raises(errors.AlternationError, match="combine"):
                 op.dispatch(tokens.half(), weights, None, ids)
             _combine_of_dtype(context, op, buffer, received, tokens, ids)
         assert len(made) == 3
-        with pytest.raises(DtypeError):
+        with pytest.raises(errors.DtypeError):
             op.dispatch(tokens.double(), weights, None, ids)
         if context.device.type == "cpu":
-            with recording_on_cpu(), pytest.raises(UnsupportedError, match="before the capture"):
+            with recording_on_cpu(), pytest.raises(errors.UnsupportedError, match="before the capture"):
                 op.dispatch(tokens.half(), weights, None, ids)
         _errors_reach_other_dtypes(context, mori, op)
         _an_error_leaves_an_open_send(context, mori, op, idle=made[torch.float32])
         op.close()
         assert all(each.closed for each in made.values())
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             op.dispatch(tokens.half(), weights, None, ids)
 
 
@@ -258,7 +249,7 @@ def _combine_of_dtype(
 ) -> None:
     """Identity experts, whose rows combine reads from `buffer` where it has the dtype."""
     if received.dtype == torch.float32:
-        with pytest.raises(DtypeError, match="registered buffer of torch"):
+        with pytest.raises(errors.DtypeError, match="registered buffer of torch"):
             op.combine(received, None, ids)
         sums = op.combine(received, None, ids, use_external_inp_buf=1)[0]
     else:
@@ -288,16 +279,16 @@ def _errors_reach_other_dtypes(context: RankContext, mori: Any, op: Any) -> None
     tokens, weights, ids = own_tokens(context)
     op.dispatch(tokens, None if context.rank else weights, None, ids)
     _settle(context, mori)
-    with pytest.raises(ConfigMismatchError):
+    with pytest.raises(errors.ConfigMismatchError):
         op.dispatch(tokens.float(), weights, None, ids)
     op.reset()
     _combine_other_ids(context, mori, op, op.dispatch(tokens, weights, None, ids)[0], ids)
     if len(ids):
-        with pytest.raises(ForeignIndicesError):
+        with pytest.raises(errors.ForeignIndicesError):
             op.dispatch(tokens.float(), weights, None, ids)
     op.reset()
     op._combine_input.lost_rows._on_host.fill_(2)  # as once a GPU's copy has arrived
-    with pytest.raises(InputError, match="2 rows fewer"):
+    with pytest.raises(errors.InputError, match="2 rows fewer"):
         op.dispatch(tokens.float(), weights, None, ids)
     op.reset()
 
@@ -317,14 +308,14 @@ def _an_error_leaves_an_open_send(context: RankContext, mori: Any, op: Any, idle
 def what_is_refused(context: RankContext) -> None:
     """What corrupts sums in MORI, or is not here: errors that say what to do, after which the op goes on."""
     with mori_world(context) as mori:
-        with pytest.raises(StateError, match="shmem_finalize"):
+        with pytest.raises(errors.StateError, match="shmem_finalize"):
             mori.shmem.shmem_torch_process_group_init(GROUP_NAME)
         op = mori.ops.EpDispatchCombineOp(make_config(mori, context))
         tokens, weights, ids = own_tokens(context)
         received, received_weights, _, received_ids, _ = op.dispatch(tokens, weights, None, ids)
-        with pytest.raises(InputError, match="not this rank's own topk_weights"):
+        with pytest.raises(errors.InputError, match="not this rank's own topk_weights"):
             op.combine(received, received_weights[: len(received) - 1].clone(), ids)
-        with pytest.raises(ForeignIndicesError, match="own topk_ids"):
+        with pytest.raises(errors.ForeignIndicesError, match="own topk_ids"):
             op.combine(received, received_weights, received_ids[: len(received) - 1].clone())
         check_combined(context, tokens, ids, op.combine(received, None, ids))
 
@@ -358,5 +349,5 @@ def addresses(context: RankContext) -> None:
             lambda: shmem.shmem_ptr_p2p(other, context.rank + 1, 0),
             lambda: shmem.shmem_malloc_align(3, 64),
         ):
-            with pytest.raises(InputError):
+            with pytest.raises(errors.InputError):
                 call()

@@ -19,22 +19,8 @@ from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.reference import DispatchReference, reduce_experts_reference
 from ep_a2a.testing import RankContext
+from tests.cases import op_cases
 from tests.cases.call_orders import run_order
-from tests.cases.op_cases import (
-    Case,
-    Step,
-    arena_of,
-    check_dispatched,
-    combine_by_nodes,
-    make_inputs,
-    make_op,
-    read_bodies,
-    reference_of,
-    run_step,
-    same_bits,
-    same_sums,
-    wire_rows,
-)
 from tests.cases.op_checks import (
     ABSENT_TIMEOUT_SECS,
     BRIEF_TIMEOUT_SECS,
@@ -49,43 +35,43 @@ from tests.late import come_last
 from tests.replay import CapturedStep
 
 
-def late_rank(context: RankContext, case: Case) -> None:
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+def late_rank(context: RankContext, case: op_cases.Case) -> None:
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
         for number in range(3):
             if number == 1:
                 come_last(context, 1, "dispatch")
-            step = Step.dispatch(case, op, number, context.device)
+            step = op_cases.Step.dispatch(case, op, number, context.device)
             step.check_dispatched()
             if number == 2:
                 come_last(context, case.world_size - 1, "combine")
             step.combine()
 
 
-def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
+def sequential_ops_share_memory(context: RankContext, case: op_cases.Case) -> None:
     """Ops of one index share their large blocks; an op of the same config gets the same addresses again."""
-    with arena_of(context, case) as arena:
-        first = make_op(context, case, arena, index=0)
+    with op_cases.arena_of(context, case) as arena:
+        first = op_cases.make_op(context, case, arena, index=0)
         small_case = replace(case, topk=case.topk + 1, hidden_dim=case.hidden_dim // 2)
-        smaller = make_op(context, small_case, arena, index=0)
+        smaller = op_cases.make_op(context, small_case, arena, index=0)
         tokens, result = Region.TOKENS, Region.RESULT
         assert first.memory.view(tokens).data_ptr() == smaller.memory.view(tokens).data_ptr()
         assert first.memory.view(result).data_ptr() == smaller.memory.view(result).data_ptr()
         for number in range(3):
-            run_step(case, first, number, context.device)
-            run_step(small_case, smaller, number, context.device)
+            op_cases.run_step(case, first, number, context.device)
+            op_cases.run_step(small_case, smaller, number, context.device)
         table, num_bytes = first.memory.table, arena.num_bytes
         addresses = table[: len(Region) * case.world_size].clone()
         del first
         gc.collect()
-        again = make_op(context, case, arena, index=0)
+        again = op_cases.make_op(context, case, arena, index=0)
         assert again.memory.table.data_ptr() == table.data_ptr()
         assert torch.equal(again.memory.table[: addresses.numel()], addresses)
         assert arena.num_bytes == num_bytes
-        run_step(case, again, 3, context.device)
+        op_cases.run_step(case, again, 3, context.device)
         for number in range(2):
-            with make_op(context, case, arena) as unnamed:
-                run_step(case, unnamed, number, context.device)
+            with op_cases.make_op(context, case, arena) as unnamed:
+                op_cases.run_step(case, unnamed, number, context.device)
             # those without an index have memory of their own, which the next one gets
             num_bytes = arena.num_bytes if number == 0 else num_bytes
         assert arena.num_bytes == num_bytes
@@ -93,13 +79,13 @@ def sequential_ops_share_memory(context: RankContext, case: Case) -> None:
     raised(errors.ClosedError, lambda: again.check())
 
 
-def nothing_waits_for_garbage_collection(context: RankContext, case: Case) -> None:
+def nothing_waits_for_garbage_collection(context: RankContext, case: op_cases.Case) -> None:
     """Symmetric memory must not be freed when garbage is collected: that may be while a graph is being captured."""
     gc.disable()
     try:
         arena = Arena(context.group, context.device)
-        op = make_op(context, case, arena)
-        run_step(case, op, 0, context.device)
+        op = op_cases.make_op(context, case, arena)
+        op_cases.run_step(case, op, 0, context.device)
         blocks = [weakref.ref(each.local) for each in op.memory.acquired.symmetric.values()]
         op.close()
         arena.close()
@@ -109,15 +95,15 @@ def nothing_waits_for_garbage_collection(context: RankContext, case: Case) -> No
         gc.enable()
 
 
-def graph(context: RankContext, case: Case) -> None:
+def graph(context: RankContext, case: op_cases.Case) -> None:
     """A captured step, replayed with changing data, mixed with eager steps; every replay against the oracle.
 
     With case.split "all" the step is four halves, between which the graph has other work.
     """
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
         device, rank, halves = context.device, context.rank, case.split == "all"
-        mine = make_inputs(case, 0, rank)
+        mine = op_cases.make_inputs(case, 0, rank)
         static = mine.on(device)
         dtype = op.config.combined_dtype
         held: list[Any] = [None, None]
@@ -145,22 +131,24 @@ def graph(context: RankContext, case: Case) -> None:
             for _ in range(num_replays):
                 # the tensors that the capture reads keep their shapes, so every step has step 0's token counts
                 fresh = replace(case, seed=case.seed + number, tokens=(case.tokens[0],))
-                everyone = [make_inputs(fresh, 0, r) for r in range(case.world_size)]
+                everyone = [op_cases.make_inputs(fresh, 0, r) for r in range(case.world_size)]
                 for target, source in zip(static, everyone[rank].on(device)):
                     if target is not None:
                         target.copy_(source)
                 captured.replay()
                 synchronize(context)
-                reference = reference_of(fresh, 0, everyone)
-                rows = [wire_rows(_results(r, 0.5 + i, dtype), case.quant_type) for i, r in enumerate(reference)]
+                reference = op_cases.reference_of(fresh, 0, everyone)
+                rows = [
+                    op_cases.wire_rows(_results(r, 0.5 + i, dtype), case.quant_type) for i, r in enumerate(reference)
+                ]
                 counts = [inputs.tokens.shape[0] for inputs in everyone]
-                expected = combine_by_nodes(rows, reference, counts, dtype, case.num_nodes)[rank]
-                same_sums(held[1][0][: counts[rank]], expected, f"replay {number}")
-                check_dispatched(fresh, op, held[0], reference[rank])
+                expected = op_cases.combine_by_nodes(rows, reference, counts, dtype, case.num_nodes)[rank]
+                op_cases.same_sums(held[1][0][: counts[rank]], expected, f"replay {number}")
+                op_cases.check_dispatched(fresh, op, held[0], reference[rank])
                 # past its combine a rank's rows belong to the next step of whichever peer is fastest
                 arena.rendezvous.barrier("replay checked")
                 number += 1
-            run_step(replace(case, split=""), op, number, device)
+            op_cases.run_step(replace(case, split=""), op, number, device)
         assert between.tolist() == [runs + number - 1] * 2
         op.check()
 
@@ -172,21 +160,21 @@ def _results(reference: DispatchReference, factor: float, dtype: torch.dtype) ->
     return (reference.valid_rows(reference.tokens).float() * factor).to(dtype)
 
 
-def missing_rank(context: RankContext, case: Case, phase: str) -> None:
+def missing_rank(context: RankContext, case: op_cases.Case, phase: str) -> None:
     """The last rank skips a phase: all others get a RankTimeoutError that calls it late; reset makes the op usable."""
     absent = case.world_size - 1
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        run_step(case, op, 0, context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
+        op_cases.run_step(case, op, 0, context.device)
         op.set_timeout(ABSENT_TIMEOUT_SECS)
         if phase == "combine":
-            step = Step.dispatch(case, op, 1, context.device)
+            step = op_cases.Step.dispatch(case, op, 1, context.device)
 
         def call() -> torch.Tensor:
             if phase == "combine":
                 rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
                 return op.combine(rows, None, step.ids)[0][: step.counts[context.rank]]
-            x, _, _, ids = make_inputs(case, 1, context.rank).on(context.device)
+            x, _, _, ids = op_cases.make_inputs(case, 1, context.rank).on(context.device)
             return op.dispatch(x, None, None, ids).total_recv
 
         # a slow machine may take longer over the checks of one rank than the others are going to wait
@@ -209,25 +197,25 @@ def missing_rank(context: RankContext, case: Case, phase: str) -> None:
         # dispatch tells counts before it tells anything else
         first = next(iter(error.seen.values()))
         assert first == tuple(1 if r == absent else 2 for r in range(case.world_size)), error
-        raised(errors.RankTimeoutError, lambda: run_step(case, op, 2, context.device))
+        raised(errors.RankTimeoutError, lambda: op_cases.run_step(case, op, 2, context.device))
         op.reset()
         op.set_timeout(ENOUGH_SECS)
         for number in range(3, 6):
-            run_step(case, op, number, context.device)
+            op_cases.run_step(case, op, number, context.device)
 
 
-def late_in_the_first_step(context: RankContext, case: Case) -> None:
+def late_in_the_first_step(context: RankContext, case: op_cases.Case) -> None:
     """The last rank comes late: nobody minds in the op's first step, and all others do in the second."""
     last = case.world_size - 1
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena, timeout_secs=BRIEF_TIMEOUT_SECS, first_timeout_secs=60.0)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena, timeout_secs=BRIEF_TIMEOUT_SECS, first_timeout_secs=60.0)
         arena.rendezvous.barrier("before one is late")
         if context.rank == last:
             clock.sleep(2 * BRIEF_TIMEOUT_SECS)
-        run_step(case, op, 0, context.device)
+        op_cases.run_step(case, op, 0, context.device)
         arena.rendezvous.barrier("before one stays away")
         if context.rank != last:
-            x, _, _, ids = make_inputs(case, 1, context.rank).on(context.device)
+            x, _, _, ids = op_cases.make_inputs(case, 1, context.rank).on(context.device)
             # an exchange between nodes raises at once
             with contextlib.suppress(errors.RankTimeoutError) if op.config.is_staged else contextlib.nullcontext():
                 op.dispatch(x, None, None, ids)
@@ -237,14 +225,14 @@ def late_in_the_first_step(context: RankContext, case: Case) -> None:
         arena.rendezvous.barrier("the others have given up")
         op.reset()
         op.set_timeout(ENOUGH_SECS)
-        run_step(case, op, 2, context.device)
+        op_cases.run_step(case, op, 2, context.device)
 
 
-def dropped_in_a_step(context: RankContext, case: Case) -> None:
+def dropped_in_a_step(context: RankContext, case: op_cases.Case) -> None:
     """One rank forgets its op after a dispatch, the other's combine sends to it: the next op there begins clean."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena, index=0, timeout_secs=ENOUGH_SECS)
-        step = Step.dispatch(case, op, 0, context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena, index=0, timeout_secs=ENOUGH_SECS)
+        step = op_cases.Step.dispatch(case, op, 0, context.device)
         if context.rank == 1:
             del step, op
         else:
@@ -254,13 +242,13 @@ def dropped_in_a_step(context: RankContext, case: Case) -> None:
             raised(errors.RankTimeoutError, op.check, "rank 1")
             op.close()
         arena.rendezvous.barrier("nothing runs any more")
-        again = make_op(context, case, arena, index=0)
+        again = op_cases.make_op(context, case, arena, index=0)
         for number in range(2):
-            run_step(case, again, number, context.device)
+            op_cases.run_step(case, again, number, context.device)
 
 
 def is_recorded(
-    context: RankContext, case: Case, op: EpDispatchCombineOp, kind: type[errors.EpA2AError], *words: str
+    context: RankContext, case: op_cases.Case, op: EpDispatchCombineOp, kind: type[errors.EpA2AError], *words: str
 ) -> None:
     """Looks for a failure on all ranks, which is over after reset."""
     synchronize(context)
@@ -271,14 +259,14 @@ def is_recorded(
         op.memory.record_words[Record.DETAIL] = 0
         raised(kind, op.check, *words)
     op.reset()
-    run_step(case, op, 1, context.device)
+    op_cases.run_step(case, op, 1, context.device)
 
 
-def device_failures(context: RankContext, case: Case) -> None:
+def device_failures(context: RankContext, case: op_cases.Case) -> None:
     """What only the device can know: recorded, raised at the next call, and over after reset."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
-        tokens, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        tokens, _, _, ids = op_cases.make_inputs(case, 0, context.rank).on(context.device)
         weights = torch.ones(ids.shape, device=context.device)
         expect = functools.partial(is_recorded, context, case, op)
         op.dispatch(tokens, None, None, ids, step_tokens=case.max_tokens - (context.rank == 0))
@@ -301,11 +289,11 @@ OF_ONE_CHECKSUM = ([1, 2, 3, 8, 7, 6], [1, 67, 32, 4, 5, 68])
 """Bounds that ops/bounds.py gives the same checksum: their sums differ."""
 
 
-def bounds_that_differ(context: RankContext, case: Case) -> None:
+def bounds_that_differ(context: RankContext, case: op_cases.Case) -> None:
     """One rank was given another list than the others: it finds out, and tells the others by their next kernel."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
-        tokens, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena, timeout_secs=SHORT_TIMEOUT_SECS)
+        tokens, _, _, ids = op_cases.make_inputs(case, 0, context.rank).on(context.device)
         rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         bounds = [case.max_tokens - rank for rank in range(case.world_size)]
         # the first row of rank 0 and the sum are those of the others' list
@@ -330,14 +318,14 @@ def bounds_that_differ(context: RankContext, case: Case) -> None:
 
             raised(errors.ConfigMismatchError, go_on)
             op.reset()
-            run_step(case, op, 1, context.device)
+            op_cases.run_step(case, op, 1, context.device)
 
 
-def graphs_of_other_steps(context: RankContext, case: Case) -> None:
+def graphs_of_other_steps(context: RankContext, case: op_cases.Case) -> None:
     """A combine graph of another step_tokens than the dispatch graph before it: other rows, which lie elsewhere."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        tokens, weights, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
+        tokens, weights, _, ids = op_cases.make_inputs(case, 0, context.rank).on(context.device)
         most_rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         dispatches, combines = [], []
         for most in (case.stride(0) or max(case.tokens[0]), case.max_tokens):
@@ -345,7 +333,7 @@ def graphs_of_other_steps(context: RankContext, case: Case) -> None:
             def dispatch(_: Any, most: int | Sequence[int] = most) -> None:
                 op.dispatch(tokens, weights, None, ids, step_tokens=most)
 
-            run_step(case, op, 0, context.device)
+            op_cases.run_step(case, op, 0, context.device)
             dispatches.append(CapturedStep(op, dispatch))
             combines.append(CapturedStep(op, lambda _: op.combine(rows_of_step(op, most_rows), None, ids)))
             arena.rendezvous.barrier("captured")
@@ -361,10 +349,10 @@ def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
     return rows[: math.prod(op.open_step.lead)].clone()
 
 
-def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
+def memory_that_peers_overwrite(context: RankContext, case: op_cases.Case) -> None:
     """What dispatch returned holds the next step's rows once a peer has gone on: it is copied, or refused."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
         num_tokens = case.tokens[0][context.rank]
         x = torch.full((num_tokens, case.hidden_dim), 1.0 + context.rank, device=context.device).to(op.config.data_type)
         # each token goes to all ranks
@@ -378,7 +366,7 @@ def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
         inside.fill_(77.0)
         op.combine_recv()
         expected = torch.full(x.shape, case.world_size + 1.0 + (1.0 + context.rank), dtype=x.dtype)
-        same_bits(out[:num_tokens], expected, "sums and biases")
+        op_cases.same_bits(out[:num_tokens], expected, "sums and biases")
         raised(errors.InputError, lambda: op.dispatch(inside, None, None, ids), "input outside of what dispatch")
         op.dispatch(x, None, None, ids)
         op.combine(rows, None, None)
@@ -389,18 +377,18 @@ def memory_that_peers_overwrite(context: RankContext, case: Case) -> None:
         op.dispatch(x, None, None, ids)
         result = op.combine(rows, None, None)[0][:num_tokens]
         expected = torch.full(result.shape, float(case.world_size), dtype=result.dtype)
-        same_bits(result, expected, "sums by programs beside products")
+        op_cases.same_bits(result, expected, "sums by programs beside products")
         op.check()
 
 
-def cap_overflow(context: RankContext, case: Case) -> None:
+def cap_overflow(context: RankContext, case: op_cases.Case) -> None:
     """One row more than fits is an error on all ranks; as many rows as fit are right."""
     # the cap is a multiple of the ranks, of which one alone brings a token more
     cap, tokens = 2 * case.world_size, ((3, *[2] * (case.world_size - 1)), (2,))
     case = replace(case, routing="all_to_one", tokens=tokens)
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena, max_total_recv_tokens=cap)
-        x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena, max_total_recv_tokens=cap)
+        x, _, _, ids = op_cases.make_inputs(case, 0, context.rank).on(context.device)
         op.dispatch(x, None, None, ids)
         synchronize(context)
         arena.rendezvous.barrier("overflow seen")
@@ -411,12 +399,12 @@ def cap_overflow(context: RankContext, case: Case) -> None:
         is_recorded(context, case, op, errors.CapacityError, "rank 0", "max_total_recv_tokens")
 
 
-def host_checks(context: RankContext, case: Case) -> None:
+def host_checks(context: RankContext, case: op_cases.Case) -> None:
     """Every mistake that the host can see, each with its own class, raised before anything is launched."""
     device, rank = context.device, context.rank
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        x, _, _, ids = make_inputs(case, 0, rank).on(device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
+        x, _, _, ids = op_cases.make_inputs(case, 0, rank).on(device)
         weights = torch.ones(ids.shape, device=device)
         hidden, topk, most = case.hidden_dim, case.topk, case.max_tokens
         num_rows = case.world_size * most
@@ -459,15 +447,15 @@ def host_checks(context: RankContext, case: Case) -> None:
         }.items():
             for value in values:
                 is_refused(errors.InputError, dispatch(**{name: value}), name)
-        scaled = make_op(context, case, arena, scale_dim=2, scale_type_size=4)
+        scaled = op_cases.make_op(context, case, arena, scale_dim=2, scale_type_size=4)
         raised(errors.ShapeError, lambda: scaled.dispatch(x, None, torch.empty(0, device=device), ids), "scales")
         scaled.close()
-        run_step(case, op, 0, device)
+        op_cases.run_step(case, op, 0, device)
         # equal to what the step has had
         for name, value in {"step_tokens": float(most), "pad_id": float(case.pad_id)}.items():
             is_refused(errors.InputError, dispatch(**{name: value}), name)
 
-        step = Step.dispatch(case, op, 1, device)
+        step = op_cases.Step.dispatch(case, op, 1, device)
         rows = torch.zeros(num_rows, hidden, dtype=op.config.combined_dtype, device=device)
         is_refused(errors.AlternationError, dispatch(), "combine")
         is_refused(errors.DtypeError, lambda: op.combine(rows.double(), None, None))
@@ -500,14 +488,14 @@ def host_checks(context: RankContext, case: Case) -> None:
         raised(errors.ClosedError, dispatch(), "closed")
 
 
-def other_arrangements(context: RankContext, case: Case) -> None:
+def other_arrangements(context: RankContext, case: op_cases.Case) -> None:
     """Rows of another arrangement than dispatch's are refused, also where their number is right."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
+        x, _, _, ids = op_cases.make_inputs(case, 0, context.rank).on(context.device)
         if case.layout == "expert_major":
             raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
-        step = Step.dispatch(case, op, 0, context.device)
+        step = op_cases.Step.dispatch(case, op, 0, context.device)
         rows = torch.zeros(*step.got[0].shape, dtype=op.config.combined_dtype, device=context.device)
         if case.layout == "expert_major":
             raised(errors.InputError, lambda: op.combine(rows, step.got[1], None), "weights")
@@ -518,11 +506,11 @@ def other_arrangements(context: RankContext, case: Case) -> None:
         step.combine()
 
 
-def weights_on_some_ranks(context: RankContext, case: Case) -> None:
+def weights_on_some_ranks(context: RankContext, case: op_cases.Case) -> None:
     """A rank that sums weights finds out that another rank brought none."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        step = Step.dispatch(case, op, 0, context.device)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
+        step = op_cases.Step.dispatch(case, op, 0, context.device)
         rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         op.combine(rows, step.got[1] if context.rank == 0 else None, None)
         synchronize(context)
@@ -532,32 +520,37 @@ def weights_on_some_ranks(context: RankContext, case: Case) -> None:
         if context.rank and hears:
             # those that have not been told in combine are told by their next kernel
             with contextlib.suppress(errors.ConfigMismatchError):
-                Step.dispatch(case, op, 1, context.device)
+                op_cases.Step.dispatch(case, op, 1, context.device)
             synchronize(context)
         without = list(range(1, context.world_size))
         if hears:
             raised(errors.ConfigMismatchError, op.check, "weights on all ranks", f"none on ranks {without}")
         arena.rendezvous.barrier("seen")
         op.reset()
-        run_step(case, op, 1, context.device)
+        op_cases.run_step(case, op, 1, context.device)
 
 
-def construction_mismatches(context: RankContext, case: Case) -> None:
+def construction_mismatches(context: RankContext, case: op_cases.Case) -> None:
     """Ranks that build different ops, or do not come, are found at construction, with field and ranks named."""
-    with arena_of(context, case) as arena:
+    with op_cases.arena_of(context, case) as arena:
         changes: dict[str, Any] = {"hidden_dim": case.hidden_dim * 2} if context.rank == 1 else {}
-        raised(errors.ConfigMismatchError, lambda: make_op(context, case, arena, **changes), "hidden_dim", "[1]")
+        raised(
+            errors.ConfigMismatchError, lambda: op_cases.make_op(context, case, arena, **changes), "hidden_dim", "[1]"
+        )
         other_rank = {"rank": (context.rank + 1) % case.world_size}
-        raised(errors.ConfigError, lambda: make_op(context, case, arena, **other_rank))
-        raised(errors.ConfigError, lambda: make_op(context, case, arena, quant_type="fp8_blockwise", hidden_dim=64))
+        raised(errors.ConfigError, lambda: op_cases.make_op(context, case, arena, **other_rank))
+        raised(
+            errors.ConfigError,
+            lambda: op_cases.make_op(context, case, arena, quant_type="fp8_blockwise", hidden_dim=64),
+        )
         # what only one rank sees reaches the others at once, and the ranks stay in step
         alone = {"kernel_type": EpDispatchCombineKernelType.IntraNodeLL} if context.rank == 1 else {}
         kind = errors.UnsupportedError if context.rank == 1 else errors.ConfigMismatchError
-        raised(kind, lambda: make_op(context, case, arena, **alone), "IntraNodeLL")
-        run_step(case, make_op(context, case, arena), 0, context.device)
+        raised(kind, lambda: op_cases.make_op(context, case, arena, **alone), "IntraNodeLL")
+        op_cases.run_step(case, op_cases.make_op(context, case, arena), 0, context.device)
         arena.rendezvous.timeout_secs = 2.0
         if context.rank != 1:
-            error = raised(errors.RankTimeoutError, lambda: make_op(context, case, arena), "rank 1")
+            error = raised(errors.RankTimeoutError, lambda: op_cases.make_op(context, case, arena), "rank 1")
             # its process runs
             assert (error.missing_ranks, error.late_ranks) == ((), (1,))
         come_last(context, 1, "the end")
@@ -568,11 +561,11 @@ order_of_calls = functools.partial(run_order, order="of-calls")
 overlapping_halves = functools.partial(run_order, order="overlapping-halves")
 closed_in_the_middle = functools.partial(run_order, order="closed-in-the-middle")
 BODIES = {
-    **read_bodies("op_special", globals()),
+    **op_cases.read_bodies("op_special", globals()),
     # programs that fail have told their counts to those behind them
     "device-failures-look-back": (
         device_failures,
-        Case(world_size=2, tokens=((9,),), hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 1),
+        op_cases.Case(world_size=2, tokens=((9,),), hidden_dim=8, max_tokens=MAX_COUNTED_ALONE + 1),
     ),
     **STEP_BODIES,
 }

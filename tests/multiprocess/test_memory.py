@@ -15,16 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_a2a import shmem
-from ep_a2a.errors import (
-    ClosedError,
-    ConfigMismatchError,
-    EpA2AError,
-    HostMemoryError,
-    NotInitializedError,
-    StateError,
-    UnknownNameError,
-)
+from ep_a2a import errors, shmem
 from ep_a2a.memory import host_shm, private_files
 from ep_a2a.memory.arena import Arena, BlockSizes, allocate_symmetric
 from ep_a2a.memory.private_files import refusals_named
@@ -88,7 +79,7 @@ def test_every_rank_reaches_every_region(ranks, world_size):
 
 def ask_for_unequal_sizes(context: RankContext) -> None:
     sizes = [[NUM_BYTES + (rank == 1), "cpu"] for rank in range(context.world_size)]
-    raised(ConfigMismatchError, lambda: allocate(context, sizes[context.rank][0]), f"got by rank {sizes}")
+    raised(errors.ConfigMismatchError, lambda: allocate(context, sizes[context.rank][0]), f"got by rank {sizes}")
     allocate(context).close()
 
 
@@ -98,10 +89,10 @@ def test_unequal_sizes_are_an_error_on_every_rank(ranks):
 
 def fail_to_map_on_one_rank(context: RankContext) -> None:
     # a file that the others have removed, or that lies in another container's /dev/shm
-    kind, words = HostMemoryError, ("No such file", "--ipc=host")
+    kind, words = errors.HostMemoryError, ("No such file", "--ipc=host")
     if context.rank != 1:
         kind, words = (
-            ConfigMismatchError,
+            errors.ConfigMismatchError,
             ("No such file", "mapping shared memory to succeed on every rank; got rank 1"),
         )
     failing = OSError(errno.ENOENT, os.strerror(errno.ENOENT)) if context.rank == 1 else None
@@ -120,7 +111,7 @@ def ask_for_too_much(context: RankContext) -> None:
     space = os.statvfs(private_files.SHM_DIRECTORY)
     # more than the file system holds, not than is free: the kernel then refuses before it touches memory
     num_bytes = space.f_blocks * space.f_frsize + GIB
-    text = str(raised(HostMemoryError, lambda: allocate(context, num_bytes), "--shm-size"))
+    text = str(raised(errors.HostMemoryError, lambda: allocate(context, num_bytes), "--shm-size"))
     assert "No space left" in text or os.strerror(errno.EFBIG) in text
     Rendezvous(context.group).barrier("refused")
     assert files_of(os.getpid()) == []
@@ -226,7 +217,7 @@ def life_of_an_arena(context: RankContext, case: Case) -> None:
         op.check,
         op.reset,
     ):
-        raised(ClosedError, call)
+        raised(errors.ClosedError, call)
 
 
 def test_arena_hands_out_shares_and_gives_back(ranks):
@@ -282,7 +273,10 @@ def test_500_dropped_ops_leave_memory_descriptors_and_keys_flat(ranks):
     ],
 )
 def test_too_many_open_files_are_told_as_such(number, remedy, said):
-    with pytest.raises(HostMemoryError, match="expected to have it") as caught, refusals_named("to have it", remedy):
+    with (
+        pytest.raises(errors.HostMemoryError, match="expected to have it") as caught,
+        refusals_named("to have it", remedy),
+    ):
         raise OSError(number, os.strerror(number))
     assert said in caught.value.remedy
     assert os.strerror(number) in caught.value.got
@@ -296,11 +290,11 @@ def life_of_a_world(context: RankContext) -> None:
         return shmem.shmem_torch_process_group_init(name, context.device)
 
     torch._C._distributed_c10d._register_process_group("a world", context.group)
-    raised(NotInitializedError, shmem.default_arena, "shmem_torch_process_group_init")
-    error = raised(UnknownNameError, lambda: init("no such group"), "'no such group'", "group.group_name")
+    raised(errors.NotInitializedError, shmem.default_arena, "shmem_torch_process_group_init")
+    error = raised(errors.UnknownNameError, lambda: init("no such group"), "'no such group'", "group.group_name")
     assert "torch._C" not in str(error)
     assert init() == 0
-    raised(StateError, init, "shmem_finalize")
+    raised(errors.StateError, init, "shmem_finalize")
     arena = shmem.default_arena()
     assert (shmem.shmem_mype(), shmem.shmem_npes(), arena.device) == (context.rank, 3, context.device)
     tensor, other = shmem.shmem_malloc(4096), shmem.shmem_malloc(64)
@@ -317,13 +311,13 @@ def life_of_a_world(context: RankContext) -> None:
         lambda: shmem.shmem_ptr_p2p(torch.zeros(16), 0),
         lambda: shmem.shmem_free(torch.zeros(16)),
     ):
-        raised(EpA2AError, call)
+        raised(errors.EpA2AError, call)
     shmem.shmem_free(tensor)
     shmem.shmem_barrier_all()
     assert (shmem.shmem_finalize(), shmem.shmem_finalize()) == (0, 0)
     assert arena.closed
     for call in (shmem.shmem_mype, shmem.shmem_npes, shmem.shmem_barrier_all):
-        raised(NotInitializedError, call)
+        raised(errors.NotInitializedError, call)
     assert init() == 0
     shmem.shmem_malloc(16)
     shmem.shmem_finalize()

@@ -11,15 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import ep_a2a
-from ep_a2a.errors import (
-    ClosedError,
-    ConfigError,
-    ConfigMismatchError,
-    NotInitializedError,
-    StateError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from ep_a2a import errors
 from ep_a2a.managers.registry import register_manager
 from ep_a2a.parallel.group_coordinator import GroupCoordinator
 from ep_a2a.parallel.state import get_dp_group, get_tp_group, is_initialized
@@ -108,11 +100,11 @@ def life_of_a_manager(context):
             lambda: tensor_parallel.all2all_manager,
             lambda: setattr(tensor_parallel, "all2all_manager", injected),
         ):
-            with pytest.raises(UnsupportedError, match=r"get_ep_group\(\)\.device_communicator"):
+            with pytest.raises(errors.UnsupportedError, match=r"get_ep_group\(\)\.device_communicator"):
                 call()
     ep_a2a.destroy_dist_env()
     assert injected.num_destroyed == 1
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         _ = communicator.all2all_manager
 
 
@@ -127,12 +119,12 @@ def backend_of_the_environment(context):
 
 def unknown_backend(context):
     """Refused before any group is made; and again by a communicator whose backend was changed afterwards."""
-    with pytest.raises(UnknownNameError, match="Did you mean 'ep_a2a'"):
+    with pytest.raises(errors.UnknownNameError, match="Did you mean 'ep_a2a'"):
         initialise(context, context.world_size, all2all_backend="ep_a2b")
     assert not is_initialized()
     with initialised(context, context.world_size) as group:
         group.device_communicator.all2all_backend = "ep_a2b"
-        with pytest.raises(UnknownNameError, match="Did you mean 'ep_a2a'"):
+        with pytest.raises(errors.UnknownNameError, match="Did you mean 'ep_a2a'"):
             _ = group.device_communicator.all2all_manager
 
 
@@ -140,7 +132,7 @@ def initialise_twice(context):
     with initialised(context, 2) as group:
         initialise(context, 2)
         assert ep_a2a.get_ep_group() is group
-        with pytest.raises(StateError, match="destroy_dist_env"):
+        with pytest.raises(errors.StateError, match="destroy_dist_env"):
             initialise(context, 4)
 
 
@@ -152,26 +144,26 @@ def destroy_leaves_no_group(context):
     assert len(distributed_c10d._world.pg_map) == before
     assert dist.is_initialized()
     assert not is_initialized()
-    with pytest.raises(NotInitializedError):
+    with pytest.raises(errors.NotInitializedError):
         ep_a2a.get_ep_group()
 
 
 def disagree_on_backend(context):
     found = "all2all_backend='naive' on all ranks, as on rank 0; got 'ep_a2a' on rank 2"
-    with pytest.raises(ConfigMismatchError, match=found):
+    with pytest.raises(errors.ConfigMismatchError, match=found):
         initialise(context, 4, all2all_backend="ep_a2a" if context.rank == 2 else "naive")
     assert not is_initialized()
 
 
 def disagree_on_sizes(context):
     found = "tensor_model_parallel_size=2 on all ranks, as on rank 0; got 1 on rank 3"
-    with pytest.raises(ConfigMismatchError, match=found):
+    with pytest.raises(errors.ConfigMismatchError, match=found):
         initialise(context, 2 if context.rank < 3 else 4)
     assert not is_initialized()
 
 
 def wrong_world(context):
-    with pytest.raises(ConfigError, match="of 4"):
+    with pytest.raises(errors.ConfigError, match="of 4"):
         ep_a2a.init_dist_env(tensor_model_parallel_size=2, rankID=context.rank % 2)
 
 
@@ -252,7 +244,7 @@ def test_ep_group_without_global_rank_zero(ranks):
 def test_rank_in_no_group_is_refused():
     with pytest.raises(RankFailure) as caught:
         run_ranks(coordinator_with_missing_rank, 4, grace_secs=5)
-    assert isinstance(caught.value.errors[3], ConfigError)
+    assert isinstance(caught.value.errors[3], errors.ConfigError)
 
 
 JOIN_TWICE = """

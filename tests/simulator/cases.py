@@ -12,23 +12,12 @@ from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.policy import MOST_ADDING_ARRIVED
-from tests.cases.op_cases import (
-    BY_HOSTS,
-    BY_PUTS,
-    Case,
-    Step,
-    arena_of,
-    make_inputs,
-    make_op,
-    run_case,
-    same_sums,
-    set_first_epoch,
-)
+from tests.cases import op_cases
 from tests.cases.op_checks import raised
 from tests.cases.ring_cases import SMALL_RINGS, rings
 from tests.simulator.ranks import Context
 
-SMALL = Case(
+SMALL = op_cases.Case(
     world_size=2,
     hidden_dim=16,
     topk=2,
@@ -44,7 +33,7 @@ LATE_RANK = 1
 SIGN_CHANGES, EPOCHS_END = 2**31 - 3, 2**32 - 3
 """Last epoch before a step in which epochs become negative, or begin anew."""
 BULK = {"flagged_max_tokens": 0}
-THREE_RANKS = Case(
+THREE_RANKS = op_cases.Case(
     world_size=3,
     hidden_dim=16,
     topk=3,
@@ -65,7 +54,7 @@ SWITCHING = replace(
 BOUNDED = replace(SMALL, max_tokens=9, tokens=((3, 2), (9, 6)), num_steps=2, options=BULK | {"max_sms": 4})
 MARKS = BULK | {"max_sms": MOST_ADDING_ARRIVED + 1}
 TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
-STAGED = SMALL_RINGS | BY_HOSTS | {"timeout_secs": 2.0}
+STAGED = SMALL_RINGS | op_cases.BY_HOSTS | {"timeout_secs": 2.0}
 CASES = {
     "low_latency": SMALL,
     "low_latency_marks": replace(SMALL, unusual=True),
@@ -126,7 +115,7 @@ CASES = {
         TWO_NODES, world_size=3, num_nodes=3, num_experts=6, num_steps=2, options=rings(1, 1, 1)
     ),
     "rings_of_a_step": replace(TWO_NODES, kernel="InterNodeV1LL", options={}),
-    "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | BY_PUTS),
+    "rings_by_puts": replace(TWO_NODES, num_steps=2, options=rings(1, 1, 1) | op_cases.BY_PUTS),
     "staged": replace(TWO_NODES, num_steps=2, options=STAGED),
     "staged_expert_major": replace(TWO_NODES, layout="expert_major", num_steps=2, options=STAGED),
     "small_room_staged": replace(
@@ -135,14 +124,14 @@ CASES = {
 }
 
 
-def run_chain(context: Context, case: Case) -> None:
+def run_chain(context: Context, case: op_cases.Case) -> None:
     """Steps whose launches follow each other without the host, each combine against the oracle."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        set_first_epoch(op, case, arena)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
+        op_cases.set_first_epoch(op, case, arena)
         checks: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(case.num_steps):
-            step = Step.dispatch(case, op, number, context.device)
+            step = op_cases.Step.dispatch(case, op, number, context.device)
             rows, _, expected, _ = step.before_combine()
             out = torch.zeros_like(expected)
             op.combine(rows, None, step.ids, out=out, **step.biases())
@@ -150,46 +139,48 @@ def run_chain(context: Context, case: Case) -> None:
         context.synchronize()
         op.check()
         for number, (got, expected) in enumerate(checks):
-            same_sums(got, expected, f"combine of step {number}")
+            op_cases.same_sums(got, expected, f"combine of step {number}")
 
 
-def run_late_weights(context: Context, case: Case) -> None:
+def run_late_weights(context: Context, case: op_cases.Case) -> None:
     """Steps whose combine, not their dispatch, is given the router's weights."""
-    with arena_of(context, case) as arena:
+    with op_cases.arena_of(context, case) as arena:
         op = CombineTimeWeightsOp(case.config(context.rank), arena=arena)
         dispatch = op.dispatch
         op.dispatch = lambda x, _, *given, **wishes: dispatch(x, None, *given, **wishes)  # type: ignore[method-assign]
         for number in range(case.num_steps):
-            step = Step.dispatch(case, op, number, context.device)
+            step = op_cases.Step.dispatch(case, op, number, context.device)
             rows, _, expected, _ = step.before_combine()
-            got = op.combine(rows, make_inputs(case, number, context.rank).weights, step.ids)[0]
-            same_sums(got[: len(expected)], expected, f"combine of step {number}")
+            got = op.combine(rows, op_cases.make_inputs(case, number, context.rank).weights, step.ids)[0]
+            op_cases.same_sums(got[: len(expected)], expected, f"combine of step {number}")
         op.check()
 
 
-def fails(context: Context, case: Case, kind: type[EpA2AError], steps: Callable[..., None]) -> tuple[Any, float]:
+def fails(
+    context: Context, case: op_cases.Case, kind: type[EpA2AError], steps: Callable[..., None]
+) -> tuple[Any, float]:
     """The error that ends steps on every rank, and when it came; the op can be reset."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
         error = raised(kind, lambda: steps(context, case, op))
         told_at = clock.now()
         op.reset()
     return error, told_at
 
 
-def unchecked_steps(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
+def unchecked_steps(context: Context, case: op_cases.Case, op: EpDispatchCombineOp) -> None:
     """Steps that are checked for failures but not for values."""
     for number in range(case.num_steps):
-        step = Step.dispatch(case, op, number, context.device)
+        step = op_cases.Step.dispatch(case, op, number, context.device)
         op.check()
         rows = torch.zeros(*step.got[0].shape[:-1], case.hidden_dim, dtype=op.config.combined_dtype)
         op.combine(rows, None, step.ids)
         op.check()
 
 
-def steps_ahead(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
+def steps_ahead(context: Context, case: op_cases.Case, op: EpDispatchCombineOp) -> None:
     """Steps whose hosts go on before they hear that one has failed."""
-    inputs = [make_inputs(case, number, context.rank).on(context.device) for number in range(case.num_steps)]
+    inputs = [op_cases.make_inputs(case, number, context.rank).on(context.device) for number in range(case.num_steps)]
     rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
     for given in inputs:
         received = op.dispatch(*given)[0]
@@ -198,38 +189,38 @@ def steps_ahead(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
     op.check()
 
 
-def disagreeing_step(context: Context, case: Case, op: EpDispatchCombineOp) -> None:
+def disagreeing_step(context: Context, case: op_cases.Case, op: EpDispatchCombineOp) -> None:
     """A step for which each rank gives another step_tokens."""
-    op.dispatch(*make_inputs(case, 0, context.rank).on(context.device), step_tokens=3 + context.rank)
+    op.dispatch(*op_cases.make_inputs(case, 0, context.rank).on(context.device), step_tokens=3 + context.rank)
     context.synchronize()
     op.check()
 
 
-def run_without_room(context: Context, case: Case) -> None:
+def run_without_room(context: Context, case: op_cases.Case) -> None:
     """A step that brings a rank more rows than it may receive, of which all ranks hear soon."""
     start = clock.now()
     _, told_at = fails(context, case, CapacityError, unchecked_steps)
     assert told_at - start < SOON_SECS
 
 
-def run_behind_failure(context: Context, case: Case) -> None:
+def run_behind_failure(context: Context, case: op_cases.Case) -> None:
     fails(context, case, CapacityError, steps_ahead)
 
 
-def run_disagreeing(context: Context, case: Case) -> None:
+def run_disagreeing(context: Context, case: op_cases.Case) -> None:
     """The error says who gave what."""
     error, _ = fails(context, case, ConfigMismatchError, disagreeing_step)
     assert re.search(r"rank 0: step_tokens 3 .*rank 1: step_tokens 4 ", str(error)), error
 
 
-def run_until_late(context: Context, case: Case) -> None:
+def run_until_late(context: Context, case: op_cases.Case) -> None:
     """Steps until a rank stands still for longer than the others wait, of which all ranks hear."""
     error, _ = fails(context, case, RankTimeoutError, unchecked_steps)
     assert error.missing_ranks in ((LATE_RANK,), ())
 
 
 BODIES: dict[str, Any] = {
-    "steps": run_case,
+    "steps": op_cases.run_case,
     "chain": run_chain,
     "late_weights": run_late_weights,
     "without_room": run_without_room,

@@ -14,17 +14,8 @@ from hypothesis import strategies as st
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.routing import ROUTINGS
+from tests.cases import op_cases
 from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, INDEX_OF, OTHERS, Action, run_actions
-from tests.cases.op_cases import (
-    Case,
-    arena_of,
-    make_inputs,
-    make_op,
-    reference_of,
-    run_step,
-    set_first_epoch,
-    with_options,
-)
 from tests.cases.stride_cases import LAYOUTS as STRIDES
 from tests.cases.stride_cases import ROLES, Forms, strided_case
 from tests.simulator.ranks import Context
@@ -83,7 +74,7 @@ def payloads(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, world_size: int) -> Case:
+def cases(draw: st.DrawFn, world_size: int) -> op_cases.Case:
     max_tokens = draw(st.integers(1, MAX_TOKENS))
     tokens, strides = draw(token_counts(world_size, max_tokens))
     layout = draw(st.sampled_from(LAYOUTS))
@@ -91,7 +82,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     if layout == "expert_major":
         payload.setdefault("options", {})["expert_alignment"] = draw(st.integers(1, 5))
     with_weights = layout == "expert_major" or draw(st.booleans())
-    return Case(
+    return op_cases.Case(
         world_size=world_size,
         topk=draw(st.integers(1, 8)),
         num_experts=draw(st.integers(1, 13)),
@@ -112,33 +103,33 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     )
 
 
-def largest_total(case: Case) -> int:
+def largest_total(case: op_cases.Case) -> int:
     """The most rows that any rank receives in any step."""
     totals = [0]
     for number in range(case.num_steps):
-        everyone = [make_inputs(case, number, rank) for rank in range(case.world_size)]
-        totals += [each.total_recv for each in reference_of(case, number, everyone)]
+        everyone = [op_cases.make_inputs(case, number, rank) for rank in range(case.world_size)]
+        totals += [each.total_recv for each in op_cases.reference_of(case, number, everyone)]
     return max(totals)
 
 
 @st.composite
-def padded_cases(draw: st.DrawFn, world_size: int) -> tuple[Case, list[int]]:
+def padded_cases(draw: st.DrawFn, world_size: int) -> tuple[op_cases.Case, list[int]]:
     """A case with a pad_id for every step: rows without a token where the step before had more, or as many as fit."""
     case = draw(cases(world_size))
     pad_ids = draw(st.lists(st.sampled_from(PAD_IDS), min_size=3, max_size=7))
     case = replace(case, num_steps=len(pad_ids))
     if case.layout == "compact" and draw(st.booleans()):
-        case = with_options(case, max_total_recv_tokens=max(1, largest_total(case)))
+        case = op_cases.with_options(case, max_total_recv_tokens=max(1, largest_total(case)))
     return case, pad_ids
 
 
-def run_with_pad_ids(context: Context, case: Case, pad_ids: list[int]) -> None:
+def run_with_pad_ids(context: Context, case: op_cases.Case, pad_ids: list[int]) -> None:
     """run_case with another pad_id in every step."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        set_first_epoch(op, case, arena)
+    with op_cases.arena_of(context, case) as arena:
+        op = op_cases.make_op(context, case, arena)
+        op_cases.set_first_epoch(op, case, arena)
         for number, pad_id in enumerate(pad_ids):
-            run_step(replace(case, pad_id=pad_id), op, number, context.device)
+            op_cases.run_step(replace(case, pad_id=pad_id), op, number, context.device)
         op.check()
 
 
@@ -148,7 +139,7 @@ DRAWN = (*CALLS, *OTHERS, *(GO_ON,) * (len(CALLS) // 2), *(GO_ON_IN_HALVES,) * (
 
 
 @st.composite
-def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
+def orders(draw: st.DrawFn, world_size: int) -> tuple[op_cases.Case, list[Action]]:
     """A case without the end of the epochs, since ops are built anew, and what is done, right or wrong."""
     case = replace(draw(cases(world_size)), first_epoch=0)
     action = st.tuples(st.integers(0, len(INDEX_OF) - 1), st.sampled_from(DRAWN))
@@ -156,7 +147,7 @@ def orders(draw: st.DrawFn, world_size: int) -> tuple[Case, list[Action]]:
 
 
 @st.composite
-def laid_out_cases(draw: st.DrawFn, world_size: int) -> tuple[Case, list[list[Forms]]]:
+def laid_out_cases(draw: st.DrawFn, world_size: int) -> tuple[op_cases.Case, list[list[Forms]]]:
     """A case, and how each rank lays out its tensors in each step."""
     case = draw(cases(world_size))
     form = st.dictionaries(st.sampled_from(ROLES), st.sampled_from(sorted(STRIDES)), max_size=4)
@@ -185,7 +176,7 @@ def test_fuzz(name: str, world_size: int) -> None:
 
 
 IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in STRIDES for _ in range(2)]
-ONE_ROW_OR_NONE = Case(
+ONE_ROW_OR_NONE = op_cases.Case(
     world_size=2,
     hidden_dim=8,
     max_tokens=4,

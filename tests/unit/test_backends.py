@@ -23,14 +23,7 @@ from ep_a2a.errors import MissingPackageError, UnsupportedError
 from ep_a2a.integrations.atom import activation
 from ep_a2a.interface import DispatchResult
 from ep_a2a.managers.capabilities import TABLES, Capabilities, device_problem
-from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.deepep import (
-    BUFFER,
-    ELASTIC_BUFFER,
-    DeepEPHighThroughputOp,
-    DeepEPLowLatencyOp,
-    DeepEPV2Op,
-)
+from ep_a2a.managers.external import conversions, deepep
 from ep_a2a.managers.external.flashinfer import FlashInferOneSidedOp, FlashInferTwoSidedOp
 from ep_a2a.managers.external.library import Library
 from ep_a2a.managers.external.mori import LIBRARY as MORI
@@ -50,9 +43,9 @@ from tests.cases.tables import read_table
 OPS = (
     CollectiveDispatchCombineOp,
     MoriOp,
-    DeepEPHighThroughputOp,
-    DeepEPLowLatencyOp,
-    DeepEPV2Op,
+    deepep.DeepEPHighThroughputOp,
+    deepep.DeepEPLowLatencyOp,
+    deepep.DeepEPV2Op,
     FlashInferOneSidedOp,
     FlashInferTwoSidedOp,
     PplxOp,
@@ -281,11 +274,11 @@ def test_our_mori_is_not_mori(monkeypatch):
 
 def test_our_deep_ep_is_not_deep_ep(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)  # as docs/deepep.md says
-    for library in (BUFFER, ELASTIC_BUFFER):
+    for library in (deepep.BUFFER, deepep.ELASTIC_BUFFER):
         assert "own stand-in in this process, ep_a2a.compat.deep_ep" in (library.problem() or "")
     # nor is it measured under the name
     reason = make_contender("deepep").unavailable(Workload(2, 1), torch.device("cuda"))
-    assert (reason or "").startswith(BUFFER.problem() or "?")
+    assert (reason or "").startswith(deepep.BUFFER.problem() or "?")
 
 
 def test_a_manager_on_our_modules_names_them():

@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 
+from ep_a2a.commands.doctor import probe
 from ep_a2a.commands.doctor.ask import request_facts
 from ep_a2a.commands.doctor.machine import Choice, Gpu
-from ep_a2a.commands.doctor.probe import (
-    ask_backend,
-    ask_library,
-    find_variables,
-    find_vllm,
-    folder_problem,
-    read_query,
-)
 from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.programs import command_output
 from ep_a2a.managers.registry import available_backends, manager_type
@@ -56,7 +49,7 @@ def library(tmp_path, monkeypatch):
 )
 def test_a_broken_torch_is_described(library, source, problem):
     library("torch", source)
-    found = ask_library("torch", 0.1 if "pause" in source else 60.0)
+    found = probe.ask_library("torch", 0.1 if "pause" in source else 60.0)
     assert "torch" not in found
     assert problem in found["torch_problem"]
 
@@ -84,28 +77,28 @@ def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
 )
 def test_a_broken_library_is_described_and_what_its_backend_needs_is_known(library, source, problem):
     library("deep_ep", source)
-    found = ask_backend(choice_of(CPU_HOST, "deepep_low_latency", (2,)))
+    found = probe.ask_backend(choice_of(CPU_HOST, "deepep_low_latency", (2,)))
     assert problem in found.problems[0]
     assert (found.backend, found.kernel, found.refusal) == ("deepep_low_latency", "deep_ep", "")
 
 
 def test_without_torch_nothing_is_known_of_a_backend(library):
     library("torch", "raise ImportError('libtorch.so')")
-    found = ask_backend(Choice("pplx"))
+    found = probe.ask_backend(Choice("pplx"))
     assert "libtorch.so" in found.problems[0]
     assert found.kernel == "not known"
 
 
 def test_a_backend_that_is_not_there_is_not_asked():
     choice = choice_of(CPU_HOST, "mroi")
-    assert ask_backend(choice, 0.0) == choice
+    assert probe.ask_backend(choice, 0.0) == choice
 
 
 def test_our_own_backend_says_what_it_takes(tmp_path, monkeypatch):
     """No file of the current folder runs instead of a library."""
     (tmp_path / "typer.py").write_text("open('it ran', 'w').close()")
     monkeypatch.chdir(tmp_path)
-    found = ask_backend(choice_of(CPU_HOST, hidden=256, max_tokens=16))
+    found = probe.ask_backend(choice_of(CPU_HOST, hidden=256, max_tokens=16))
     assert (found.problems, found.refusal) == ((), "")
     assert found.needed_bytes
     assert not (tmp_path / "it ran").exists()
@@ -193,18 +186,21 @@ TOO_OLD = 'raise RuntimeError("The NVIDIA driver on your system is too old (foun
 
 def test_gpus_are_described(library):
     library("torch", GPUS, version="cuda, hip = '13.0', None")
-    found = ask_library("torch", 60.0)
+    found = probe.ask_library("torch", 60.0)
     assert (found["torch"], found["torch_problem"], found["num_gpus"]) == ("2.13.0+cu130", "", 2)
     assert Gpu(*found["gpus"][1]) == Gpu("NVIDIA H200", (9, 0), 132, 140 << 30)
     assert found["unreachable"] == {"peer access": (), "native atomics": ("0 and 1",)}
     library("torch", f"{GPUS}\ndef init(): {TOO_OLD}\ncuda.init = init", version="cuda, hip = '13.0', None")
-    found = ask_library("torch", 60.0)
+    found = probe.ask_library("torch", 60.0)
     assert found["gpu_problem"] == "The NVIDIA driver on your system is too old (found version 12040)."
 
 
 def test_gpus_are_read_from_a_query():
-    assert read_query("580.95.05, 143000\n580.95.05, [N/A]\n") == [("580.95.05", 143000 << 20), ("580.95.05", None)]
-    assert read_query("No devices were found\n") == []
+    assert probe.read_query("580.95.05, 143000\n580.95.05, [N/A]\n") == [
+        ("580.95.05", 143000 << 20),
+        ("580.95.05", None),
+    ]
+    assert probe.read_query("No devices were found\n") == []
 
 
 # --- the host ---
@@ -212,17 +208,17 @@ def test_gpus_are_read_from_a_query():
 
 def test_folders_are_described(tmp_path):
     tmp_path.chmod(0o777)
-    assert folder_problem(tmp_path) == ""
-    assert folder_problem(tmp_path / "not" / "yet") == "does not exist"
-    assert folder_problem(tmp_path, holds_code=True).startswith("holds code that is not executed: everybody may")
+    assert probe.folder_problem(tmp_path) == ""
+    assert probe.folder_problem(tmp_path / "not" / "yet") == "does not exist"
+    assert probe.folder_problem(tmp_path, holds_code=True).startswith("holds code that is not executed: everybody may")
     tmp_path.chmod(0o700)
-    assert folder_problem(tmp_path / "not" / "yet", holds_code=True) == ""
+    assert probe.folder_problem(tmp_path / "not" / "yet", holds_code=True) == ""
 
 
 def test_variables_that_cannot_be_read_are_described(monkeypatch):
     monkeypatch.setenv("EP_A2A_TIMEOUT_SECS", "soon")
     monkeypatch.setenv("EP_A2A_FIRST_TIMEOUT_SECS", "3")
-    problems = find_variables()["variable_problems"]
+    problems = probe.find_variables()["variable_problems"]
     assert list(problems) == ["EP_A2A_TIMEOUT_SECS"]
     assert "'soon'" in problems["EP_A2A_TIMEOUT_SECS"]
 
@@ -234,11 +230,11 @@ def test_a_vllm_that_lacks_what_the_plugin_stands_on_is_described(tmp_path, monk
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = find_vllm()
+    found = probe.find_vllm()
     assert found["vllm"] == "0.99.0"
     assert "has no" in found["vllm_problem"]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n")
-    assert find_vllm() == {"vllm": "0.9.1", "vllm_problem": "it is older than 0.26"}
+    assert probe.find_vllm() == {"vllm": "0.9.1", "vllm_problem": "it is older than 0.26"}
 
 
 # --- whom a folder belongs to ---

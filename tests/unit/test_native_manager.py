@@ -11,19 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
-from ep_a2a.errors import (
-    ConfigError,
-    ContiguityError,
-    DeviceError,
-    DtypeError,
-    ForeignIndicesError,
-    ForkedProcessError,
-    InputError,
-    RankTimeoutError,
-    ShapeError,
-    StateError,
-)
 from ep_a2a.kernels.layout import Region
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
@@ -62,7 +51,7 @@ def test_foreign_ids_are_noticed_in_every_slot(manager, slot):
     foreign = IDS.clone()
     foreign[1, slot] += 4
     op.combine(rows, None, foreign)
-    with pytest.raises(ForeignIndicesError):
+    with pytest.raises(errors.ForeignIndicesError):
         op.check()
 
 
@@ -82,13 +71,13 @@ def test_the_tag_of_every_call_is_checked(manager):
         op.dispatch(TOKENS, WEIGHTS, None, IDS, tag=tag)
         op.combine(ROWS, None, IDS)
         for wrong in (-1, 2**40, 1.5, True):
-            with pytest.raises(InputError, match="tag"):
+            with pytest.raises(errors.InputError, match="tag"):
                 op.dispatch(TOKENS, WEIGHTS, None, IDS, tag=wrong)
 
 
 def test_a_dispatch_that_fails_raises_at_once(manager, monkeypatch):
     op = manager.get_handle(KWARGS)
-    dispatch, failure = type(op).dispatch, RankTimeoutError("a rank", "none")
+    dispatch, failure = type(op).dispatch, errors.RankTimeoutError("a rank", "none")
 
     def fail(self: EpDispatchCombineOp, *args: Any, **kwargs: Any) -> Any:
         found = dispatch(self, *args, **kwargs)
@@ -96,7 +85,7 @@ def test_a_dispatch_that_fails_raises_at_once(manager, monkeypatch):
         return found
 
     monkeypatch.setattr(EpDispatchCombineOp, "dispatch", fail)
-    with pytest.raises(RankTimeoutError) as caught:
+    with pytest.raises(errors.RankTimeoutError) as caught:
         manager.dispatch(TOKENS, WEIGHTS, torch.zeros(3, TOPK, dtype=torch.int64))
     assert caught.value is failure
 
@@ -122,7 +111,7 @@ def test_an_output_of_another_shape_is_refused(manager):
     op = manager.get_handle(KWARGS)
     rows, *_ = manager.dispatch(TOKENS, WEIGHTS, IDS)
     for shape in ((1, HIDDEN), (3, 1), (4, HIDDEN)):
-        with pytest.raises(ShapeError):
+        with pytest.raises(errors.ShapeError):
             manager.combine_into_output(rows, torch.empty(shape))
     assert torch.equal(manager.combine_into_output(rows, torch.empty(3, HIDDEN)), TOKENS.float())
     assert not op.has_open_step
@@ -149,7 +138,7 @@ def test_an_interrupted_call_leaves_a_torn_step(manager, monkeypatch, name):
             calls[name]()
     assert op.has_open_step
     for call in calls.values():
-        with pytest.raises(StateError, match=f"a {name} that Ctrl-C or an exception has interrupted"):
+        with pytest.raises(errors.StateError, match=f"a {name} that Ctrl-C or an exception has interrupted"):
             call()
     op.reset()
     calls["dispatch"]()
@@ -174,7 +163,7 @@ def test_a_second_thread_in_a_call_is_named(manager, monkeypatch, name):
     is_inside.wait()
     try:
         for call in calls.values():
-            with pytest.raises(StateError, match=f"a {name} that thread 'the first' is in"):
+            with pytest.raises(errors.StateError, match=f"a {name} that thread 'the first' is in"):
                 call()
     finally:
         goes_on.set()
@@ -183,10 +172,10 @@ def test_a_second_thread_in_a_call_is_named(manager, monkeypatch, name):
     assert op.has_open_step == (name == "combine")
 
 
-UNREADABLE: tuple[tuple[type[InputError], str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
-    (InputError, r"{name}\.resolve_neg", lambda tensor: torch._neg_view(-tensor)),
-    (ContiguityError, "{name} to be contiguous", lambda tensor: torch.stack([tensor, tensor], -1)[..., 0]),
-    (DeviceError, "{name} on cpu; got meta", lambda tensor: tensor.to("meta")),
+UNREADABLE: tuple[tuple[type[errors.InputError], str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
+    (errors.InputError, r"{name}\.resolve_neg", lambda tensor: torch._neg_view(-tensor)),
+    (errors.ContiguityError, "{name} to be contiguous", lambda tensor: torch.stack([tensor, tensor], -1)[..., 0]),
+    (errors.DeviceError, "{name} on cpu; got meta", lambda tensor: tensor.to("meta")),
 )
 
 
@@ -224,14 +213,14 @@ def test_collectives_send_the_values_of_lazily_negated_tensors(manager):
 
 @pytest.mark.parametrize("index", [-1, "0", 1.5, True, None, [], torch.tensor(1.0)])
 def test_an_index_that_is_no_number_of_an_op_is_refused(manager, index):
-    with pytest.raises(ConfigError, match="index to be an integer >= 0"):
+    with pytest.raises(errors.ConfigError, match="index to be an integer >= 0"):
         manager.get_handle(KWARGS, index)
     naive = create_manager("naive", dist.group.WORLD)
-    with pytest.raises(ConfigError, match="index to be an integer >= 0"):
+    with pytest.raises(errors.ConfigError, match="index to be an integer >= 0"):
         naive.get_handle(KWARGS, index)
     naive.destroy()
     if index is not None:
-        with pytest.raises(ConfigError, match="index to be an integer >= 0"):
+        with pytest.raises(errors.ConfigError, match="index to be an integer >= 0"):
             EpDispatchCombineOp(manager.get_handle(KWARGS).config, arena=manager.arena, index=index)
     assert manager.get_handle(KWARGS, np.int64(1)) is manager.get_handle(KWARGS, 1)
 
@@ -241,7 +230,7 @@ def test_an_index_that_the_arena_has_handed_out_is_taken(manager):
     index = arena.unshared_index()
     with EpDispatchCombineOp(config, arena=arena, index=index) as op:
         assert op.index == index
-    with pytest.raises(ConfigError, match="index"):
+    with pytest.raises(errors.ConfigError, match="index"):
         EpDispatchCombineOp(config, arena=arena, index=index)
 
 
@@ -249,7 +238,7 @@ def test_a_forked_child_is_refused(manager, monkeypatch):
     op = manager.get_handle(KWARGS)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     for call in (lambda: op.dispatch(TOKENS, WEIGHTS, None, IDS), op.reset):
-        with pytest.raises(ForkedProcessError):
+        with pytest.raises(errors.ForkedProcessError):
             call()
 
 
@@ -257,29 +246,29 @@ def test_memory_that_peers_overwrite_is_refused(manager):
     op = manager.get_handle({**KWARGS, "layout": "rank_major"})
     received, _, _, ids, _ = op.dispatch(TOKENS, WEIGHTS, None, IDS)
     inside, rows = received[0, :3], torch.ones_like(received)
-    with pytest.raises(InputError, match="out outside of what dispatch returned"):
+    with pytest.raises(errors.InputError, match="out outside of what dispatch returned"):
         op.combine(rows, None, None, out=inside)
     tokens, sums = op.combine(rows, torch.ones(8, TOPK), None)
     assert torch.equal(tokens[:3], TOKENS)
-    with pytest.raises(InputError, match="input outside of what dispatch returned"):
+    with pytest.raises(errors.InputError, match="input outside of what dispatch returned"):
         op.dispatch(inside, WEIGHTS, None, IDS)
     for overwritten in (ids[0, :3], received.flatten().view(torch.int32)[: 3 * TOPK].view(3, TOPK)):
-        with pytest.raises(InputError, match="indices outside of what dispatch returned"):
+        with pytest.raises(errors.InputError, match="indices outside of what dispatch returned"):
             op.dispatch(TOKENS, WEIGHTS, None, overwritten)
     op.dispatch(TOKENS, WEIGHTS, None, IDS)
-    with pytest.raises(InputError, match="weights outside of the weight sums"):
+    with pytest.raises(errors.InputError, match="weights outside of the weight sums"):
         op.combine(rows, sums, None)
 
 
 @pytest.mark.parametrize(
     ("tokens", "scales", "error", "match"),
     [
-        (TOKENS, None, InputError, "the scale of the cast fp8_static as scales"),
-        (TOKENS[:0], None, InputError, "the scale of the cast fp8_static as scales"),
-        (TOKENS, torch.ones(2), ShapeError, "one element"),
-        (TOKENS, torch.ones(1, dtype=torch.float64), DtypeError, "scales"),
-        (TOKENS, torch.ones(1, device="meta"), DeviceError, "scales"),
-        (TOKENS.to(FP8_DTYPE), torch.ones(1), InputError, "fp8_static sends none"),
+        (TOKENS, None, errors.InputError, "the scale of the cast fp8_static as scales"),
+        (TOKENS[:0], None, errors.InputError, "the scale of the cast fp8_static as scales"),
+        (TOKENS, torch.ones(2), errors.ShapeError, "one element"),
+        (TOKENS, torch.ones(1, dtype=torch.float64), errors.DtypeError, "scales"),
+        (TOKENS, torch.ones(1, device="meta"), errors.DeviceError, "scales"),
+        (TOKENS.to(FP8_DTYPE), torch.ones(1), errors.InputError, "fp8_static sends none"),
     ],
 )
 def test_a_wrong_scale_of_a_static_cast_is_refused(manager, tokens, scales, error, match):
@@ -309,7 +298,7 @@ def test_rows_behind_an_experts_rows_are_zeros_up_to_its_alignment(manager, alig
 
 def test_the_bound_of_a_step_has_an_older_name(manager):
     op = manager.get_handle({**KWARGS, "layout": "rank_major"})
-    with pytest.raises(InputError, match="both"):
+    with pytest.raises(errors.InputError, match="both"):
         op.dispatch(TOKENS, WEIGHTS, None, IDS, step_tokens=3, max_num_tokens=3)
     assert op.dispatch(TOKENS, WEIGHTS, None, IDS, max_num_tokens=3).tokens.shape == (1, 3, HIDDEN)
     op.combine(TOKENS, None, None)

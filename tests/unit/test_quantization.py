@@ -9,22 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep_a2a import quantization
 from ep_a2a.config import QuantType, ScaleFormat
 from ep_a2a.errors import DtypeError, ShapeError, UnknownNameError
-from ep_a2a.quantization import (
-    dequantize,
-    dequantize_per_128x128,
-    fp32_to_e4m3_bits,
-    quantize,
-    quantize_groups,
-    quantize_mxfp8,
-    quantize_per_1x128,
-    quantize_per_128x128,
-    quantize_per_token,
-    quantize_static,
-    round_scale_up_to_ue8m0,
-    scales_to_float32,
-)
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("float32", "ue8m0", "float32_power_of_two")
@@ -51,7 +38,7 @@ def nearest_even_code(values: np.ndarray) -> np.ndarray:
 
 def check_codes(x: torch.Tensor) -> None:
     assert x.dtype == torch.float32
-    got = fp32_to_e4m3_bits(x)
+    got = quantization.fp32_to_e4m3_bits(x)
     assert got.dtype == torch.uint8
     assert got.shape == x.shape
     nan = x.isnan()
@@ -104,14 +91,14 @@ def test_ue8m0_rounds_up_to_a_power_of_two() -> None:
     power = np.ldexp(np.float32(1), np.arange(-126, 127))
     above = np.nextafter(power, np.float32(np.inf))
     exponents = np.arange(1, 254)
-    np.testing.assert_array_equal(round_scale_up_to_ue8m0(float32(power)).numpy(), exponents)
-    np.testing.assert_array_equal(round_scale_up_to_ue8m0(float32(above)).numpy(), exponents + 1)
+    np.testing.assert_array_equal(quantization.round_scale_up_to_ue8m0(float32(power)).numpy(), exponents)
+    np.testing.assert_array_equal(quantization.round_scale_up_to_ue8m0(float32(above)).numpy(), exponents + 1)
     largest = torch.tensor([torch.finfo(torch.float32).max, 1e-45])
-    assert round_scale_up_to_ue8m0(largest).tolist() == [254, 1]
+    assert quantization.round_scale_up_to_ue8m0(largest).tolist() == [254, 1]
 
 
 def test_every_ue8m0_byte_decodes() -> None:
-    factors = scales_to_float32(torch.arange(256, dtype=torch.int32).to(torch.uint8))
+    factors = quantization.scales_to_float32(torch.arange(256, dtype=torch.int32).to(torch.uint8))
     np.testing.assert_array_equal(factors[:255].numpy(), np.ldexp(np.float32(1), np.arange(-127, 128)))
     assert factors[255].isnan()
 
@@ -124,7 +111,7 @@ def test_groups_follow_the_formula(dtype: torch.dtype, scale_format: str) -> Non
     x = (torch.randn(40, 24, generator=generator) * size).to(dtype)
     # a row of zeros, and the largest and smallest numbers there are
     x[0], x[1, :2], x[2] = 0, torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 4
-    q, scales = quantize_groups(x, scale_format)
+    q, scales = quantization.quantize_groups(x, scale_format)
     assert scales.dtype == (torch.uint8 if scale_format == "ue8m0" else torch.float32)
     for row, codes, stored in zip(x.to(torch.float32).numpy(), q.view(torch.uint8).numpy(), scales.tolist()):
         factor, byte = numpy_scale(np.abs(row).max(), scale_format)
@@ -140,7 +127,7 @@ def test_elements_are_multiplied_by_the_inverse_not_divided_by_the_scale() -> No
     x = np.concatenate([amax, MIDPOINTS.astype(np.float32) * scale], axis=1)
     product, quotient = nearest_even_code(x * (np.float32(1) / scale)), nearest_even_code(x / scale)
     assert (product != quotient).any()
-    np.testing.assert_array_equal(quantize_groups(float32(x))[0].view(torch.uint8).numpy(), product)
+    np.testing.assert_array_equal(quantization.quantize_groups(float32(x))[0].view(torch.uint8).numpy(), product)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
@@ -151,8 +138,8 @@ def test_nan_and_infinity_leave_the_scale_alone(dtype: torch.dtype, scale_format
     clean[:, [5, 6, 7]] = 0
     special = clean.clone()
     special[:, 5], special[:, 6], special[:, 7] = math.nan, math.inf, -math.inf
-    q, scales = quantize_per_1x128(special, scale_format)
-    expected, expected_scales = quantize_per_1x128(clean, scale_format)
+    q, scales = quantization.quantize_per_1x128(special, scale_format)
+    expected, expected_scales = quantization.quantize_per_1x128(clean, scale_format)
     assert torch.equal(scales, expected_scales)
     codes = expected.view(torch.uint8).clone()
     codes[:, 5], codes[:, 6], codes[:, 7] = 0x7F, 0x7E, 0xFE
@@ -161,31 +148,31 @@ def test_nan_and_infinity_leave_the_scale_alone(dtype: torch.dtype, scale_format
 
 def test_layouts_agree_with_groups() -> None:
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(4))
-    q, scales = quantize_per_1x128(x)
+    q, scales = quantization.quantize_per_1x128(x)
     assert q.shape == (5, 384)
     assert scales.shape == (5, 3)
     for group in range(3):
-        part, part_scales = quantize_per_token(x[:, 128 * group : 128 * (group + 1)])
+        part, part_scales = quantization.quantize_per_token(x[:, 128 * group : 128 * (group + 1)])
         assert same_bytes(q[:, 128 * group : 128 * (group + 1)], part)
         assert torch.equal(scales[:, group : group + 1], part_scales)
     assert q.is_contiguous()
-    assert same_bytes(quantize_per_1x128(x.T.contiguous().T)[0], q)
+    assert same_bytes(quantization.quantize_per_1x128(x.T.contiguous().T)[0], q)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (200, 300), (256, 1)])
 def test_weight_blocks(shape: tuple[int, int], scale_format: str) -> None:
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * torch.arange(1, shape[0] + 1)[:, None]
-    q, scales = quantize_per_128x128(weights, scale_format)
+    q, scales = quantization.quantize_per_128x128(weights, scale_format)
     assert q.shape == shape
     assert q.is_contiguous()
     assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
     for i, j in np.ndindex(*scales.shape):
         block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
-        part, part_scale = quantize_per_token(weights[block].reshape(1, -1), scale_format)
+        part, part_scale = quantization.quantize_per_token(weights[block].reshape(1, -1), scale_format)
         assert scales[i, j] == part_scale.item()
         assert same_bytes(q[block].reshape(1, -1), part)
-    back = dequantize_per_128x128(q, scales)
+    back = quantization.dequantize_per_128x128(q, scales)
     assert (back - weights).abs().max() <= weights.abs().max() / 16
 
 
@@ -204,24 +191,24 @@ def test_round_trip_error_is_bounded(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(num_tokens, 128 * num_groups, generator=generator) * 2.0**exponent).to(dtype)
-    q, scales = quantize(x, quant_type, scale_format)
+    q, scales = quantization.quantize(x, quant_type, scale_format)
     assert q.dtype == torch.float8_e4m3fn
     assert scales.shape == (num_tokens, 1 if quant_type == "fp8_per_token" else num_groups)
-    back = dequantize(q, scales, quant_type)
-    factor = scales_to_float32(scales).repeat_interleave(x.shape[1] // scales.shape[1], 1)
+    back = quantization.dequantize(q, scales, quant_type)
+    factor = quantization.scales_to_float32(scales).repeat_interleave(x.shape[1] // scales.shape[1], 1)
     exact = x.to(torch.float32)
     # Half a step: 2^-4 of a normal value, 2^-10 scales of a subnormal one; the rest is float32 rounding.
     assert ((back - exact).abs() <= exact.abs() * (2**-4 + 1e-5) + factor * 2**-10).all()
-    rounded = dequantize(q, scales, quant_type, torch.bfloat16)
+    rounded = quantization.dequantize(q, scales, quant_type, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded, back.to(torch.bfloat16))
 
 
 CASTS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    "fp8_per_token": lambda x: quantize_per_token(x, "ue8m0"),
-    "fp8_per_1x128": lambda x: quantize_per_1x128(x, "ue8m0"),
-    "mxfp8": quantize_mxfp8,
-    "fp8_static": lambda x: (quantize_static(x, SCALE), SCALE),
+    "fp8_per_token": lambda x: quantization.quantize_per_token(x, "ue8m0"),
+    "fp8_per_1x128": lambda x: quantization.quantize_per_1x128(x, "ue8m0"),
+    "mxfp8": quantization.quantize_mxfp8,
+    "fp8_static": lambda x: (quantization.quantize_static(x, SCALE), SCALE),
 }
 SCALE = torch.tensor([0.37])
 
@@ -231,16 +218,16 @@ def test_quantize_dispatches_by_type(quant_type: QuantType) -> None:
     x = torch.randn(3, 256)
     if quant_type.value in CASTS:
         for kind in (quant_type, quant_type.value):
-            q, scales = quantize(x, kind, ScaleFormat.UE8M0, SCALE)
+            q, scales = quantization.quantize(x, kind, ScaleFormat.UE8M0, SCALE)
             direct, direct_scales = CASTS[quant_type.value](x)
             assert same_bytes(q, direct)
             assert torch.equal(scales, direct_scales)
-        assert (dequantize(q, scales, quant_type) - x).abs().max() < 0.3
+        assert (quantization.dequantize(q, scales, quant_type) - x).abs().max() < 0.3
         return
     with pytest.raises(UnknownNameError, match="fp8_per_1x128"):
-        quantize(x, quant_type)
+        quantization.quantize(x, quant_type)
     with pytest.raises(UnknownNameError, match="fp8_per_1x128"):
-        dequantize(x.to(torch.float8_e4m3fn), torch.ones(3, 1), quant_type)
+        quantization.dequantize(x.to(torch.float8_e4m3fn), torch.ones(3, 1), quant_type)
 
 
 def test_mxfp8_scales_are_the_least_powers_of_two_that_fit() -> None:
@@ -249,7 +236,7 @@ def test_mxfp8_scales_are_the_least_powers_of_two_that_fit() -> None:
     edges = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(0.0))])
     x = torch.zeros(edges.numel(), 32)
     x[:, 7], x[:, 8], x[:, 9] = edges, torch.nan, -torch.inf
-    q, scales = quantize_mxfp8(x)
+    q, scales = quantization.quantize_mxfp8(x)
     for amax, byte in zip(edges.tolist(), scales.flatten().tolist()):
         assert amax <= math.ldexp(448.0, byte - 127)
         assert byte == 0 or amax > math.ldexp(448.0, byte - 128)
@@ -263,33 +250,33 @@ Q = torch.zeros(2, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: fp32_to_e4m3_bits(torch.zeros(2, dtype=torch.bfloat16)), DtypeError),
-        (lambda: scales_to_float32(torch.ones(2, dtype=torch.bfloat16)), DtypeError),
-        (lambda: round_scale_up_to_ue8m0(torch.ones(2, dtype=torch.float64)), DtypeError),
-        (lambda: quantize_per_token(torch.zeros(2, 8, dtype=torch.float64)), DtypeError),
-        (lambda: quantize_per_token(Q), DtypeError),
-        (lambda: quantize_per_token(torch.zeros(1, 128), "e5m2"), UnknownNameError),
-        (lambda: quantize_per_token(torch.zeros(8)), ShapeError),
-        (lambda: quantize_per_token(torch.zeros(2, 0)), ShapeError),
-        (lambda: quantize_groups(torch.tensor(1.0)), ShapeError),
-        (lambda: quantize_per_1x128(torch.zeros(2, 130)), ShapeError),
-        (lambda: quantize_per_1x128(torch.zeros(2, 0)), ShapeError),
-        (lambda: quantize_per_1x128(torch.zeros(2, 2, 128)), ShapeError),
-        (lambda: quantize_per_128x128(torch.zeros(0, 128)), ShapeError),
-        (lambda: quantize_per_128x128(torch.zeros(128, 0)), ShapeError),
-        (lambda: quantize_per_128x128(torch.zeros(4, dtype=torch.float32)), ShapeError),
-        (lambda: quantize_per_128x128(torch.zeros(4, 4, dtype=torch.int8)), DtypeError),
-        (lambda: dequantize(torch.zeros(2, 256), torch.ones(2, 1), "fp8_per_token"), DtypeError),
-        (lambda: dequantize(Q, torch.ones(2, 2), "fp8_per_token"), ShapeError),
-        (lambda: dequantize(Q, torch.ones(2, 1), "fp8_per_1x128"), ShapeError),
-        (lambda: dequantize(Q[:, :100], torch.ones(2, 1), "fp8_per_1x128"), ShapeError),
-        (lambda: dequantize(Q[:, :0], torch.ones(2, 1), "fp8_per_token"), ShapeError),
-        (lambda: dequantize(Q, torch.ones(2, 1, dtype=torch.float64), "fp8_per_token"), DtypeError),
-        (lambda: quantize_mxfp8(torch.zeros(2, 48)), ShapeError),
-        (lambda: quantize_static(torch.zeros(2, 48), torch.ones(2)), ShapeError),
-        (lambda: quantize(torch.zeros(2, 48), "fp8_static"), DtypeError),
-        (lambda: dequantize_per_128x128(Q, torch.ones(1, 1)), ShapeError),
-        (lambda: dequantize_per_128x128(torch.zeros(2, 256), torch.ones(1, 2)), DtypeError),
+        (lambda: quantization.fp32_to_e4m3_bits(torch.zeros(2, dtype=torch.bfloat16)), DtypeError),
+        (lambda: quantization.scales_to_float32(torch.ones(2, dtype=torch.bfloat16)), DtypeError),
+        (lambda: quantization.round_scale_up_to_ue8m0(torch.ones(2, dtype=torch.float64)), DtypeError),
+        (lambda: quantization.quantize_per_token(torch.zeros(2, 8, dtype=torch.float64)), DtypeError),
+        (lambda: quantization.quantize_per_token(Q), DtypeError),
+        (lambda: quantization.quantize_per_token(torch.zeros(1, 128), "e5m2"), UnknownNameError),
+        (lambda: quantization.quantize_per_token(torch.zeros(8)), ShapeError),
+        (lambda: quantization.quantize_per_token(torch.zeros(2, 0)), ShapeError),
+        (lambda: quantization.quantize_groups(torch.tensor(1.0)), ShapeError),
+        (lambda: quantization.quantize_per_1x128(torch.zeros(2, 130)), ShapeError),
+        (lambda: quantization.quantize_per_1x128(torch.zeros(2, 0)), ShapeError),
+        (lambda: quantization.quantize_per_1x128(torch.zeros(2, 2, 128)), ShapeError),
+        (lambda: quantization.quantize_per_128x128(torch.zeros(0, 128)), ShapeError),
+        (lambda: quantization.quantize_per_128x128(torch.zeros(128, 0)), ShapeError),
+        (lambda: quantization.quantize_per_128x128(torch.zeros(4, dtype=torch.float32)), ShapeError),
+        (lambda: quantization.quantize_per_128x128(torch.zeros(4, 4, dtype=torch.int8)), DtypeError),
+        (lambda: quantization.dequantize(torch.zeros(2, 256), torch.ones(2, 1), "fp8_per_token"), DtypeError),
+        (lambda: quantization.dequantize(Q, torch.ones(2, 2), "fp8_per_token"), ShapeError),
+        (lambda: quantization.dequantize(Q, torch.ones(2, 1), "fp8_per_1x128"), ShapeError),
+        (lambda: quantization.dequantize(Q[:, :100], torch.ones(2, 1), "fp8_per_1x128"), ShapeError),
+        (lambda: quantization.dequantize(Q[:, :0], torch.ones(2, 1), "fp8_per_token"), ShapeError),
+        (lambda: quantization.dequantize(Q, torch.ones(2, 1, dtype=torch.float64), "fp8_per_token"), DtypeError),
+        (lambda: quantization.quantize_mxfp8(torch.zeros(2, 48)), ShapeError),
+        (lambda: quantization.quantize_static(torch.zeros(2, 48), torch.ones(2)), ShapeError),
+        (lambda: quantization.quantize(torch.zeros(2, 48), "fp8_static"), DtypeError),
+        (lambda: quantization.dequantize_per_128x128(Q, torch.ones(1, 1)), ShapeError),
+        (lambda: quantization.dequantize_per_128x128(torch.zeros(2, 256), torch.ones(1, 2)), DtypeError),
     ],
 )
 def test_wrong_arguments(call: Callable[[], object], error: type[Exception]) -> None:

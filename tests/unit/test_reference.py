@@ -5,15 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep_a2a import reference
 from ep_a2a.config import num_owned_experts
 from ep_a2a.errors import ConfigError, DtypeError, ShapeError, TooManyTokensError, TopKError, UnknownNameError
-from ep_a2a.reference import (
-    DispatchReference,
-    combine_reference,
-    dense_moe,
-    dispatch_reference,
-    expert_mlp_rows,
-)
 from ep_a2a.routing import ROUTINGS
 
 HIDDEN = 8
@@ -45,8 +39,8 @@ class Case:
 
     def dispatch(
         self, layout: str = "compact", step_tokens: int = 16, stride_tokens: int | None = 100, pad_id: int = -1
-    ) -> list[DispatchReference]:
-        return dispatch_reference(
+    ) -> list[reference.DispatchReference]:
+        return reference.dispatch_reference(
             self.tokens,
             self.weights,
             self.scales,
@@ -131,7 +125,7 @@ def test_combine_sums_ascending_in_float32_and_rounds_once(dtype: torch.dtype) -
     generator = torch.Generator().manual_seed(9)
     rows = [torch.randn(got.total_recv, HIDDEN, generator=generator).to(dtype) for got in received]
     row_of = [{pair: row for row, pair in enumerate(case.received_by(rank))} for rank in range(5)]
-    for source, out in enumerate(combine_reference(rows, received, case.num_tokens, dtype)):
+    for source, out in enumerate(reference.combine_reference(rows, received, case.num_tokens, dtype)):
         for token in range(case.num_tokens[source]):
             total = torch.zeros(HIDDEN)
             for rank in range(5):
@@ -166,7 +160,7 @@ def test_dense_moe_by_definition(routing: str) -> None:
     case = Case([7], 5, 6, routing)
     w1, w2 = make_experts(6)
     x, weights, ids = case.tokens[0], case.weights[0], case.ids[0]
-    out = dense_moe(x, weights, ids, w1, w2)
+    out = reference.dense_moe(x, weights, ids, w1, w2)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, dense_by_token(x, weights, ids, w1, w2), rtol=1e-4, atol=1e-4)
 
@@ -175,7 +169,7 @@ def test_dense_moe_computes_low_precision_inputs_in_float32() -> None:
     case = Case([4], 2, 3, dtype=torch.bfloat16)
     w1, w2 = make_experts(3)
     args = case.tokens[0], case.weights[0], case.ids[0], w1.bfloat16(), w2.bfloat16()
-    out = dense_moe(*args)
+    out = reference.dense_moe(*args)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, dense_by_token(*args), rtol=1e-4, atol=1e-4)
 
@@ -187,10 +181,10 @@ def test_expert_rows_use_own_experts_only() -> None:
     own = torch.where((ids >= 2) & (ids < 5), ids, -1)
     poisoned = w1.clone()
     poisoned[[0, 1, 5, 6, 7]] = float("nan")
-    rows = expert_mlp_rows(x.half(), ids, weights, poisoned, w2, 2, 3)
+    rows = reference.expert_mlp_rows(x.half(), ids, weights, poisoned, w2, 2, 3)
     assert rows.dtype == torch.float16
-    assert torch.equal(rows, dense_moe(x.half(), weights, own, w1, w2).half())
-    assert torch.equal(expert_mlp_rows(x, ids, weights, w1, w2, 2, 0), torch.zeros_like(x))
+    assert torch.equal(rows, reference.dense_moe(x.half(), weights, own, w1, w2).half())
+    assert torch.equal(reference.expert_mlp_rows(x, ids, weights, w1, w2, 2, 0), torch.zeros_like(x))
 
 
 def run_moe(case: Case, layout: str, w1: torch.Tensor, w2: torch.Tensor) -> list[torch.Tensor]:
@@ -199,8 +193,8 @@ def run_moe(case: Case, layout: str, w1: torch.Tensor, w2: torch.Tensor) -> list
     for rank, got in enumerate(received):
         own = case.owned(rank)
         valid = (got.valid_rows(got.tokens), got.valid_rows(got.ids), got.valid_rows(got.weights))
-        rows.append(expert_mlp_rows(*valid, w1, w2, own.start, len(own)))
-    return combine_reference(rows, received, case.num_tokens, torch.float32)
+        rows.append(reference.expert_mlp_rows(*valid, w1, w2, own.start, len(own)))
+    return reference.combine_reference(rows, received, case.num_tokens, torch.float32)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -209,7 +203,7 @@ def run_moe(case: Case, layout: str, w1: torch.Tensor, w2: torch.Tensor) -> list
 def test_expert_parallel_equals_dense(layout: str, case: Case) -> None:
     w1, w2 = make_experts(case.num_experts)
     for source, out in enumerate(run_moe(case, layout, w1, w2)):
-        dense = dense_moe(case.tokens[source], case.weights[source], case.ids[source], w1, w2)
+        dense = reference.dense_moe(case.tokens[source], case.weights[source], case.ids[source], w1, w2)
         torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-3)
 
 
@@ -244,4 +238,4 @@ def test_combine_refuses_other_row_counts() -> None:
     received = case.dispatch()
     rows = [got.tokens for got in received]
     with pytest.raises(ShapeError, match="expert rows"):
-        combine_reference([rows[0], rows[1][:-1]], received, case.num_tokens, torch.float32)
+        reference.combine_reference([rows[0], rows[1][:-1]], received, case.num_tokens, torch.float32)

@@ -5,17 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep_a2a import routing
 from ep_a2a.config import num_owned_experts
 from ep_a2a.errors import ConfigError, DtypeError, ShapeError, TopKError
-from ep_a2a.routing import (
-    ROUTINGS,
-    destination_mask,
-    expert_ranges,
-    num_distinct_ranks,
-    owner_of_experts,
-    softmax_topk,
-    traffic_matrix,
-)
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 WORLD_SIZES = (1, 2, 3, 5, 6, 8, 72)
@@ -27,12 +19,12 @@ def owners_by_counting(num_experts: int, world_size: int) -> list[int]:
 
 
 def make(name: str, num_tokens: int, topk: int, num_experts: int, world_size: int, seed: int = 0) -> torch.Tensor:
-    return ROUTINGS[name](num_tokens, topk, num_experts, world_size, torch.Generator().manual_seed(seed))
+    return routing.ROUTINGS[name](num_tokens, topk, num_experts, world_size, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("num_experts", "world_size"), GROUPS)
 def test_ranges_partition_the_experts(num_experts: int, world_size: int) -> None:
-    ranges = expert_ranges(num_experts, world_size)
+    ranges = routing.expert_ranges(num_experts, world_size)
     assert len(ranges) == world_size
     assert [e for start, end in ranges for e in range(start, end)] == list(range(num_experts))
     assert [end - start for start, end in ranges] == [
@@ -44,17 +36,19 @@ def test_ranges_partition_the_experts(num_experts: int, world_size: int) -> None
 @pytest.mark.parametrize(("num_experts", "world_size"), GROUPS)
 def test_owner_of_every_expert(num_experts: int, world_size: int, dtype: torch.dtype) -> None:
     outside = [-1, -2, -num_experts, num_experts, num_experts + 1, INT32_MIN, INT32_MAX]
-    owners = owner_of_experts(torch.tensor([*range(num_experts), *outside], dtype=dtype), num_experts, world_size)
+    owners = routing.owner_of_experts(
+        torch.tensor([*range(num_experts), *outside], dtype=dtype), num_experts, world_size
+    )
     assert owners.dtype == torch.int32
     assert owners.tolist() == owners_by_counting(num_experts, world_size) + [-1] * len(outside)
 
 
 def test_without_experts_every_id_is_dropped() -> None:
-    assert owner_of_experts(torch.tensor([[0, -1, 5]]), 0, 3).tolist() == [[-1, -1, -1]]
+    assert routing.owner_of_experts(torch.tensor([[0, -1, 5]]), 0, 3).tolist() == [[-1, -1, -1]]
 
 
 def test_ids_beyond_int32_are_dropped() -> None:
-    assert owner_of_experts(torch.tensor([2**32, 2**32 + 1, -(2**40)]), 8, 2).tolist() == [-1, -1, -1]
+    assert routing.owner_of_experts(torch.tensor([2**32, 2**32 + 1, -(2**40)]), 8, 2).tolist() == [-1, -1, -1]
 
 
 @given(data=st.data(), world_size=st.sampled_from(WORLD_SIZES), topk=st.integers(1, 32), num_tokens=st.integers(0, 6))
@@ -68,16 +62,16 @@ def test_masks_and_traffic_by_counting(data: st.DataObject, world_size: int, top
     ids = torch.tensor(rows, dtype=torch.int32).reshape(num_tokens, topk)
     owners = owners_by_counting(num_experts, world_size)
     hits = [[owners[e] for e in row if 0 <= e < num_experts] for row in rows]
-    mask = destination_mask(ids, num_experts, world_size)
+    mask = routing.destination_mask(ids, num_experts, world_size)
     assert mask.shape == (num_tokens, world_size)
     assert mask.dtype == torch.bool
     assert mask.tolist() == [[rank in hit for rank in range(world_size)] for hit in hits]
-    assert num_distinct_ranks(ids, num_experts, world_size).tolist() == [len(set(hit)) for hit in hits]
+    assert routing.num_distinct_ranks(ids, num_experts, world_size).tolist() == [len(set(hit)) for hit in hits]
 
     source = data.draw(st.integers(0, world_size - 1))
     per_rank = [ids if rank == source else ids[:0] for rank in range(world_size)]
-    rows_sent = traffic_matrix(per_rank, num_experts, world_size)
-    slots_sent = traffic_matrix(per_rank, num_experts, world_size, deduplicate=False)
+    rows_sent = routing.traffic_matrix(per_rank, num_experts, world_size)
+    slots_sent = routing.traffic_matrix(per_rank, num_experts, world_size, deduplicate=False)
     assert rows_sent.dtype == slots_sent.dtype == torch.int64
     assert rows_sent.shape == slots_sent.shape == (world_size, world_size)
     assert rows_sent[source].tolist() == [sum(r in hit for hit in hits) for r in range(world_size)]
@@ -88,23 +82,23 @@ def test_masks_and_traffic_by_counting(data: st.DataObject, world_size: int, top
 def test_wrong_arguments() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int32)
     with pytest.raises(DtypeError):
-        owner_of_experts(ids.to(torch.float32), 8, 2)
+        routing.owner_of_experts(ids.to(torch.float32), 8, 2)
     with pytest.raises(ConfigError):
-        owner_of_experts(ids, 8, 0)
+        routing.owner_of_experts(ids, 8, 0)
     with pytest.raises(ConfigError):
-        expert_ranges(-1, 2)
+        routing.expert_ranges(-1, 2)
     with pytest.raises(ShapeError):
-        destination_mask(ids[0], 8, 2)
+        routing.destination_mask(ids[0], 8, 2)
     with pytest.raises(ShapeError):
-        traffic_matrix([ids], 8, 2)
+        routing.traffic_matrix([ids], 8, 2)
     with pytest.raises(ShapeError):
-        traffic_matrix([ids[0], ids[0]], 8, 2)
+        routing.traffic_matrix([ids[0], ids[0]], 8, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_softmax_topk(dtype: torch.dtype) -> None:
     logits = torch.randn(20, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-    weights, ids = softmax_topk(logits, 4)
+    weights, ids = routing.softmax_topk(logits, 4)
     assert weights.dtype == torch.float32
     assert ids.dtype == torch.int32
     assert weights.is_contiguous()
@@ -116,25 +110,25 @@ def test_softmax_topk(dtype: torch.dtype) -> None:
 
 
 def test_softmax_topk_prefers_lower_ids_among_equals() -> None:
-    weights, ids = softmax_topk(torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0]]), 4)
+    weights, ids = routing.softmax_topk(torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0]]), 4)
     assert ids.tolist() == [[1, 3, 4, 0]]
     assert weights[0, 0] == weights[0, 2]
 
 
 def test_softmax_topk_edges() -> None:
-    weights, ids = softmax_topk(torch.zeros(0, 8), 2)
+    weights, ids = routing.softmax_topk(torch.zeros(0, 8), 2)
     assert weights.shape == ids.shape == (0, 2)
-    assert torch.allclose(softmax_topk(torch.randn(3, 8), 8)[0].sum(1), torch.ones(3))
+    assert torch.allclose(routing.softmax_topk(torch.randn(3, 8), 8)[0].sum(1), torch.ones(3))
     for k in (0, 9):
         with pytest.raises(TopKError):
-            softmax_topk(torch.zeros(3, 8), k)
+            routing.softmax_topk(torch.zeros(3, 8), k)
     with pytest.raises(ShapeError):
-        softmax_topk(torch.zeros(8), 1)
+        routing.softmax_topk(torch.zeros(8), 1)
     with pytest.raises(DtypeError):
-        softmax_topk(torch.zeros(3, 8, dtype=torch.int32), 1)
+        routing.softmax_topk(torch.zeros(3, 8, dtype=torch.int32), 1)
 
 
-@pytest.mark.parametrize("name", sorted(ROUTINGS))
+@pytest.mark.parametrize("name", sorted(routing.ROUTINGS))
 @given(
     num_tokens=st.integers(0, 9),
     topk=st.integers(1, 32),
@@ -154,7 +148,7 @@ def test_every_routing_has_shape_dtype_and_range(
     allowed = {"all_dropped": (-1, -1), "some_dropped": (-1, num_experts - 1), "out_of_range": (INT32_MIN, INT32_MAX)}
     low, high = allowed.get(name, (0, num_experts - 1))
     assert ((ids >= low) & (ids <= high)).all()
-    owners = owner_of_experts(ids, num_experts, world_size)
+    owners = routing.owner_of_experts(ids, num_experts, world_size)
     assert (owners < world_size).all()
     if name not in ("all_dropped", "some_dropped", "out_of_range"):
         assert (owners >= 0).all()
@@ -181,7 +175,9 @@ def test_uniform_is_even_and_zipf_is_skewed() -> None:
 
 @pytest.mark.parametrize(("num_experts", "world_size"), GROUPS)
 def test_all_to_one(num_experts: int, world_size: int) -> None:
-    assert (owner_of_experts(make("all_to_one", 30, 8, num_experts, world_size), num_experts, world_size) == 0).all()
+    assert (
+        routing.owner_of_experts(make("all_to_one", 30, 8, num_experts, world_size), num_experts, world_size) == 0
+    ).all()
 
 
 @pytest.mark.parametrize(("num_experts", "world_size"), GROUPS)
@@ -189,8 +185,8 @@ def test_all_to_one(num_experts: int, world_size: int) -> None:
 def test_one_expert_per_rank(num_experts: int, world_size: int, topk: int) -> None:
     ids = make("one_expert_per_rank", 20, topk, num_experts, world_size)
     used = min(world_size, num_experts)
-    assert (num_distinct_ranks(ids, num_experts, world_size) == min(topk, used)).all()
-    assert owner_of_experts(ids, num_experts, world_size)[:, 0].tolist() == [t % used for t in range(20)]
+    assert (routing.num_distinct_ranks(ids, num_experts, world_size) == min(topk, used)).all()
+    assert routing.owner_of_experts(ids, num_experts, world_size)[:, 0].tolist() == [t % used for t in range(20)]
     if topk <= used * (num_experts // used):
         assert all(len(set(row)) == topk for row in ids.tolist())
 

@@ -10,18 +10,8 @@ from unittest import mock
 import torch
 
 from ep_a2a.testing import RankContext
+from tests.engines.vllm.contract import micro_batch_cases
 from tests.engines.vllm.contract.layer_cases import Layer, check_result, manager_of
-from tests.engines.vllm.contract.micro_batch_cases import (
-    COMM,
-    COMPUTE,
-    EXCHANGES,
-    NUM_SMS,
-    FirstRunner,
-    Model,
-    SecondRunner,
-    on_stub_streams,
-    runners,
-)
 
 TOKENS = 11
 COMM_SMS = 20
@@ -33,7 +23,7 @@ CASES = [
 ]
 
 
-def require_results(model: Model, found: tuple[torch.Tensor, torch.Tensor]) -> int:
+def require_results(model: micro_batch_cases.Model, found: tuple[torch.Tensor, torch.Tensor]) -> int:
     """Those of every layer must be the dense layer's; the number of rows."""
     results, rows = found
     sizes = [case.hidden - case.padding for case in model.cases]
@@ -42,33 +32,35 @@ def require_results(model: Model, found: tuple[torch.Tensor, torch.Tensor]) -> i
     return len(rows)
 
 
-def require_streams(model: Model, num_micro_batches: int) -> None:
+def require_streams(model: micro_batch_cases.Model, num_micro_batches: int) -> None:
     """Exchanges run on vLLM's communication stream; everything waits for what it reads, and what it reads stays."""
     assert model.device.late == []
     assert model.device.compute.freed == []
     assert not model.device.compute.read, "the compute stream has waited for each of them"
     assert len(model.device.works) == 4 * len(model.cases) * num_micro_batches
     for (kind, *_), stream in model.device.works:
-        assert stream == (COMM if kind in EXCHANGES else COMPUTE), kind
+        assert stream == (
+            micro_batch_cases.COMM if kind in micro_batch_cases.EXCHANGES else micro_batch_cases.COMPUTE
+        ), kind
 
 
 def in_micro_batches(context: RankContext, number: int, sp_size: int = 1, **changes: Any) -> None:
     """Split steps, whole ones, and steps that a graph captures, by each of vLLM's model runners."""
-    with manager_of(context, number) as manager, on_stub_streams(manager) as device:
-        model = Model([replace(case, **changes) for case in CASES], manager, device, sp_size)
+    with manager_of(context, number) as manager, micro_batch_cases.on_stub_streams(manager) as device:
+        model = micro_batch_cases.Model([replace(case, **changes) for case in CASES], manager, device, sp_size)
         ops = [each.op for each in model.kernels[0].prepare_finalize._dispatchers]
         most = [op.config.max_num_inp_token_per_rank for op in ops]
         assert most == [16, *[16 // number + number - 1] * (number - 1)]
         assert [op.index for op in ops] == list(range(number))
-        for run in runners(model, number):
+        for run in micro_batch_cases.runners(model, number):
             for options in run.forms:
                 device.begin_step()
                 model.bounds.clear()
                 num_rows = require_results(model, run(TOKENS, **options))
                 if options.get("whole"):
                     assert num_rows == -(-TOKENS // sp_size)
-                    assert {stream for _, stream in device.works} == {COMPUTE}
-                    assert set(model.bounds) <= {0, NUM_SMS}
+                    assert {stream for _, stream in device.works} == {micro_batch_cases.COMPUTE}
+                    assert set(model.bounds) <= {0, micro_batch_cases.NUM_SMS}
                 else:
                     assert num_rows == TOKENS if sp_size == 1 else TOKENS // sp_size <= num_rows < TOKENS
                     require_streams(model, number)
@@ -108,10 +100,10 @@ def check_a_failure_in_one_micro_batch_ends_the_step(context: RankContext) -> No
     threading.excepthook = lambda _: None
     for number, failing in FAILURES:
         # an op that has been closed serves no other runner
-        for kind in (FirstRunner, SecondRunner):
-            with manager_of(context, number) as manager, on_stub_streams(manager) as device:
-                model = Model(CASES, manager, device)
-                for run in runners(model, number):
+        for kind in (micro_batch_cases.FirstRunner, micro_batch_cases.SecondRunner):
+            with manager_of(context, number) as manager, micro_batch_cases.on_stub_streams(manager) as device:
+                model = micro_batch_cases.Model(CASES, manager, device)
+                for run in micro_batch_cases.runners(model, number):
                     if isinstance(run, kind):
                         model.failing = failing
                         require_failure(run, model.error)
@@ -120,15 +112,15 @@ def check_a_failure_in_one_micro_batch_ends_the_step(context: RankContext) -> No
 def check_a_failure_of_our_call_ends_the_step(context: RankContext) -> None:
     threading.excepthook = lambda _: None
     for call in ("dispatch", "combine"):
-        with manager_of(context, 2) as manager, on_stub_streams(manager) as device:
-            model = Model(CASES, manager, device)
+        with manager_of(context, 2) as manager, micro_batch_cases.on_stub_streams(manager) as device:
+            model = micro_batch_cases.Model(CASES, manager, device)
             error = TimeoutError("a rank did not come")
 
             def fail(*_: Any, error: Exception = error, **__: Any) -> None:
                 raise error
 
             setattr(model.kernels[1].prepare_finalize._dispatchers[0], call, fail)
-            require_failure(runners(model)[0], error)
+            require_failure(micro_batch_cases.runners(model)[0], error)
             # the step of the other micro-batch, which has been left open
             manager.close_open_steps()
 

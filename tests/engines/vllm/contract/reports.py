@@ -8,21 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.vllm.contract import wheels
 from tests.engines.vllm.contract.program import REPORT
-from tests.engines.vllm.contract.wheels import (
-    DOWNLOAD_TIMEOUT_SECS,
-    ROOT,
-    Unavailable,
-    python_with_dependencies,
-    wheel_folder,
-)
 
 PROGRAM_TIMEOUT_SECS = 900
-TIMEOUT = pytest.mark.timeout(DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS)
+TIMEOUT = pytest.mark.timeout(wheels.DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS)
 
 
 @cache
-def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] | Unavailable:
+def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] | wheels.Unavailable:
     """Runs checks with the vLLM of a version.
 
     Returns:
@@ -30,8 +24,8 @@ def reports_of(version: str, checks: tuple[str, ...]) -> dict[str, str | None] |
         Unavailable where the wheel or its dependencies cannot be had.
     """
     try:
-        python, wheel = python_with_dependencies(), wheel_folder(version)
-    except Unavailable as problem:
+        python, wheel = wheels.python_with_dependencies(), wheels.wheel_folder(version)
+    except wheels.Unavailable as problem:
         return problem
     return run_checks(python, wheel, checks)
 
@@ -42,13 +36,13 @@ def run_checks(
     """The same for the engine that lies in a folder; program: the module that runs its checks."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("EP_A2A_", "VLLM_"))}
     variables |= {
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(wheels.ROOT)]),
         "VLLM_NO_USAGE_STATS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
     done = subprocess.run(
         [str(python), "-m", program, *checks],
-        cwd=ROOT,
+        cwd=wheels.ROOT,
         env=variables,
         capture_output=True,
         text=True,
@@ -63,7 +57,7 @@ def run_checks(
 def require_passed(version: str, checks: tuple[str, ...], check: str) -> None:
     """Fails with the traceback of `check`, which is one of `checks`; the first call runs them all in one process."""
     reports = reports_of(version, checks)
-    if isinstance(reports, Unavailable):
+    if isinstance(reports, wheels.Unavailable):
         pytest.skip(str(reports))
     assert check in reports, reports[""]
     assert reports[check] is None, reports[check]
