@@ -198,9 +198,7 @@ def check_gradients(config: EpDispatchCombineConfig) -> None:
     """Raise UnsupportedError if gradients cannot travel through an op of this config."""
     if config.layout == Layout.EXPERT_MAJOR:
         raise UnsupportedError(
-            "layout compact or rank_major for gradients",
-            "expert_major",
-            "Sort received rows by ep_a2a.autograd.group.",
+            "layout compact or rank_major for gradients", "expert_major", "Sort received rows by ep_a2a.autograd.group."
         )
     if config.takes_scale or config.data_type != config.combined_dtype or config.local_ids:
         raise UnsupportedError(

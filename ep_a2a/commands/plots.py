@@ -147,9 +147,7 @@ def cells(values: Sequence[Sequence[float]], caption: Caption, unit: str) -> Fig
 
 
 def bars(
-    rows: Sequence[tuple[str, str, int | None, Sequence[tuple[float, float]]]],
-    x_label: str,
-    caption: Caption,
+    rows: Sequence[tuple[str, str, int | None, Sequence[tuple[float, float]]]], x_label: str, caption: Caption
 ) -> Figure:
     """Returns bars that may overlap, a row below the other.
 

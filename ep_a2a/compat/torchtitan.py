@@ -67,11 +67,7 @@ class TokenDispatcher(MinimalAsyncEPTokenDispatcher):  # type: ignore[misc]
         self.op = OPS[key]
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
         """Returns rows by expert [R, D], of each expert of this rank the number [e] int64, and what combine needs.
 

@@ -49,10 +49,7 @@ class NodeArena(Arena):
         """Allocate memory that the ranks of this node map, on all nodes or on none. Other ranks have address 0."""
         made: list[SymmetricMemory] = []
         try:
-            everyone.attempt(
-                "allocating memory of each node",
-                lambda: made.append(self._on_node(device, num_bytes)),
-            )
+            everyone.attempt("allocating memory of each node", lambda: made.append(self._on_node(device, num_bytes)))
         except EpA2AError:
             for memory in made:
                 memory.close()

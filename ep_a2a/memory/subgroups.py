@@ -123,11 +123,7 @@ def destroy_subgroup(group: dist.ProcessGroup) -> None:
 
 
 def _make_group(
-    parent: dist.ProcessGroup,
-    ranks: tuple[int, ...],
-    name: str,
-    timeout: timedelta,
-    store: distributed_c10d.Store,
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], name: str, timeout: timedelta, store: distributed_c10d.Store
 ) -> dist.ProcessGroup:
     """Makes the group as torch's new_group does, without its barrier."""
     global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]

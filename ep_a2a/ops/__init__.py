@@ -19,11 +19,7 @@ _MODULE_OF = {
     "EpDispatchCombineOp": "ep_a2a.ops.op",
 }
 
-__all__ = [
-    "EpDispatchCombineConfig",
-    "EpDispatchCombineKernelType",
-    "EpDispatchCombineOp",
-]
+__all__ = ["EpDispatchCombineConfig", "EpDispatchCombineKernelType", "EpDispatchCombineOp"]
 
 
 def __getattr__(name: str) -> Any:

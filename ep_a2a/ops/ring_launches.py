@@ -147,12 +147,7 @@ class NodesEngine(Engine):
             HAS_WEIGHTS=form.has_weights,
             OWN_LINE_EACH=self.holds_a_step or rings.by_host,
         )
-        return {
-            "S": self.kernels.shape,
-            "R": self.to_experts,
-            "ROW": row_constants(config, casts=casts),
-            "LINE": line,
-        }
+        return {"S": self.kernels.shape, "R": self.to_experts, "ROW": row_constants(config, casts=casts), "LINE": line}
 
     def sum_constants(self, form: CombineForm) -> dict[str, Any]:
         """Of kernels that add rows of results."""

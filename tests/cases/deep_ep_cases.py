@@ -79,11 +79,7 @@ class Step:
         assert (None if per_rdma_rank is None else per_rdma_rank.tolist()) == (
             None if self.case.num_nodes == 1 else nodes.sum(0).tolist()
         )
-        return {
-            "num_tokens_per_rank": per_rank,
-            "is_token_in_rank": is_in_rank,
-            "num_tokens_per_expert": per_expert,
-        }
+        return {"num_tokens_per_rank": per_rank, "is_token_in_rank": is_in_rank, "num_tokens_per_expert": per_expert}
 
     def local_ids(self) -> torch.Tensor:
         """The received ids as DeepEP returns them: of this rank's experts from 0, -1 for others."""
@@ -194,11 +190,7 @@ def check_combine(
     mine = torch.full((num_rows, own.shape[1]), torch.nan, dtype=own.dtype)
     mine[: len(own)] = own
     combined, sums, event = buffer.combine(
-        mine.to(device),
-        handle,
-        topk_weights=weights,
-        bias=given if len(given) > 1 else given[0],
-        **launch,
+        mine.to(device), handle, topk_weights=weights, bias=given if len(given) > 1 else given[0], **launch
     )
     event.current_stream_wait()
     op_cases.same_sums(combined, step.combined(rows, with_biases=True), "combine")

@@ -527,9 +527,7 @@ class Step:
         given = make_biases(self.case, dtype, self.counts[rank], rank, self.number)
         return {name: bias.to(self.device) for name, bias in given.items()}
 
-    def before_combine(
-        self,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    def before_combine(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
         """(rows, weights or None) for combine, (result, weight sums or None) that it must give."""
         case, op, got, rank = self.case, self.op, self.got, self.op.config.rank
         dtype = op.config.combined_dtype

@@ -57,12 +57,7 @@ GRIDS = {
 SHAPES = listed("rings") | GRIDS
 SHAPES_AND_FLAT = SHAPES | {"flat": replace(FEW, kernel="InterNode", split="mixed")}
 """The flat form sends to any rank's memory, which puts do not reach."""
-SPECIAL = (
-    "late-rank",
-    "order-interleaved",
-    "sequential-ops-share-memory",
-    "weights-on-some-ranks",
-)
+SPECIAL = ("late-rank", "order-interleaved", "sequential-ops-share-memory", "weights-on-some-ranks")
 
 
 def on_two_nodes(case: Case) -> Case:
@@ -110,11 +105,7 @@ def other_numbers_of_programs(context: RankContext, case: Case) -> None:
         # programs that exchange nothing are as many as the call, else the config says
         for is_dispatch in (True, False):
             assert op.get_launch_config(is_dispatch) == (2, num_channel_programs, 8)
-            assert op.get_launch_config(is_dispatch, 1 + context.rank, 2) == (
-                1 + context.rank,
-                num_channel_programs,
-                8,
-            )
+            assert op.get_launch_config(is_dispatch, 1 + context.rank, 2) == (1 + context.rank, num_channel_programs, 8)
         everyone = [make_inputs(case, 0, rank) for rank in range(case.world_size)]
         mine = everyone[context.rank]
         tokens, weights, ids = (t.to(context.device) for t in (mine.tokens, mine.weights, mine.ids) if t is not None)

@@ -22,10 +22,7 @@ from tools.moe_families import KEYS, families_of, text_of
 
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
 
-pytestmark = [
-    TIMEOUT,
-    pytest.mark.parametrize("version", VERSIONS),
-]
+pytestmark = [TIMEOUT, pytest.mark.parametrize("version", VERSIONS)]
 
 
 @cache

@@ -8,13 +8,7 @@ from tests.cases.covering import case_of as covering_case
 from tests.cases.op_cases import Case
 from tests.cases.op_matrix import CASES, by_world_size
 from tests.cases.op_special import BODIES, BY_THE_SIMULATED_CLOCK
-from tests.cases.ring_cases import (
-    OF_FOUR_RANKS,
-    REPLAYED,
-    RING_KERNELS,
-    SHAPES_AND_FLAT,
-    on_two_nodes,
-)
+from tests.cases.ring_cases import OF_FOUR_RANKS, REPLAYED, RING_KERNELS, SHAPES_AND_FLAT, on_two_nodes
 from tests.markers import ranks_on_gpus
 from tests.programs.soak import SOAKED
 

@@ -3,14 +3,7 @@
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import (
-    FP8_MAX,
-    MIN_AMAX,
-    e4m3_bits,
-    e4m3_bits_by_integers,
-    quarters_of,
-    scales_of,
-)
+from ep_a2a.kernels.cast_kernels import FP8_MAX, MIN_AMAX, e4m3_bits, e4m3_bits_by_integers, quarters_of, scales_of
 from ep_a2a.kernels.line_cast_kernels import packed_e4m3, quantize_lines
 from ep_a2a.kernels.portable import portable
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups

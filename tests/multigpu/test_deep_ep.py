@@ -33,12 +33,7 @@ def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool
 @pytest.mark.parametrize("with_hook", [False, True], ids=["asynchronous", "hook"])
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"quant_type": "none"},
-        {},
-        {"scale_format": "float32_power_of_two"},
-        {"scale_format": "ue8m0"},
-    ],
+    [{"quant_type": "none"}, {}, {"scale_format": "float32_power_of_two"}, {"scale_format": "ue8m0"}],
     ids=["bf16", "fp8", "rounded", "ue8m0"],
 )
 def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, world_size: int) -> None:

@@ -39,8 +39,7 @@ def run_compiled_when_used(ranks: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name) for world_size in WORLDS for name, case in shared_choices(world_size)],
+    "case", [pytest.param(case, id=name) for world_size in WORLDS for name, case in shared_choices(world_size)]
 )
 def test_all_pairs(ranks: Any, case: Case) -> None:
     run_compiled_when_used(ranks, case)

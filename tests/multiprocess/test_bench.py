@@ -229,11 +229,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     assert [(row["tokens"], row["contender"], row["status"]) for row in rows] == [
         (tokens, name, status)
         for tokens in (1, 2)
-        for name, status in (
-            ("reference_push", "ok"),
-            ("nccl_agrs", "ok"),
-            ("deepep", "unavailable"),
-        )
+        for name, status in (("reference_push", "ok"), ("nccl_agrs", "ok"), ("deepep", "unavailable"))
     ]
     # asked for, but there is no such time on CPU
     assert [row.get("round_trip_cold_us", "absent") for row in rows] == [None, None, "absent"] * 2

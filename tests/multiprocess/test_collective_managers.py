@@ -17,17 +17,7 @@ from tests.cases.op_matrix import CASES
 both = pytest.mark.parametrize("name", COLLECTIVE)
 WORLD_SIZES = (1, 3, 4)
 # What only kernels can get wrong is left out: epochs, widths of vectors, the number of steps, ways of dispatch.
-KERNELS_ONLY = (
-    "epoch",
-    "K",
-    "H",
-    "long",
-    "unusual",
-    "both",
-    "look_back",
-    "three_dispatches",
-    "alone",
-)
+KERNELS_ONLY = ("epoch", "K", "H", "long", "unusual", "both", "look_back", "three_dispatches", "alone")
 OP_CASES = {
     name: case
     for name, case in CASES.items()

@@ -76,10 +76,7 @@ def attempts_on_process(process: int, address: int) -> dict[str, Callable[[], An
 def attempts_on_folder(folder: Path) -> dict[str, Callable[[], Any]]:
     """What may be tried on a folder of ranks."""
     new = folder / "x"
-    return {
-        "list": lambda: os.listdir(folder),
-        "make": lambda: (opened(new, os.O_CREAT | os.O_WRONLY), os.unlink(new)),
-    }
+    return {"list": lambda: os.listdir(folder), "make": lambda: (opened(new, os.O_CREAT | os.O_WRONLY), os.unlink(new))}
 
 
 def worked(what: str, attempts: dict[str, Callable[[], Any]]) -> list[str]:

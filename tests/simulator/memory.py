@@ -305,13 +305,7 @@ class Pool:
         self.pending.append(Pending(places, raw, author.rank, author.number, author.phase, operation, passes_caches))
 
     def system_atomic(
-        self,
-        author: Author,
-        operation: Operation,
-        work: Callable[[], Any],
-        *,
-        acquires: bool,
-        releases: bool,
+        self, author: Author, operation: Operation, work: Callable[[], Any], *, acquires: bool, releases: bool
     ) -> Any:
         """An atomic of system scope: `work` performs it on the landed bytes, and its result is returned."""
         places = operation.bytes
@@ -334,13 +328,7 @@ class Pool:
         return result
 
     def gpu_atomic(
-        self,
-        author: Author,
-        operation: Operation,
-        work: Callable[[np.ndarray], Any],
-        *,
-        acquires: bool,
-        releases: bool,
+        self, author: Author, operation: Operation, work: Callable[[np.ndarray], Any], *, acquires: bool, releases: bool
     ) -> Any:
         """An atomic of gpu scope: `work` performs it at other addresses, which hold what the rank's programs see."""
         firsts, copies = np.unique(operation.places, return_inverse=True)

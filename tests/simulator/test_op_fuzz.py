@@ -177,12 +177,7 @@ def test_fuzz(name: str, world_size: int) -> None:
 
 IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in STRIDES for _ in range(2)]
 ONE_ROW_OR_NONE = op_cases.Case(
-    world_size=2,
-    hidden_dim=8,
-    max_tokens=4,
-    tokens=((1, 1), (0, 1)),
-    scale_dim=4,
-    scale_dtype=torch.uint8,
+    world_size=2, hidden_dim=8, max_tokens=4, tokens=((1, 1), (0, 1)), scale_dim=4, scale_dtype=torch.uint8
 )
 
 

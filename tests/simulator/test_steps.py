@@ -36,8 +36,7 @@ BY_CHANCE = RUNS if TIMES > 1 else [(case, bodies_of(case)[-1]) for case in CASE
 
 
 @pytest.mark.parametrize(
-    ("case", "body", "name"),
-    [*sorted(QUICK), *(pytest.param(*each, marks=pytest.mark.full) for each in sorted(REST))],
+    ("case", "body", "name"), [*sorted(QUICK), *(pytest.param(*each, marks=pytest.mark.full) for each in sorted(REST))]
 )
 def test_steps_meet_the_oracle(case, body, name):
     run(case, body, CONDITIONS[name])

@@ -112,10 +112,7 @@ def test_empty_weights_are_those_of_no_rows_or_none(num_rows):
     step = Step(none, None, None, ids, 1)
     step.dispatched = DispatchResult(rows, None, None, ids, none)
     op = SimpleNamespace(
-        config=config,
-        device=rows.device,
-        _is_registered=lambda _: False,
-        _check_weights=lambda _: None,
+        config=config, device=rows.device, _is_registered=lambda _: False, _check_weights=lambda _: None
     )
     args = CombineArguments(rows, torch.empty(0, config.topk), None)
     AdapterOp._prepare_combine(op, step, args)

@@ -30,15 +30,10 @@ from ep_a2a.errors import ConfigError, EnvironmentVariableError, NotInitializedE
 from ep_a2a.interface import DispatchResult
 from ep_a2a.log_once import log_once
 
-MODULES = {
-    "aiter": ("",),
-    "deep_ep": ("",),
-    "mori": ("ops", "shmem"),
-    "triton_distributed": ("", "utils"),
-}
+MODULES = {"aiter": ("",), "deep_ep": ("",), "mori": ("ops", "shmem"), "triton_distributed": ("", "utils")}
 KEPT_ON_PURPOSE = {
     # keeping them alive is all that is asked for
-    "deep_ep EventOverlap extra_tensors",
+    "deep_ep EventOverlap extra_tensors"
 }
 
 

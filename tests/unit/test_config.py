@@ -34,12 +34,7 @@ INTEGER_MINIMUM = {
 
 
 config_of = functools.partial(
-    deepseek_v3,
-    rank=1,
-    hidden_dim=512,
-    max_num_inp_token_per_rank=128,
-    num_experts_per_rank=4,
-    num_experts_per_token=2,
+    deepseek_v3, rank=1, hidden_dim=512, max_num_inp_token_per_rank=128, num_experts_per_rank=4, num_experts_per_token=2
 )
 
 

@@ -16,11 +16,7 @@ from ep_a2a.quantization import quantize_groups
 from tests.unit.device import shape_of, table_of, untouched
 from tests.unit.test_device_functions import unusual_rows
 
-COUNTS = {
-    1: [[5], [0]],
-    2: [[3, 5], [0, 4], [4, 0], [0, 0]],
-    3: [[2, 4, 3], [0, 0, 4], [4, 0, 1]],
-}
+COUNTS = {1: [[5], [0]], 2: [[3, 5], [0, 4], [4, 0], [0, 0]], 3: [[2, 4, 3], [0, 0, 4], [4, 0, 1]]}
 STRIDE, HIDDEN, GROUP = 5, 40, 16
 NUM_BLOCKS = -(-HIDDEN // GROUP)
 OUTSIDE = -7

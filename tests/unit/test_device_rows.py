@@ -69,17 +69,7 @@ ROW_STRIDE = 100
 
 
 @portable
-def find_rows(
-    ids,
-    table,
-    first_rows,
-    row_limit,
-    rank,
-    num_tokens,
-    out,
-    SHAPE: tl.constexpr,
-    OWNERS: tl.constexpr,
-):
+def find_rows(ids, table, first_rows, row_limit, rank, num_tokens, out, SHAPE: tl.constexpr, OWNERS: tl.constexpr):
     op = OpContext(table, rank, SHAPE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     world_size: tl.constexpr = SHAPE.WORLD_SIZE

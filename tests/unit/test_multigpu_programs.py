@@ -6,13 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tests.multigpu.precompile",
-        "tests.programs.soak",
-        "bench.vllm.rank",
-        "tests.engines.vllm.gpu.rank",
-    ],
+    "name", ["tests.multigpu.precompile", "tests.programs.soak", "bench.vllm.rank", "tests.engines.vllm.gpu.rank"]
 )
 def test_it_imports(name: str) -> None:
     importlib.import_module(name)

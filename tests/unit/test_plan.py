@@ -196,8 +196,7 @@ def test_redundant_experts():
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"hidden_size": 4096}, {**DEEPSEEK, "n_routed_experts": None}, {"num_experts": 1, "hidden_size": 64}, {}],
+    "values", [{"hidden_size": 4096}, {**DEEPSEEK, "n_routed_experts": None}, {"num_experts": 1, "hidden_size": 64}, {}]
 )
 def test_a_model_without_experts_is_refused_with_the_keys_looked_for(values):
     with pytest.raises(UnsupportedError) as caught:

@@ -36,8 +36,7 @@ def test_nothing_is_cut_and_words_stay_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 40, "3.0 TiB")],
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 40, "3.0 TiB")]
 )
 def test_bytes(num_bytes: int, text: str) -> None:
     assert bytes_text(num_bytes) == text

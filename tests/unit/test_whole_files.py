@@ -18,11 +18,7 @@ from ep_a2a.telemetry.trace import write_trace
 from ep_a2a.whole_files import resolved, write_whole
 
 ANOTHER_USER = 12345
-READERS = {
-    "config file": read_config_file,
-    "model": read_model,
-    "text": functools.partial(read_text, num_tokens=1),
-}
+READERS = {"config file": read_config_file, "model": read_model, "text": functools.partial(read_text, num_tokens=1)}
 CONTENTS = {"TOML": b"a = " + b"[" * 100_000, "JSON": b"[" * 100_000, "digits": b"9" * 6000, "not UTF-8": b"\xff"}
 PLACES = ("pipe", "folder", "none", "a\0b", "/dev/zero", "large", *CONTENTS)
 

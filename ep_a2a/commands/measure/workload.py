@@ -24,12 +24,7 @@ from ep_a2a.routing import ROUTINGS, num_distinct_ranks, traffic_matrix
 
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""
-CHOICES = {
-    "quant": tuple(Quant),
-    "combine_quant": COMBINE_QUANT_TYPES,
-    "layout": tuple(Layout),
-    "routing": ROUTINGS,
-}
+CHOICES = {"quant": tuple(Quant), "combine_quant": COMBINE_QUANT_TYPES, "layout": tuple(Layout), "routing": ROUTINGS}
 """Values that a workload's field may have, where they are names."""
 OF_LAYERS = {
     "layout": (Layout.RANK_MAJOR,),

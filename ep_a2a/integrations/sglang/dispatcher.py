@@ -167,9 +167,7 @@ class EpA2ADispatcher(BaseDispatcher):  # type: ignore[misc]
             topk_output = topk_output.to_standard()
         if not TopKOutputChecker.format_is_standard(topk_output):
             raise UnsupportedError(
-                "ids and weights from the router",
-                type(topk_output).__name__,
-                "Choose --moe-runner-backend triton.",
+                "ids and weights from the router", type(topk_output).__name__, "Choose --moe-runner-backend triton."
             )
         bounds = self._bounds(len(hidden_states))
         most = bounds if isinstance(bounds, int) else max(bounds)

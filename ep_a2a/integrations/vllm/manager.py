@@ -34,9 +34,7 @@ class VllmAll2AllManager(EngineManager):
     def checkpoint_prepare(self) -> NoReturn:
         """Refuses checkpoints of the process: memory of peers that it has mapped would be gone."""
         raise UnsupportedError(
-            "a backend that has checkpoint_prepare and checkpoint_restore",
-            "'ep_a2a'",
-            "Use allgather_reducescatter.",
+            "a backend that has checkpoint_prepare and checkpoint_restore", "'ep_a2a'", "Use allgather_reducescatter."
         )
 
     checkpoint_restore = checkpoint_prepare

@@ -233,11 +233,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
 
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         result, _, _ = self._native.low_latency_combine(
-            x=args.rows,
-            topk_idx=self._sent_ids,
-            topk_weights=step.weights,
-            handle=self._handle,
-            out=args.out,
+            x=args.rows, topk_idx=self._sent_ids, topk_weights=step.weights, handle=self._handle, out=args.out
         )
         return CombineResult(result, None)
 

@@ -118,11 +118,7 @@ class NVLinkOneSided:
         self._group = group
         reserved = hidden_dim * dtype.itemsize + ROUTING_BYTES * topk
         params = MoEEpCommParams(
-            num_experts=num_experts,
-            top_k=topk,
-            max_tokens_per_rank=max_tokens,
-            hidden_size=hidden_dim,
-            dtype=dtype,
+            num_experts=num_experts, top_k=topk, max_tokens_per_rank=max_tokens, hidden_size=hidden_dim, dtype=dtype
         )
         config = NVLinkOneSidedConfig(
             # The class shares workspaces of one size, so each index gets a size of its own.

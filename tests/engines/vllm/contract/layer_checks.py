@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from ep_a2a.errors import (
-    ClosedError,
-    RankTimeoutError,
-    StateError,
-    TooManyTokensError,
-)
+from ep_a2a.errors import ClosedError, RankTimeoutError, StateError, TooManyTokensError
 from ep_a2a.quantization import E4M3_MAX, quantize_mxfp8, quantize_static
 from ep_a2a.routing import destination_mask, expert_ranges
 from ep_a2a.testing import RankContext
