@@ -1,0 +1,163 @@
+"""Steps of ops with on_rank_loss="mask", each against an oracle that knows which ranks this one has masked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
+from ep_a2a.config import EpDispatchCombineConfig
+from ep_a2a.errors import ConfigError, RankTimeoutError, StateError, UnknownNameError, UnsupportedError
+from ep_a2a.memory.arena import Arena
+from ep_a2a.ops import EpDispatchCombineOp
+from tests.waiting import await_until
+
+HIDDEN, TOPK, MAX_TOKENS = 16, 3, 5
+POINTS = ("before dispatch", "between halves of dispatch", "before combine", "between halves of combine")
+LOST_AT, NUM_STEPS = 2, 5
+"""The step in which a rank is lost, and steps in all."""
+NEVER_SECS, MASK_AFTER_SECS = 1000.0, 10.0
+"""mask_after_secs where a death is seen, and where a rank stops: a busy machine takes less for a step."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Which ranks are lost, where in a step, and by which signal; and changes of the config."""
+
+    victims: tuple[int, ...]
+    point: str
+    by: int = signal.SIGKILL
+    changes: tuple[tuple[str, Any], ...] = ()
+
+
+def op_of(context: Any, arena: Arena, kind: Any = EpDispatchCombineOp, **changes: Any) -> EpDispatchCombineOp:
+    """An op of two experts a rank, whose rows are float32: small numbers have exact sums."""
+    world_size = context.world_size
+    sizes = {"rank": context.rank, "world_size": world_size, "gpu_per_node": world_size}
+    sizes |= {"hidden_dim": HIDDEN, "scale_dim": 0, "scale_type_size": 0, "max_token_type_size": 4}
+    sizes |= {"max_num_inp_token_per_rank": MAX_TOKENS, "num_experts_per_rank": 2, "num_experts_per_token": TOPK}
+    options = {"data_type": torch.float32, "layout": "rank_major", "on_rank_loss": "mask"}
+    config: Any = EpDispatchCombineConfig
+    found: EpDispatchCombineOp = kind(
+        config(**sizes | options | {"mask_after_secs": NEVER_SECS} | changes), arena=arena
+    )
+    return found
+
+
+def draw(op: EpDispatchCombineOp, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, ids) of this rank; fewer tokens on some ranks, and dropped slots."""
+    config = op.config
+    drawn = torch.Generator().manual_seed(100 * step + config.rank)
+    num_tokens = (MAX_TOKENS, 3, 4, 0, 1)[(config.rank + step) % 5]
+    tokens = torch.randint(-8, 8, (num_tokens, config.hidden_dim), generator=drawn).float()
+    ids = torch.rand(num_tokens, config.total_experts, generator=drawn).topk(TOPK).indices.int()
+    ids[::3, 1] = -1
+    return tokens.to(op.device), ids.to(op.device)
+
+
+def wanted(tokens: torch.Tensor, ids: torch.Tensor, living: tuple[int, ...], *, by_slot: bool) -> torch.Tensor:
+    """What comes back where rank r multiplies rows by r + 1: once for each rank, or for each slot."""
+    owners = torch.where(ids >= 0, ids // 2, -1)
+    total = torch.zeros_like(tokens)
+    for rank in living:
+        times = (owners == rank).sum(-1, keepdim=True)
+        total += tokens * (rank + 1) * (times if by_slot else times > 0)
+    return total
+
+
+def take_step(op: EpDispatchCombineOp, number: int, at: Callable[[str], None] = lambda _: None) -> bool:
+    """Takes a step and checks its result. Returns whether ranks were masked since the step before.
+
+    Then tokens of this step with slots at these ranks may lack their parts. All other tokens are those of a step of
+    the ranks that were not masked before it, whatever the other ranks knew.
+
+    Args:
+        at: called at each of POINTS.
+    """
+    by_slot, before = op.config.layout == "expert_major", op.active_ranks()
+    tokens, ids = draw(op, number)
+    weights = torch.ones(ids.shape, device=op.device) if by_slot else None
+    # the exchange of weights is one more launch that waits
+    late_weights = weights if isinstance(op, CombineTimeWeightsOp) else None
+    at(POINTS[0])
+    op.dispatch_send(tokens, weights if late_weights is None else None, None, ids)
+    at(POINTS[1])
+    rows = op.dispatch_recv().tokens * (op.config.rank + 1)
+    at(POINTS[2])
+    op.combine_send(rows, late_weights, None)
+    at(POINTS[3])
+    result = op.combine_recv().tokens[: len(tokens)]
+    is_faulty = bool(op.step_fault())
+    lost = torch.tensor(sorted({*before} - {*op.active_ranks()}), dtype=torch.int32, device=op.device)
+    is_whole = ~((ids >= 0) & torch.isin(ids // 2, lost)).any(-1) if is_faulty else slice(None)
+    assert torch.equal(result[is_whole], wanted(tokens, ids, before, by_slot=by_slot)[is_whole]), (number, before, lost)
+    return is_faulty
+
+
+def go_on(context: Any, lost: Lost) -> dict[str, Any] | None:
+    """Takes steps, in one of which ranks are lost. Returns seconds of that step and the next; None on a masked rank."""
+    secs = NEVER_SECS if lost.by == signal.SIGKILL else MASK_AFTER_SECS
+    left = tuple(sorted({*range(context.world_size)} - {*lost.victims}))
+    pids: list[int] = [0] * context.world_size
+    dist.all_gather_object(pids, os.getpid(), group=context.group)
+    times, was_faulty = [], False
+    with Arena(context.group, context.device) as arena:
+        op = op_of(context, arena, **{"mask_after_secs": secs} | dict(lost.changes))
+        for step in range(NUM_STEPS):
+
+            def be_lost(point: str, is_lost: bool = step == LOST_AT and context.rank in lost.victims) -> None:
+                if is_lost and point == lost.point:
+                    os.kill(os.getpid(), lost.by)
+
+            start = time.monotonic()
+            try:
+                is_faulty = take_step(op, step, be_lost)
+            except RankTimeoutError as error:
+                # a rank that was stopped and goes on finds that it is masked
+                if context.rank not in lost.victims or error.late_ranks != (context.rank,):
+                    raise
+                return None
+            times.append(time.monotonic() - start)
+            if step == LOST_AT:
+                await_until(lambda: op.active_ranks() == left, "masks")
+            # the loss is told once: a rank that is behind hears of it a step early, one that is ahead a step late
+            assert not (is_faulty and (was_faulty or abs(step - LOST_AT) > 1))
+            was_faulty |= is_faulty
+        assert was_faulty
+        if lost.by == signal.SIGSTOP and context.rank == left[0]:
+            for victim in lost.victims:
+                os.kill(pids[victim], signal.SIGCONT)
+    return {"secs": times[LOST_AT : LOST_AT + 2]}
+
+
+def refusals(context: Any) -> None:
+    """What cannot be masked is refused before anything is built or launched; reset needs all ranks."""
+    with Arena(context.group, context.device) as arena:
+        for changes, match in (
+            ({"layout": "compact"}, "layout"),
+            ({"on_rank_loss": "ignore"}, "on_rank_loss"),
+            ({"mask_after_secs": 0}, "mask_after_secs"),
+        ):
+            with pytest.raises((ConfigError, UnknownNameError), match=match):
+                op_of(context, arena, **changes)
+        op = op_of(context, arena)
+        tokens, ids = draw(op, 0)
+        with pytest.raises(UnsupportedError, match="one step_tokens for all ranks"):
+            op.dispatch(tokens, None, None, ids, step_tokens=[5] + [4] * (context.world_size - 1))
+        op.reset()
+        assert op.memory.acquired.mask is not None
+        op.memory.acquired.mask((0,))
+        assert op.active_ranks() == tuple(range(1, context.world_size))
+        with pytest.raises(StateError, match="all ranks to be left"):
+            op.reset()
+        if context.rank == 0:
+            with pytest.raises(RankTimeoutError, match="go on without it"):
+                op.check()
