@@ -18,6 +18,7 @@ from ep_a2a.config.enums import WHOLE_RING_KERNEL_TYPES as WHOLE_RING_KERNEL_TYP
 from ep_a2a.config.enums import CompiledCalls as CompiledCalls
 from ep_a2a.config.enums import EpDispatchCombineKernelType as EpDispatchCombineKernelType
 from ep_a2a.config.enums import Layout as Layout
+from ep_a2a.config.enums import OnRankLoss as OnRankLoss
 from ep_a2a.config.enums import QuantType as QuantType
 from ep_a2a.config.enums import ScaleFormat as ScaleFormat
 from ep_a2a.config.transports import INTERNODE_TRANSPORTS as INTERNODE_TRANSPORTS

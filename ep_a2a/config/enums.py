@@ -93,6 +93,16 @@ class ScaleFormat(enum.StrEnum):
     FLOAT32_POWER_OF_TWO = "float32_power_of_two"
 
 
+class OnRankLoss(enum.StrEnum):
+    """What happens to an op when the process of another rank ends.
+
+    FAIL: calls raise until reset. MASK: the other ranks go on without it.
+    """
+
+    FAIL = "fail"
+    MASK = "mask"
+
+
 class CompiledCalls(enum.StrEnum):
     """Forms of calls that are compiled when an op is built. Other forms compile at their first call, before a capture.
 

@@ -19,6 +19,7 @@ from ep_a2a.config.enums import (
     CompiledCalls,
     EpDispatchCombineKernelType,
     Layout,
+    OnRankLoss,
     QuantType,
     ScaleFormat,
 )
@@ -50,6 +51,8 @@ COLUMN_WORD_BYTES = 4
 """Bytes of an element of column_major_scales: a float32, or four exponents."""
 MAX_TOPK = 32
 MAX_TOKENS_PER_RANK = 1 << 24
+MAX_MASKED_RANKS = 31
+"""Ranks of which a word can mask each."""
 LOW_LATENCY_MAX_TOKENS = 128
 """The most tokens of a rank in a low-latency dispatch, which has a slot for each."""
 LOW_LATENCY_MAX_ROWS = 264
@@ -121,6 +124,11 @@ class EpDispatchCombineConfig:
             rdma_block_num channels share the rings. Ranks must have equal numbers, so a call cannot change them.
         internode_transport: the transport between nodes, by name. With "auto" a manager reads
             EP_A2A_INTERNODE_TRANSPORT; an op that is built without a manager takes "peer_memory".
+        on_rank_loss: what happens when a rank's process ends. "fail": every call raises until reset. "mask": the others
+            go on without it; slots of its experts count as dropped. Of 31 ranks at most that reach each other's memory,
+            and not in layout compact, where rows of each rank follow those of the ranks before it.
+        mask_after_secs: with on_rank_loss="mask", seconds of a wait after which a rank that lives, and waits for nobody
+            itself, is masked, too; not in an op's first step.
     """
 
     data_type: torch.dtype
@@ -160,6 +168,8 @@ class EpDispatchCombineConfig:
     chunk_tokens: int = field(default=8, metadata={"minimum": 1})
     ring_chunks: int = field(default=4, metadata={"minimum": 1})
     internode_transport: str = "auto"
+    on_rank_loss: str = "fail"
+    mask_after_secs: float = 10.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -178,6 +188,7 @@ class EpDispatchCombineConfig:
         self._check_names()
         self._check_dtypes()
         self._check_experts()
+        self._check_masks()
         for name in ("timeout_secs", "first_timeout_secs"):
             if getattr(self, name) is not None:
                 checked_seconds(name, getattr(self, name))
@@ -190,7 +201,12 @@ class EpDispatchCombineConfig:
     def _check_names(self) -> None:
         if not isinstance(self.kernel_type, EpDispatchCombineKernelType):
             raise ConfigError("to be an EpDispatchCombineKernelType", shown(self.kernel_type), field="kernel_type")
-        for kind, name in ((Layout, "layout"), (ScaleFormat, "scale_format"), (CompiledCalls, "compiled_calls")):
+        for kind, name in (
+            (Layout, "layout"),
+            (ScaleFormat, "scale_format"),
+            (CompiledCalls, "compiled_calls"),
+            (OnRankLoss, "on_rank_loss"),
+        ):
             parse_enum(kind, getattr(self, name), name)
         quant_type = parse_enum(QuantType, self.quant_type, "quant_type")
         dispatch_quant = parse_enum(QuantType, self.dispatch_quant_type or quant_type, "dispatch_quant_type")
@@ -208,6 +224,28 @@ class EpDispatchCombineConfig:
             require(acts_on_combine, "quant_type", expected, repr(quant_type.value))
         has_effect = self.casts_in_dispatch or self.scale_format == ScaleFormat.FLOAT32
         require(has_effect, None, f"a cast inside dispatch with scale_format {self.scale_format!r}", "none")
+
+    def _check_masks(self) -> None:
+        checked_seconds("mask_after_secs", self.mask_after_secs)
+        if self.masks:
+            require(
+                self.layout != Layout.COMPACT,
+                "layout",
+                "'rank_major' or 'expert_major' with on_rank_loss='mask'",
+                "'compact'",
+            )
+            require(
+                self.world_size <= MAX_MASKED_RANKS,
+                "world_size",
+                f"<= {MAX_MASKED_RANKS} with on_rank_loss='mask'",
+                str(self.world_size),
+            )
+            require(not self.uses_rings, "on_rank_loss", "'fail' between nodes", "'mask'")
+
+    @functools.cached_property
+    def masks(self) -> bool:
+        """Whether ranks whose process ends are masked."""
+        return self.on_rank_loss == OnRankLoss.MASK
 
     def _check_dtypes(self) -> None:
         require(self.data_type in TOKEN_DTYPES, "data_type", f"to be one of {TOKEN_DTYPES}", str(self.data_type))

@@ -29,6 +29,8 @@ from ep_a2a.kernels.primitives import (
     full_like,
     initial_poison,
     load_poison,
+    masked_of,
+    poison_address,
     post_arrival,
     wait_all,
 )
@@ -50,18 +52,18 @@ from ep_a2a.kernels.target import barrier
 
 
 @portable
-def receive_rows(step, poison, BULK: tl.constexpr, FORM: tl.constexpr):
+def receive_rows(step, poison, masked, BULK: tl.constexpr, FORM: tl.constexpr):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     op, flag = step.op, dispatch_flag(step.op)
     begin_span(FORM.SPANS, op, Span.ACCEPT_ROWS)
     # D6
     if poison == 0:
-        poison = accept_counts(step, BULK.COUNT_LANES)
+        poison = accept_counts(step, masked, BULK.COUNT_LANES)
     next_span(FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
-        poison = wait_all(op, Region.DISPATCH_FLAGS, flag, True, patience)
+        poison = wait_all(op, Region.DISPATCH_FLAGS, flag, True, patience, 0, masked)
     next_span(FORM.SPANS, op, Span.WAIT, Span.FINISH)
     # D7
     if poison != 0:
@@ -108,14 +110,14 @@ def publish_counts(
 
 @portable
 def send_by_tiles(
-    given, step, first, last, index, bases, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
+    given, step, first, last, index, bases, masked, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
     TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Send tokens first ... last - 1 in tiles. index, bases: as of send_one_by_one."""
+    """Send tokens first ... last - 1 in tiles. index, bases, masked: as of send_one_by_one."""
     # in the layout of the counts before, Triton 3.6 cannot compile the running sum for two ranks
     index = tl.gather(index, tl.arange(0, step.op.WORLD_LANES), 0)
     for start in range(first, last, TILE.LISTED):
-        goes, indices, index = record_routes(given.ids, step.op, start, last, index, OWNERS, TILE.LISTED)
+        goes, indices, index = record_routes(given.ids, step.op, start, last, index, OWNERS, TILE.LISTED, masked)
         list_destinations(step, start, last, goes, bases[None, :] + indices)
         # the lists of destinations are read by other threads than wrote them
         barrier()
@@ -154,6 +156,7 @@ def send_rows(
         tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, step.num_tokens)
     bases = full_like(tl.arange(0, op.WORLD_LANES), step.first_row)
     poison = initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
+    masked = masked_of(op, answer)
     # D3
     if poison == 0:
         publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, BULK, FORM)
@@ -164,9 +167,11 @@ def send_rows(
     # D4
     if poison == 0:
         if TILE.TOKENS == 1:
-            send_one_by_one(given, step, first, last, tiles, beside, first_index, bases, OWNERS, ROW, LINE, FORM)
+            send_one_by_one(
+                given, step, first, last, tiles, beside, first_index, bases, masked, OWNERS, ROW, LINE, FORM
+            )
         else:
-            send_by_tiles(given, step, first, last, first_index, bases, OWNERS, ROW, LINE, TILE, FORM)
+            send_by_tiles(given, step, first, last, first_index, bases, masked, OWNERS, ROW, LINE, TILE, FORM)
     next_span(FORM.SPANS, op, Span.QUANT_AND_PUT, Span.POST)
     return poison
 
@@ -201,7 +206,7 @@ def bulk_dispatch_kernel(
     """
     op = OpContext(table, rank, S)
     # an address never changes, so it may be read before the launch before this one has ended
-    poison_word = address(op, Region.POISON, tl.int32)
+    poison_word = poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     if FORM.SEND:
@@ -219,7 +224,7 @@ def bulk_dispatch_kernel(
         finish_sending(step, poison, FORM)
         if FORM.RECEIVE:
             if program == num_programs - 1:
-                receive_rows(step, poison, BULK, FORM)
+                receive_rows(step, poison, masked_of(op, answer), BULK, FORM)
     else:
         poison = initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
-        receive_rows(step, poison, BULK, FORM)
+        receive_rows(step, poison, masked_of(op, answer), BULK, FORM)

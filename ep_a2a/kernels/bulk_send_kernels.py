@@ -107,17 +107,17 @@ def send_beside(beside, scales, position, places, op, LINE: tl.constexpr, FORM: 
 
 
 @portable
-def rows_of_token(token_ids, index, bases, op, OWNERS: tl.constexpr):
+def rows_of_token(token_ids, index, bases, op, OWNERS: tl.constexpr, masked):
     """Find where a token goes.
 
     Args:
-        index, bases: [WORLD_LANES], of ranks that follow each other from this one on.
+        index, bases: [WORLD_LANES], of ranks that follow each other from this one on. masked: from masked_of.
 
     Returns:
         (ranks, its row there or -1), vectors with a place for each of the most ranks that it may go to; and 1 for the
         ranks that it goes to, in the order of `index`.
     """
-    peers, goes = destinations_of(token_ids, op, OWNERS)
+    peers, goes = destinations_of(token_ids, op, OWNERS, masked)
     sent, rows = goes.to(tl.int32), bases + index
     if op.WORLD_SIZE > op.TOPK:
         distances = (peers + (op.WORLD_SIZE - op.rank)) % op.WORLD_SIZE
@@ -153,8 +153,8 @@ def send_token(
 
 @portable
 def send_one_by_one(
-    given, step, first, last, tiles, beside, index, bases, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
-    FORM: tl.constexpr,
+    given, step, first, last, tiles, beside, index, bases, masked, OWNERS: tl.constexpr, ROW: tl.constexpr,
+    LINE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Send tokens first ... last - 1, each with all warps, and record where they went, for combine.
 
@@ -162,7 +162,7 @@ def send_one_by_one(
 
     Args:
         tiles, beside: of the first token. index: [WORLD_LANES], rows that tokens before it send to each rank.
-        bases: [WORLD_LANES], where this rank's rows begin at each rank.
+        bases: [WORLD_LANES], where this rank's rows begin at each rank. masked: from masked_of.
     """
     op = step.op
     sent_ids = address(op, Region.SENT_INDICES, tl.int32)
@@ -175,7 +175,7 @@ def send_one_by_one(
         bases = tl.gather(bases, ranks, 0)
     for token in range(first, last):
         token_ids, number = beside.ids, tl.cast(token, tl.int64)
-        peers, rows, sent = rows_of_token(token_ids, index, bases, op, OWNERS)
+        peers, rows, sent = rows_of_token(token_ids, index, bases, op, OWNERS, masked)
         tiles, beside = send_token(given, step, token, last, tiles, beside, peers, rows, ROW, LINE, FORM)
         tl.store(routes + number * op.WORLD_SIZE + ranks, tl.where(sent > 0, index, -1), mask=lanes < op.WORLD_SIZE)
         tl.store(sent_ids + number * op.TOPK + choices, token_ids, mask=choices < op.TOPK)

@@ -43,7 +43,11 @@ from ep_a2a.kernels.primitives import (
     finish_stage,
     full_like,
     initial_poison,
+    is_live,
     load_poison,
+    masked_now,
+    masked_of,
+    poison_address,
     post_all,
     post_arrival,
     reduce_max,
@@ -77,18 +81,22 @@ def post_to_peers(op, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr):
 
 
 @portable
-def await_peers(op, flag, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1):
+def await_peers(
+    op, flag, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, PATIENCE: tl.constexpr = 1, masked=0
+):  # fmt: skip
     """Wait until every peer has reached `flag` of this combine. Returns the poison word, also when one has no weights.
 
-    ORDERS, PATIENCE: as of wait_all.
+    ORDERS, PATIENCE, masked: as of wait_all.
     """
-    poison = wait_all(op, Region.COMBINE_FLAGS, flag, ORDERS, PATIENCE)
+    poison = wait_all(op, Region.COMBINE_FLAGS, flag, ORDERS, PATIENCE, 0, masked)
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, op.WORLD_LANES)
             epochs_at = address(op, Region.WEIGHT_EPOCHS, tl.int32) + lanes
             brought = volatile_load(epochs_at, mask=lanes < op.WORLD_SIZE, other=0)
             missing = ((brought != epoch) & (lanes < op.WORLD_SIZE)).to(tl.int32)
+            if op.MASKS:
+                missing = tl.where(is_live(masked_now(op), lanes), missing, 0)
             if reduce_max(missing, 0) > 0:
                 poison = tl.full((), NOBODY | (FailureCode.WEIGHTS_MISSING << 16), tl.int32)
                 fail(op, poison, StepPhase.COMBINE, epoch, 1, missing)
@@ -116,8 +124,9 @@ def send_results(first, given, step, share, poison, SENT: tl.constexpr, COMBINE:
 
 @portable
 def receive_results(
-    given, step, share, poison, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
-):
+    given, step, share, poison, masked, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
     """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
     op, epoch = step.op, step.epoch
     adds = share.program >= 0
@@ -128,12 +137,14 @@ def receive_results(
         if poison == 0:
             # C4; then every peer's experts have read what this rank overwrites next
             ordered: tl.constexpr = FORM.HAS_WEIGHTS or not COMBINE.MARKED
-            poison = await_peers(op, flag, epoch, FORM.HAS_WEIGHTS, ordered)
+            poison = await_peers(op, flag, epoch, FORM.HAS_WEIGHTS, ordered, 1, masked)
+            if op.MASKS:
+                masked = masked_now(op)
         end_span(FORM.SPANS, op, Span.RECV_WAIT)
     # C5
     if adds & (poison == 0):
         own_row = first_row_from(step, op.rank)
-        poison = add_results(given, step, share, own_row, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
+        poison = add_results(given, step, share, own_row, masked, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
         end_span(FORM.SPANS, op, Span.TOPK_REDUCE)
     # C6
     if poison != 0:
@@ -174,7 +185,7 @@ def combine_kernel(
     # addresses never change, so they may be read before the launch before this one has ended
     recv_counts = address(op, Region.RECV_COUNTS, tl.int32)
     state = address(op, Region.STATE, tl.int32)
-    poison_word = address(op, Region.POISON, tl.int32)
+    poison_word = poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -201,7 +212,7 @@ def combine_kernel(
         adds = Share(program, num_programs)
         if num_receivers > 0:
             adds = Share(program - first_receiver, num_receivers)
-        receive_results(given, step, adds, poison, ADDED, WEIGHTS, COMBINE, FORM)
+        receive_results(given, step, adds, poison, masked_of(op, answer), ADDED, WEIGHTS, COMBINE, FORM)
         finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         finish_stage(op, Stage.COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -13,6 +13,8 @@ from ep_a2a.kernels.primitives import (
     POLLS_PER_CLOCK,
     address,
     full_like,
+    is_live,
+    masked_now,
     next_poll,
     overdue,
     pause,
@@ -81,14 +83,25 @@ def routes_of(routes, token, step):
 
 
 @portable
-def slots_of(found, step):
-    """Return where rows with these routes (routes_of) arrive: a tuple with -1 for none, or a vector with NEVER."""
+def slots_of(found, step, masked, MARKED: tl.constexpr):
+    """Return where rows with these routes (routes_of) arrive: a tuple with -1 for none, or a vector with NEVER.
+
+    masked: from masked_now: rows of these ranks that are not MARKED have not arrived. Of MARKED ones take_block knows.
+    """
+    skips: tl.constexpr = step.op.MASKS and not MARKED
     if step.op.WORLD_SIZE <= ROWS_AT_ONCE:
         slots = ()
         for peer in tl.static_range(step.op.WORLD_SIZE):
-            slots = slots + (tl.where(found[peer] >= 0, peer * step.M + found[peer], -1),)
+            comes = found[peer] >= 0
+            if skips:
+                comes = comes & is_live(masked, peer)
+            slots = slots + (tl.where(comes, peer * step.M + found[peer], -1),)
     else:
-        slots = tl.where(found >= 0, tl.arange(0, found.shape[0]) * step.M + found, NEVER)
+        lanes = tl.arange(0, found.shape[0])
+        comes = found >= 0
+        if skips:
+            comes = comes & is_live(masked, lanes)
+        slots = tl.where(comes, lanes * step.M + found, NEVER)
     return slots
 
 
@@ -174,23 +187,36 @@ def no_sums(B: tl.constexpr):
 
 
 @portable
-def slot_missing(seen, rows, B: tl.constexpr):
+def slot_missing(seen, rows, lost, B: tl.constexpr, HAS_LOST: tl.constexpr):
     """Return the lowest slot with a word that has not arrived, or NEVER.
 
     Args:
-        seen: from read_block, zeros where there is no row.
+        seen: from read_block, zeros where there is no row. lost: from lost_rows.
     """
     missing = tl.full((B.GROUPS_LANES,), NEVER, tl.int32)
     per_row: tl.constexpr = 2 if B.SCALED else 1
     for each in tl.static_range(len(rows.slots)):
         # this rank's own row lies where it was made
-        awaited = full_like(missing, tl.where(rows.slots[each] == rows.own, NEVER, rows.slots[each]))
+        nobody = rows.slots[each] == rows.own
+        if HAS_LOST:
+            nobody = nobody | (((lost >> each) & 1) > 0)
+        awaited = full_like(missing, tl.where(nobody, NEVER, rows.slots[each]))
         # a line has arrived when none of its words is EMPTY, the largest
         late = reduce_max(seen[each * per_row].to(tl.uint32, bitcast=True), 1) == EMPTY_UNSIGNED
         if B.SCALED:
             late = late | (seen[each * per_row + 1] == EMPTY)
         missing = tl.minimum(missing, tl.where(late, awaited, NEVER))
     return reduce_min(missing, 0)
+
+
+@portable
+def lost_rows(step, rows):
+    """Return which of the rows are those of ranks that are masked now: bits by their place in Rows."""
+    masked, lost = masked_now(step.op), tl.full((), 0, tl.int32)
+    for each in tl.static_range(len(rows.slots)):
+        source = tl.maximum(rows.slots[each], 0) // step.M
+        lost = lost | (tl.where(is_live(masked, source), 0, 1) << each)
+    return lost
 
 
 @portable
@@ -233,18 +259,33 @@ def take_block(seen, step, places, own_base, rows, first, sums, B: tl.constexpr)
     Args:
         seen: what read_block has found in this launch. The other arguments are the same.
     """
-    missing = slot_missing(seen, rows, B)
+    lost = tl.full((), 0, tl.int32)
+    missing = slot_missing(seen, rows, lost, B, step.op.MASKS)
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (missing < NEVER) & (poison == 0):
         pause(step.pause_ns)
         seen = read_block(places, own_base, rows, first, B, True)
-        missing = slot_missing(seen, rows, B)
+        missing = slot_missing(seen, rows, lost, B, step.op.MASKS)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
             late = missing // step.M
+            if step.op.MASKS:
+                lost = lost_rows(step, rows)
             poison, deadline = overdue(step.op, polls, deadline, late, 1)
     empty_block(places, rows, first, B)
+    if step.op.MASKS:
+        seen = without_lost(seen, lost, B)
     return plus_rows(sums, seen, B), poison
+
+
+@portable
+def without_lost(seen, lost, B: tl.constexpr):
+    """Return what read_block has found, with zeros in place of the rows that are lost."""
+    kept = ()
+    per_row: tl.constexpr = 2 if B.SCALED else 1
+    for each in tl.static_range(len(seen)):
+        kept = kept + (tl.where(((lost >> (each // per_row)) & 1) > 0, 0, seen[each]),)
+    return kept
 
 
 @portable
@@ -287,22 +328,22 @@ def slots_at(base, own_row, step, WIDTH: tl.constexpr):
 
 
 @portable
-def next_turn(unit, others, following, routes, step, share, OWN: tl.constexpr, BLOCKS: tl.constexpr):
+def next_turn(unit, others, following, routes, step, share, masked, COMBINE: tl.constexpr, BLOCKS: tl.constexpr):
     """Return (rows of a unit of work, and for the turn behind it the first three arguments).
 
     The rows are (unit, Rows.slots, Rows.own, whether no others follow): Triton 3.6 loses names in a loop's tuples.
 
     Args:
         unit: that this turn is of. others: slots of its rows and of those behind them. following: routes of the next
-            unit's token. routes: of all tokens. OWN: OWN_IN_PLACE. BLOCKS: units of a token.
+            unit's token. routes: of all tokens. masked: as of slots_of. BLOCKS: units of a token.
     """
     one_turn: tl.constexpr = min(step.op.WORLD_SIZE, step.op.TOPK) <= ROWS_AT_ONCE
-    rows, others = next_rows(others, step, OWN)
+    rows, others = next_rows(others, step, COMBINE.OWN_IN_PLACE)
     ends, next_unit = tl.full((), 1, tl.int1), unit + share.num_programs
     if not one_turn:
         ends = reduce_min(others, 0) == NEVER
         next_unit = tl.where(ends, next_unit, unit)
-    others = slots_left(ends, following, others, step, one_turn)
+    others = slots_left(ends, following, others, step, masked, one_turn, COMBINE.MARKED)
     following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step)
     return (unit, rows.slots, rows.own, ends), next_unit, others, following
 
@@ -317,7 +358,7 @@ def read_turn(places, own_base, turn, B: tl.constexpr, MARKED: tl.constexpr):
 
 @portable
 def add_results(
-    given, step, share, own_row, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
+    given, step, share, own_row, masked, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
 ):  # fmt: skip
     """Add and store the rows of this program's share of the tokens. Returns the poison word.
@@ -329,6 +370,7 @@ def add_results(
     Args:
         given: Operands. step: CombineStep. share: Share of the units.
         own_row: where this rank's own rows begin in the given rows and weights, used with OWN_IN_PLACE.
+        masked: from masked_now, behind the wait for rows that are not MARKED.
         B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
         SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
     """
@@ -343,12 +385,12 @@ def add_results(
     if COMBINE.OWN_IN_PLACE:
         own_base = slots_at(given.rows, own_row, step, B.WIDTH)
     poison = tl.full((), 0, tl.int32)
-    others = slots_of(routes_of(routes, unit // num_blocks, step), step)
+    others = slots_of(routes_of(routes, unit // num_blocks, step), step, masked, COMBINE.MARKED)
     following = routes_of(routes, (unit + share.num_programs) // num_blocks, step)
     turns, seen = (), ()
     for _ in tl.static_range(num_turns):
         turn, unit, others, following = next_turn(
-            unit, others, following, routes, step, share, COMBINE.OWN_IN_PLACE, num_blocks
+            unit, others, following, routes, step, share, masked, COMBINE, num_blocks
         )
         turns = turns + (turn,)
         if COMBINE.READ_AHEAD:
@@ -363,7 +405,7 @@ def add_results(
             else:
                 taken = read_turn(places, own_base, turns[0], B, COMBINE.MARKED)
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, COMBINE.OWN_IN_PLACE, num_blocks
+                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
                 )
             if (poison == 0) & (token < step.num_tokens):
                 if COMBINE.MARKED:
@@ -387,7 +429,7 @@ def add_results(
             sums, weight_sums = kept_unless(ends, sums), kept_unless(ends, weight_sums)
             if COMBINE.READ_AHEAD:
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, COMBINE.OWN_IN_PLACE, num_blocks
+                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
                 )
             turns = turns[1:] + (turn,)
             if COMBINE.READ_AHEAD:
@@ -396,9 +438,9 @@ def add_results(
 
 
 @portable
-def slots_left(ends, following, others, step, ONE_TURN: tl.constexpr):
+def slots_left(ends, following, others, step, masked, ONE_TURN: tl.constexpr, MARKED: tl.constexpr):
     """Return the slots of the rows that the next turn takes: those of the next unit where this one ends."""
-    found = slots_of(following, step)
+    found = slots_of(following, step, masked, MARKED)
     if not ONE_TURN:
         found = tl.where(full_like(others, ends.to(tl.int32)) > 0, found, others)
     return found

@@ -26,11 +26,14 @@ from ep_a2a.kernels.primitives import (
     fail,
     flagged,
     initial_poison,
+    is_live,
     load_poison,
+    masked_now,
     next_poll,
     overdue,
     pause,
     payload_of,
+    poison_address,
     reduce_sum,
 )
 from ep_a2a.kernels.span_kernels import begin_span, end_span
@@ -49,7 +52,7 @@ def push_weights(weights, inbox, num_words, epoch, BLOCK_WORDS: tl.constexpr):
 
 @portable
 def await_words(op, words_at, wanted, epoch, sender, PATIENCE: tl.constexpr):
-    """(words, poison word) once all wanted words are of this epoch.
+    """(words, poison word) once all wanted words are of this epoch, or their sender is masked.
 
     Each lane is read by one thread, so that their number is one verdict for all; what is judged is what is returned.
 
@@ -66,6 +69,8 @@ def await_words(op, words_at, wanted, epoch, sender, PATIENCE: tl.constexpr):
         num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
+            if op.MASKS:
+                num_late = tl.where(is_live(masked_now(op), sender), num_late, 0)
             poison, deadline = overdue(op, polls, deadline, sender, PATIENCE)
     return words, poison
 
@@ -125,7 +130,7 @@ def exchange_weights_kernel(
     epoch, out_of_order = begin_stage(op, Stage.COMBINE_SEND)
     state = address(op, Region.STATE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(address(op, Region.POISON, tl.int32), BLOCK_WORDS)
+    answer = load_poison(poison_address(op), BLOCK_WORDS)
     poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:

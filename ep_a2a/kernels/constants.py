@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
     WORLD_SIZE: ranks. TOPK: experts of a token. Their LANES: the next powers of two. COMPACT: whether received rows
     follow each other; else every source has as many rows. LOCAL_IDS_OF: experts over all ranks where received ids are
-    local ones, 0 where they are global.
+    local ones, 0 where they are global. MASKS: whether ranks may be masked.
     """
 
     WORLD_SIZE: int
@@ -31,6 +31,7 @@ class Shape(NamedTuple):
     TOPK_LANES: int
     COMPACT: bool
     LOCAL_IDS_OF: int
+    MASKS: bool
 
 
 class ExpertPlacement(NamedTuple):

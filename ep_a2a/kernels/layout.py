@@ -107,6 +107,18 @@ class State(DeviceEnum):
     NUM_TOKENS = 4
 
 
+class Poison(DeviceEnum):
+    """Words of the POISON region (int32). Kernels read the first two at once.
+
+    WORD: 0, or why this rank's kernels send and wait no more. MASKED: bit r is set where rank r is masked. REPORTED:
+    the bits of which the caller knows.
+    """
+
+    WORD = 0
+    MASKED = 1
+    REPORTED = 2
+
+
 class StepPhase(DeviceEnum):
     """The calls of a step, as the record of a failure names them."""
 
@@ -128,6 +140,8 @@ class FailureCode(DeviceEnum):
 class Record(DeviceEnum):
     """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank.
 
+    WAITS and SUSPECT are no failure, and the host clears them. WAITS: 1 where a wait takes time. SUSPECT: 1 + a rank
+    that is awaited for mask_after_secs, 0 for none.
     DETAIL; words of ranks, by code. TIMEOUT: 0; 1 for ranks whose flag had not come. ALTERNATION: 0; 0.
     STEP_TOKENS_MISMATCH: 1; the wire words of all ranks. CAPACITY: the rows that came; rows by source.
     WEIGHTS_MISSING: 1; 1 for ranks without weights. FOREIGN_INDICES: the token; not written.
@@ -139,6 +153,8 @@ class Record(DeviceEnum):
     PHASE = 2
     EPOCH = 3
     DETAIL = 4
+    WAITS = 5
+    SUSPECT = 6
     RANKS = 8
 
 
@@ -282,7 +298,7 @@ def _control_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
     mirrored = world_size if rings.by_puts or rings.by_host else 0
     channels, counted = rings.num_channels, _counted_nodes(rings)
     return _block(
-        (Region.POISON, I32, (1,)),
+        (Region.POISON, I32, (len(Poison),)),
         (Region.DISPATCH_FLAGS, I32, (world_size,)),
         (Region.COMBINE_FLAGS, I32, (world_size,)),
         (Region.COUNTS, I64, (world_size, world_size + 2)),
@@ -341,7 +357,7 @@ def _local_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
     return _block(
         (Region.STATE, I32, (STATE_WORDS,)),
         (Region.CHUNK_COUNTS, I64, (MAX_DISPATCH_PROGRAMS, world_size)),
-        (Region.LIMITS, I64, (2,)),
+        (Region.LIMITS, I64, (3,)),
         (Region.ROUTES, I32, (max_tokens, world_size)),
         (Region.SENT_INDICES, I32, (max_tokens, config.topk)),
         (Region.DESTINATIONS, I64, (max_tokens, min(world_size, config.topk))),

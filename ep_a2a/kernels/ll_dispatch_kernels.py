@@ -35,6 +35,8 @@ from ep_a2a.kernels.primitives import (
     full_like,
     initial_poison,
     load_poison,
+    masked_of,
+    poison_address,
     post_all,
 )
 from ep_a2a.kernels.receive_kernels import (
@@ -88,6 +90,7 @@ def send_rows(
     token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, op, FORM.HAS_WEIGHTS)
     going = ranks_of_tokens(given.ids, num_tokens, op, OWNERS, LL.TOKEN_LANES)
     poison = initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
+    masked = masked_of(op, answer)
     # D2
     if roles.is_poster & (poison == 0):
         post_all(op, Region.DISPATCH_FLAGS, dispatch_flag(op), False)
@@ -103,7 +106,7 @@ def send_rows(
     # D4
     for token in range(sender, end, num_senders):
         loaded = SentToken(token, tiles, token_ids, token_weights)
-        send_token(given, step, places, loaded, going, poison, OWNERS, ROW, LL, FORM)
+        send_token(given, step, places, loaded, going, poison, masked, OWNERS, ROW, LL, FORM)
         following = token + num_senders
         tiles = load_row(given.x, following, end, 0, ROW)
         token_ids, token_weights = load_choices(given.ids, given.weights, following, end, op, FORM.HAS_WEIGHTS)
@@ -113,7 +116,7 @@ def send_rows(
 
 
 @portable
-def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
+def receive_rows(step, places, roles, poison, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
     """Do the receiving part of a program: await counts, or receive its share of the rows."""
     op, epoch = step.op, step.epoch
     receiver = step.program - (step.num_programs - roles.num_receivers)
@@ -129,7 +132,7 @@ def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexp
         if roles.is_publisher:
             old_rows, old_pad_id = last_received(op, LL.COUNT_LANES)
         # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
-        words, poison = wait_counts(op, epoch, LL.COUNT_LANES)
+        words, poison = wait_counts(op, epoch, LL.COUNT_LANES, 1, 0, masked)
     if roles.is_publisher:
         if poison == 0:
             poison = accept_rows(step, Received(old_rows, old_pad_id), words, LL.COUNT_LANES)
@@ -138,7 +141,7 @@ def receive_rows(step, places, roles, poison, ROW: tl.constexpr, LL: tl.constexp
             receive_nothing(op)
     elif (receiver >= 0) & (poison == 0):
         # D7
-        poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, ROW, LL, FORM)
+        poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, masked, ROW, LL, FORM)
     if poison != 0:
         fail_behind(op, poison, StepPhase.DISPATCH, epoch, Region.DISPATCH_FLAGS, dispatch_flag(op))
     if waits:
@@ -171,7 +174,7 @@ def ll_dispatch_kernel(
         address(op, Region.ROUTES, tl.int32),
         address(op, Region.SENT_INDICES, tl.int32),
     )
-    poison_word = address(op, Region.POISON, tl.int32)
+    poison_word = poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
         after_previous_launch()
     if FORM.SEND:
@@ -192,7 +195,7 @@ def ll_dispatch_kernel(
     else:
         poison = initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
     if FORM.RECEIVE:
-        receive_rows(step, places.own, roles, poison, ROW, LL, FORM)
+        receive_rows(step, places.own, roles, poison, masked_of(op, answer), ROW, LL, FORM)
         finish_stage(op, Stage.DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         finish_stage(op, Stage.DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

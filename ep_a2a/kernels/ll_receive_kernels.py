@@ -12,6 +12,8 @@ from ep_a2a.kernels.primitives import (
     address,
     epoch_of,
     full_like,
+    is_live,
+    masked_now,
     next_poll,
     overdue,
     pause,
@@ -111,6 +113,8 @@ def take_row_block(step, row, words_at, sides_at, sent, ROW: tl.constexpr, LL: t
             num_late = judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
+            if step.op.MASKS:
+                no_row = tl.where(is_live(masked_now(step.op), row.source), no_row, NO_ROW)
             poison, deadline = overdue(step.op, polls, deadline, row.source, 1)
     if not is_cast:
         # a row written in full may have been read before its last word came: read it behind the fence
@@ -198,7 +202,7 @@ def receive_row(step, places, row, sides_at, sent, poison, ROW: tl.constexpr, LL
 
 @portable
 def receive_low_latency_rows(
-    step, places, told, receiver, num_receivers, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
+    step, places, told, receiver, num_receivers, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
 ):
     """Moves this program's share of the rows from where peers push them to where the experts read them.
 
@@ -208,7 +212,7 @@ def receive_low_latency_rows(
 
     Args:
         step: DispatchStep. places: from received_places.
-        told: from wait_counts; not read if places follow from a common bound.
+        told: from wait_counts; not read if places follow from a common bound. masked: from masked_of.
     """
     op = step.op
     # this rank's own rows are straight where they belong, unless that takes counts
@@ -228,7 +232,10 @@ def receive_low_latency_rows(
     for unit in range(receiver, num_units, num_receivers):
         index = unit // max(1, num_sources)
         source = (op.rank + first_source + unit % max(1, num_sources)) % op.WORLD_SIZE
-        if poison == 0:
+        goes_on = poison == 0
+        if op.MASKS:
+            goes_on = goes_on & is_live(masked, source)
+        if goes_on:
             number = source * step.step_tokens + index
             if op.COMPACT:
                 number = reduce_sum(tl.where(lanes < source, counts, 0), 0) + index

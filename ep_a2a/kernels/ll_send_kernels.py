@@ -56,16 +56,17 @@ class Targets(NamedTuple):
 
 
 @portable
-def targets_of(step, token, going, poison, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
+def targets_of(step, token, going, poison, masked, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
     """Return Targets of a token, with nowhere to go when poisoned.
 
     Args:
         step: DispatchStep. token: SentToken. going: from ranks_of_tokens, of all tokens of this rank.
+        masked: from masked_of.
     """
     op = step.op
     side_words: tl.constexpr = LL.SCALE_WORDS + 2 * op.TOPK + 1
     own_region: tl.constexpr = Region.LOW_LATENCY_ROWS if op.COMPACT else Region.TOKENS
-    peers, goes = destinations_of(token.ids, op, OWNERS)
+    peers, goes = destinations_of(token.ids, op, OWNERS, masked)
     goes = goes & (full_like(peers, poison) == 0)
     is_own = peers == op.rank
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
@@ -154,16 +155,17 @@ def push_position(own_positions, to, position, written_in_full, epoch, POSITION:
 
 @portable
 def send_token(
-    given, step, places, token, going, poison, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
+    given, step, places, token, going, poison, masked, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
     """Push a token's row and the words beside it to the ranks it goes to; nothing when poisoned.
 
     Args:
-        given: DispatchInputs. step: DispatchStep. places: SendPlaces. token: SentToken. going: as of targets_of.
+        given: DispatchInputs. step: DispatchStep. places: SendPlaces. token: SentToken. going, masked: as of
+            targets_of.
     """
     epoch, own, op = step.epoch, places.own, step.op
-    to = targets_of(step, token, going, poison, OWNERS, ROW, LL)
+    to = targets_of(step, token, going, poison, masked, OWNERS, ROW, LL)
     written_in_full = step.num_tokens < 0
     if ROW.GROUP > 0:
         words, scales = cast_row(token.tiles, given.scales, given.x.dtype.element_ty, ROW)

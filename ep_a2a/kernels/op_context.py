@@ -24,6 +24,7 @@ class OpContext:
     TOPK_LANES: object
     COMPACT: object
     LOCAL_IDS_OF: object
+    MASKS: object
 
     def __init__(self, table: Any, rank: Any, S: Any) -> None:
         self.table, self.rank = table, rank

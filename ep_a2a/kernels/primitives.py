@@ -23,7 +23,7 @@ import time
 import triton.language as tl
 
 from ep_a2a.kernels import layout
-from ep_a2a.kernels.layout import FailureCode, Record, Region, Stage, State
+from ep_a2a.kernels.layout import FailureCode, Poison, Record, Region, Stage, State
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.target import barrier, on_amd, volatile_load
 
@@ -196,8 +196,18 @@ def full_like(vector, value):
 
 
 @portable
+def poison_address(op):
+    """Pointer to this rank's poison word, or where ranks may be masked to that and MASKED as one word."""
+    if op.MASKS:
+        poison_word = address(op, Region.POISON, tl.int64)
+    else:
+        poison_word = address(op, Region.POISON, tl.int32)
+    return poison_word
+
+
+@portable
 def load_poison(poison_word, LANES: tl.constexpr):
-    """Load this rank's poison word into every lane, without waiting for it; `initial_poison` does.
+    """Load the word of poison_address into every lane, without waiting for it; `initial_poison` does.
 
     Other loads may be issued in between, so that all are in flight together. With at least as many lanes as a program
     has threads each lane is read by one thread, and their reduction is one verdict for all.
@@ -213,6 +223,8 @@ def initial_poison(op, answer, phase: tl.constexpr, epoch, out_of_order):
         answer: from load_poison.
     """
     poison = reduce_max(answer, 0)
+    if op.MASKS:
+        poison = (poison & 0xFFFFFFFF).to(tl.int32)
     if (poison == 0) & (out_of_order != 0):
         poison = (op.rank | (FailureCode.ALTERNATION << 16)).to(tl.int32)
         nobody = full_like(tl.arange(0, op.WORLD_LANES), 0)
@@ -221,10 +233,32 @@ def initial_poison(op, answer, phase: tl.constexpr, epoch, out_of_order):
 
 
 @portable
+def masked_of(op, answer):
+    """Return the ranks that are masked, bit r for rank r: one value for all threads. answer: from load_poison."""
+    masked = tl.full((), 0, tl.int32)
+    if op.MASKS:
+        # bits are only ever set, so that the largest of all lanes is the latest
+        masked = (reduce_max(answer, 0) >> 32).to(tl.int32)
+    return masked
+
+
+@portable
+def masked_now(op):
+    """Read which ranks are masked. One thread reads, so every thread of the program gets the same value."""
+    return tl.atomic_add(address(op, Region.POISON, tl.int32) + Poison.MASKED, 0, sem="relaxed", scope="sys")
+
+
+@portable
+def is_live(masked, ranks):
+    """Return which ranks are not masked. masked: from masked_of or masked_now."""
+    return ((masked >> ranks) & 1) == 0
+
+
+@portable
 def begin_launch(op, stage: tl.constexpr, phase: tl.constexpr, POISON_LANES: tl.constexpr):
     """Return (epoch, poison word) with which a program begins: begin_stage, load_poison and initial_poison in turn."""
     epoch, out_of_order = begin_stage(op, stage)
-    answer = load_poison(address(op, Region.POISON, tl.int32), POISON_LANES)
+    answer = load_poison(poison_address(op), POISON_LANES)
     return epoch, initial_poison(op, answer, phase, epoch, out_of_order)
 
 
@@ -310,10 +344,15 @@ def post_arrival(op, region: tl.constexpr, program, num_programs):
 
 
 @portable
+def num_steps(op):
+    """The number of steps of the op that have ended here."""
+    return tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
+
+
+@portable
 def dispatch_flag(op):
     """The flag word of a rank that has done its part of the running step: steps by 2**11."""
-    num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
-    return ((num_ended + 1) << ARRIVAL_SHIFT).to(tl.int32)
+    return ((num_steps(op) + 1) << ARRIVAL_SHIFT).to(tl.int32)
 
 
 @portable
@@ -333,6 +372,14 @@ def next_poll(polls):
 
 
 @portable
+def time_limit(op):
+    """Return nanoseconds that a wait may take. An op's first step has a bound of its own."""
+    num_ended = num_steps(op)
+    limits = address(op, Region.LIMITS, tl.int64)
+    return tl.load(limits + tl.where(num_ended == 0, 1, 0))
+
+
+@portable
 def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr):
     """(poison word, deadline): the verdict on a wait after `polls` polls, a multiple of POLLS_PER_CLOCK; 0 to go on.
 
@@ -343,24 +390,34 @@ def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr):
     now = clock_ns()
     # the first look at the clock starts the time: waits that end before it, the common ones, never look
     if polls == POLLS_PER_CLOCK:
-        # no combine has ended in an op's first step, which has a bound of its own
-        num_ended = tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
-        limits = address(op, Region.LIMITS, tl.int64)
-        deadline = now + PATIENCE * tl.load(limits + tl.where(num_ended == 0, 1, 0))
+        deadline = now + PATIENCE * time_limit(op)
+    if op.MASKS:
+        # the host decides whether to mask it; in the first step ranks may still be loading
+        limit = PATIENCE * time_limit(op)
+        mask_after = tl.load(address(op, Region.LIMITS, tl.int64) + 2)
+        record = address(op, Region.ERROR_RECORD, tl.int32)
+        tl.store(record + Record.WAITS, 1)
+        if (now > deadline - limit + mask_after) & (limit > mask_after) & (num_steps(op) > 0):
+            tl.store(record + Record.SUSPECT, 1 + accused)
     verdict = tl.where(now > deadline, (FailureCode.TIMEOUT << 16) | accused, 0)
     poison_word = address(op, Region.POISON, tl.int32)
     return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline
 
 
 @portable
-def wait_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, PATIENCE: tl.constexpr, WITHIN: tl.constexpr = 0):
+def wait_all(
+    op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, PATIENCE: tl.constexpr, WITHIN: tl.constexpr = 0, masked=0
+):  # fmt: skip
     """Waits until every peer's flag has reached `epoch`, or dispatch_flag. 0 when all came, else the poison word.
 
     All threads of a program leave with one verdict: arrival is a reduction over all lanes. ORDERS: as in post_all.
     PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is waited for; 0 for all ranks.
+    masked: from masked_of; nobody waits for a rank that is masked.
     """
     lanes = tl.arange(0, op.WORLD_LANES)
     present = lanes < op.WORLD_SIZE
+    if op.MASKS:
+        present = present & is_live(masked, lanes)
     if WITHIN:
         present = present & (lanes // WITHIN == op.rank // WITHIN)
     flags = address(op, region, tl.int32) + lanes
@@ -373,6 +430,8 @@ def wait_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, PATIENCE: tl
         num_late = reduce_sum(late, 0)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
+            if op.MASKS:
+                present = present & is_live(masked_now(op), lanes)
             accused = reduce_min(tl.where(late > 0, lanes, op.WORLD_LANES), 0)
             poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
     barrier()
@@ -414,8 +473,14 @@ def fail(op, poison, phase, epoch, detail, late):
         tl.store(record + Record.EPOCH, epoch)
         tl.store(record + Record.DETAIL, detail)
         tl.store(record + Record.RANKS + lanes, late, mask=present)
+        poisons = present
+        if op.MASKS:
+            # not those that go on without this rank
+            masks = address_at(op, Region.POISON, tl.where(present, lanes, op.rank), tl.int32) + Poison.MASKED
+            masked_there = tl.atomic_add(masks, full_like(lanes, 0), mask=present, sem="relaxed", scope="sys")
+            poisons = present & is_live(masked_there, full_like(lanes, op.rank))
         # compare-and-swap takes no mask: surplus lanes repeat this rank's own word
-        words = address_at(op, Region.POISON, tl.where(present, lanes, op.rank), tl.int32)
+        words = address_at(op, Region.POISON, tl.where(poisons, lanes, op.rank), tl.int32)
         tl.atomic_cas(
             words, tl.full((op.WORLD_LANES,), 0, tl.int32), tl.full((op.WORLD_LANES,), 0, tl.int32) + poison,
             sem="relaxed", scope="sys",

@@ -17,6 +17,8 @@ from ep_a2a.kernels.primitives import (
     fail,
     flagged,
     full_like,
+    is_live,
+    masked_now,
     next_poll,
     overdue,
     pause,
@@ -86,6 +88,8 @@ class Received(NamedTuple):
 PADDED_IDS = tl.constexpr(512)
 # More rows than a rank can have received.
 MOVED = tl.constexpr((1 << 31) - 1)
+# What a masked rank has not told.
+UNTOLD = tl.constexpr(-(1 << 31))
 # Words of COUNTS that are added at once: not timed.
 MOST_COUNTS = tl.constexpr(256)
 
@@ -137,29 +141,35 @@ def look_at_counts(lines, epoch, index, op, ALL: tl.constexpr, WITHIN: tl.conste
 
 
 @portable
-def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1, WITHIN: tl.constexpr = 0):
+def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1, WITHIN: tl.constexpr = 0, masked=0):
     """Waits until every rank has told this one how many rows it sends here, where they begin, and its wire word.
 
     COUNT_LANES must be at least the threads of a program: each lane is read by one thread then, and a reduction over
     the lanes is one verdict for all. PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is
-    waited for; 0 for all ranks.
+    waited for; 0 for all ranks. masked: from masked_of; nobody waits for a rank that is masked.
 
     Returns:
         (words [COUNT_LANES], poison): lane s has the rows from rank s, lane W + s where they begin but for layout
-        compact, lane 2 * W + s its wire word; the poison word when they did not come.
+        compact, lane 2 * W + s its wire word, UNTOLD where a masked rank has not told it; the poison word when they did
+        not come.
     """
     index = tl.arange(0, COUNT_LANES)
     lines = address(op, Region.COUNTS, tl.int64)
     words = full_like(index, 0)
-    num_late = tl.full((), 1, tl.int32)
+    num_late, gone = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32) + masked
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         late, words, source = look_at_counts(lines, epoch, index, op, False, WITHIN)
+        if op.MASKS:
+            words = tl.where(late > 0, UNTOLD, words)
+            late = tl.where(is_live(gone, source), late, 0)
         num_late = reduce_sum(late, 0)
         if num_late > 0:
             pause(0)
             polls = next_poll(polls)
             if polls % POLLS_PER_CLOCK == 0:
+                if op.MASKS:
+                    gone = masked_now(op)
                 accused = reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
                 poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
     return words, poison
@@ -200,15 +210,29 @@ def absent_rank(op, epoch, otherwise):
 
 
 @portable
-def counts_from(op):
-    """Once every line has come, by source [WORLD_LANES]: rows for this rank, where they begin, wire words."""
+def counts_from(step):
+    """Once every line has come, by source [WORLD_LANES]: rows for this rank, where they begin, wire words.
+
+    Of a masked rank that has not told them, they are what accept_rows takes in their place.
+    """
+    op = step.op
     lanes = tl.arange(0, op.WORLD_LANES)
     lines = address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
     present = lanes < op.WORLD_SIZE
     counts = volatile_load(lines + op.rank, mask=present, other=0)
     starts = volatile_load(lines + op.WORLD_SIZE, mask=present, other=0)
     wire_words = volatile_load(lines + op.WORLD_SIZE + 1, mask=present, other=0)
-    return payload_of(counts), payload_of(starts), payload_of(wire_words)
+    if op.MASKS:
+        # with a common bound all ranks have the same wire word
+        stands_for = full_like(lanes, 0), lanes * step.step_tokens, full_like(lanes, step.wire_word)
+        told = (
+            tl.where(epoch_of(counts) == step.epoch, payload_of(counts), stands_for[0]),
+            tl.where(epoch_of(starts) == step.epoch, payload_of(starts), stands_for[1]),
+            tl.where(epoch_of(wire_words) == step.epoch, payload_of(wire_words), stands_for[2]),
+        )
+    else:
+        told = payload_of(counts), payload_of(starts), payload_of(wire_words)
+    return told
 
 
 @portable
@@ -245,16 +269,16 @@ def last_received(op, LANES: tl.constexpr):
 
 
 @portable
-def accept_counts(step, COUNT_LANES: tl.constexpr):
+def accept_counts(step, masked, COUNT_LANES: tl.constexpr):
     """Waits for the counts of all ranks, and publishes what this rank receives. Returns the poison word of a failure.
 
     One program of a step does this. Rows may still be on their way: those that are padded here are none of them.
 
     Args:
-        step: DispatchStep. COUNT_LANES: as in wait_counts.
+        step: DispatchStep. masked, COUNT_LANES: as in wait_counts.
     """
     old = last_received(step.op, COUNT_LANES)
-    words, poison = wait_counts(step.op, step.epoch, COUNT_LANES)
+    words, poison = wait_counts(step.op, step.epoch, COUNT_LANES, 1, 0, masked)
     if poison == 0:
         poison = accept_rows(step, old, words, COUNT_LANES)
     return poison
@@ -279,7 +303,7 @@ def disagrees(step, words, COUNT_LANES: tl.constexpr):
     found = reduce_max(differs.to(tl.int32), 0)
     if step.step_tokens < 0:
         ranks = tl.arange(0, op.WORLD_LANES)
-        _, _, wire_words = counts_from(op)
+        _, _, wire_words = counts_from(step)
         bounds = (wire_words & step.bound_mask) >> BOUND_SHIFT
         first_row = reduce_sum(tl.where(ranks < op.rank, bounds, 0), 0)
         num_rows = tl.minimum(reduce_sum(bounds, 0), step.num_region_rows)
@@ -300,6 +324,11 @@ def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
     """
     op = step.op
     lanes = tl.arange(0, COUNT_LANES)
+    if op.MASKS:
+        # no rows of a masked rank, at the place that the common bound gives; and no disagreement
+        start = (lanes - op.WORLD_SIZE) * step.step_tokens
+        stands_for = tl.where(lanes < op.WORLD_SIZE, 0, tl.where(lanes < 2 * op.WORLD_SIZE, start, step.wire_word))
+        words = tl.where(words == UNTOLD, stands_for, words)
     is_count = lanes < op.WORLD_SIZE
     received = address(op, Region.RECV_COUNTS, tl.int32) + lanes
     counts = tl.where(is_count, words, 0)
@@ -308,7 +337,7 @@ def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
     poison = tl.where(total > step.row_limit, (op.rank | (FailureCode.CAPACITY << 16)).to(tl.int32), 0)
     poison = tl.where(mismatch, NOBODY | (FailureCode.STEP_TOKENS_MISMATCH << 16), poison)
     if poison != 0:
-        sent, _, wire_words = counts_from(op)
+        sent, _, wire_words = counts_from(step)
         found, by_rank = tl.where(mismatch, 1, total), tl.where(mismatch, wire_words, sent)
         fail(op, poison, StepPhase.DISPATCH, step.epoch, found, by_rank)
     else:
@@ -386,7 +415,7 @@ def pad_gaps(step, old, ids, moved):
     present = lanes < op.WORLD_SIZE
     rows_at = address(op, Region.RECV_COUNTS, tl.int32) + lanes
     old_counts = tl.load(rows_at, mask=present, other=0)
-    counts, starts, words = counts_from(op)
+    counts, starts, words = counts_from(step)
     ends = starts + old_counts
     if moved:
         old_ends = tl.load(rows_at + op.WORLD_SIZE, mask=present, other=0) + old_counts

@@ -9,6 +9,7 @@ from ep_a2a.kernels.primitives import (
     epoch_of,
     flagged,
     full_like,
+    is_live,
     payload_of,
     reduce_max,
     reduce_sum,
@@ -76,11 +77,11 @@ def either(left, right):
 
 
 @portable
-def destinations_of(token_ids, op, OWNERS: tl.constexpr):
+def destinations_of(token_ids, op, OWNERS: tl.constexpr, masked):
     """Return (ranks, whether a token goes there): vectors with a place for each of the most ranks it may go to.
 
     The ranks follow each other from this one on, which spreads the load over the links. Where they are more than a
-    token has experts, there is a place for each expert.
+    token has experts, there is a place for each expert. masked: from masked_of.
     """
     owners = owner_of(token_ids, OWNERS)
     if op.WORLD_SIZE <= op.TOPK:
@@ -96,6 +97,8 @@ def destinations_of(token_ids, op, OWNERS: tl.constexpr):
         earlier = (slots[None, :] < slots[:, None]) & (owners[None, :] == owners[:, None])
         goes = (owners >= 0) & (reduce_max(earlier.to(tl.int32), 1) == 0)
         peers = tl.where(goes, owners, op.rank)
+    if op.MASKS:
+        goes = goes & is_live(masked, peers)
     return peers, goes
 
 
@@ -170,13 +173,14 @@ def rows_of_programs_before(op, epoch, own, program, PROGRAM_LANES: tl.constexpr
 
 
 @portable
-def record_routes(ids, op, start, last, index, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
+def record_routes(ids, op, start, last, index, OWNERS: tl.constexpr, TOKENS: tl.constexpr, masked=0):
     """Record where tokens `start` and on go, at most TOKENS of them, for combine.
 
     routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
 
     Args:
         ids: [num_tokens, TOPK]. index: [WORLD_LANES], rows that tokens before `start` send to each rank.
+        masked: from masked_of.
 
     Returns:
         (1 for the ranks that each token goes to, its row's index there [TOKENS, WORLD_LANES], `index` for the token
@@ -192,6 +196,8 @@ def record_routes(ids, op, start, last, index, OWNERS: tl.constexpr, TOKENS: tl.
         experts = tl.load(ids + cells + k, mask=present, other=-1)
         tl.store(sent_ids + cells + k, experts, mask=present)
         goes = goes | (owner_of(experts, OWNERS)[:, None] == ranks[None, :]).to(tl.int32)
+    if op.MASKS:
+        goes = goes * is_live(masked, ranks).to(tl.int32)[None, :]
     indices = index[None, :] + running_sum(goes, 0) - goes
     at = tl.cast(tokens, tl.int64)[:, None] * op.WORLD_SIZE + ranks[None, :]
     routes = address(op, Region.ROUTES, tl.int32)

@@ -41,6 +41,7 @@ def make_op(
     dtype: torch.dtype = torch.bfloat16,
     quant: str = "none",
     layout: str = "compact",
+    on_rank_loss: str = "fail",
     device: torch.device | str | None = None,
 ) -> EpDispatchCombineOp:
     """Make an op for the tokens of one MoE layer on a torch process group. Collective over the group.
@@ -59,6 +60,8 @@ def make_op(
         quant: cast inside dispatch: "none", "fp8_per_token", "fp8_per_1x128" (one scale per 128 elements), "mxfp8" (per
             32) or "fp8_static" (the scale is passed to dispatch).
         layout: order of the received rows: "compact", "rank_major" or "expert_major".
+        on_rank_loss: "fail": when a rank's process ends, calls of the others raise. "mask": they go on without it, and
+            slots of its experts count as dropped (layouts rank_major and expert_major, one node).
         device: where the tensors live; None is the current CUDA device, or the CPU without one.
 
     Returns:
@@ -86,6 +89,7 @@ def make_op(
             "quant_dtype": None if quant == "none" else FP8_DTYPE,
             "dispatch_quant_type": quant,
             "layout": layout,
+            "on_rank_loss": on_rank_loss,
         }
     return manager.make(device, kwargs)
 

@@ -101,6 +101,9 @@ class OpMemory:
         table: the address table that kernels read.
         spans: the notes of kernels that note times. Graphs hold the addresses of both, so they outlive the op.
         alarm: poisons this rank's kernels of the op, since a rank is gone.
+        mask: makes them go on without ranks, in its place.
+        awaited: returns the ranks that they await for mask_after_secs, None where they have not waited since the last
+            call.
     """
 
     symmetric: dict[str, SymmetricMemory]
@@ -112,6 +115,8 @@ class OpMemory:
     table: torch.Tensor | None = None
     spans: torch.Tensor | None = None
     alarm: Callable[[int], None] | None = None
+    mask: Callable[[tuple[int, ...]], None] | None = None
+    awaited: Callable[[], set[int] | None] | None = None
 
     @property
     def op(self) -> Any:
@@ -176,6 +181,23 @@ class Arena:
             for memory in [] if self.closed else list(self._memory.values()):
                 if memory.alarm is not None:
                     memory.alarm(rank)
+
+    def mask(self, ranks: tuple[int, ...]) -> None:
+        """Makes the ops' kernels that can go on without `ranks`. Any thread may call it."""
+        with self._giving_back:
+            for memory in [] if self.closed else list(self._memory.values()):
+                if memory.mask is not None:
+                    memory.mask(ranks)
+
+    def awaited(self) -> list[set[int]]:
+        """Returns whom ops await too long, for each that masks ranks and has waited since the last call.
+
+        Any thread may call it.
+        """
+        with self._giving_back:
+            memories = [] if self.closed else list(self._memory.values())
+            found = [memory.awaited() for memory in memories if memory.awaited is not None]
+        return [ranks for ranks in found if ranks is not None]
 
     def unshared_index(self) -> int:
         """An index that no other op has, for an op whose steps may overlap with any other's. Collective.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ep_a2a.memory.rendezvous import Rendezvous
 
 NVIDIA, AMD = "NVIDIA", "AMD"
+PIPE_VARIABLE, DEFAULT_PIPE = "CUDA_MPS_PIPE_DIRECTORY", Path("/tmp/nvidia-mps")
+"""Where an MPS daemon listens."""
 
 
 def gpu_maker() -> str:
@@ -68,4 +72,15 @@ def require_own_gpus(rendezvous: Rendezvous, device: torch.device) -> None:
             "a GPU for each rank, which NCCL needs",
             together,
             "Use the backend 'ep_a2a', whose kernels need no NCCL, or start a rank for each GPU.",
+        )
+
+
+def refuse_masks_under_mps() -> None:
+    """Raises UnsupportedError where processes that share a GPU do so through an MPS daemon."""
+    pipe = Path(env.other_variable(PIPE_VARIABLE) or DEFAULT_PIPE)
+    if (pipe / "control").exists():
+        raise UnsupportedError(
+            "on_rank_loss='mask' with a GPU for each rank, or without MPS",
+            f"ranks that share a GPU through the MPS daemon in {pipe}, where a death can end the others' contexts",
+            "Use on_rank_loss='fail', or end the MPS daemon.",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import operator
 import os
 import threading
@@ -18,7 +19,7 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.errors import ForkedProcessError
 from ep_a2a.memory.host_record import HostRecord, parsed
-from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict
+from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict, judge_trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,8 @@ HEART_SECS = 0.5
 """How often a rank tells other hosts that it lives."""
 UNHEARD_SECS = 1.0
 """A rank of another host that says nothing for longer may be gone."""
+TRIAL_SECS = 0.5
+"""From a rank's first suspicion to its verdict who is masked: ranks that wait in one step suspect at about one time."""
 SILENT_SECS = 30.0
 """A rank of another host that was heard, and has been silent for so long, is not waited for in a meeting."""
 GRACE_SECS = 0.8
@@ -53,7 +56,8 @@ class Peers:
     Attributes:
         group_store: `store`, where the ranks meet.
         gone: ranks that are known to have ended, ascending.
-        alarms: objects whose `alarm(rank)` makes kernels leave that wait for a rank that is gone; held weakly.
+        alarms: arenas. `alarm(rank)` makes kernels leave that wait for a rank that is gone, `mask(ranks)` makes others
+            go on without them, `awaited()` says whom these await. Held weakly.
         arena_numbers: numbers of the group's arenas in the order in which they are made, equal on all ranks.
         host_record: the file that the ranks of this host share.
     """
@@ -64,6 +68,8 @@ class Peers:
         self.alarms: weakref.WeakSet[Any] = weakref.WeakSet()
         self.arena_numbers = itertools.count(1)
         self._alarmed: tuple[int, ...] = ()
+        self._masked: set[int] = set()
+        self._num_trials, self._trial_over_at, self._has_waited = 0, math.inf, False
         self._fallen: dict[int, float] = {}
         self._joined: set[int] = {rank}
         self._given_up: dict[int, GivenUp] = {}
@@ -188,8 +194,16 @@ class Peers:
         return self.verdict(failure) or verdict
 
     def watch(self) -> bool:
-        """Calls the alarms where ranks have gone since the last call. Returns whether to go on."""
-        gone = self.look()
+        """Calls the alarms where ranks have gone since the last call. Returns whether to go on.
+
+        Who is masked has ended, which needs no grace: what it sent before lies there.
+        """
+        gone, masked = self.look(), self._masked | self._fallen.keys() | self._accused()
+        if masked != self._masked:
+            self._masked = masked
+            for each in list(self.alarms):
+                with contextlib.suppress(RuntimeError):
+                    each.mask(tuple(sorted(masked)))
         if gone != self._alarmed:
             self._alarmed = gone
             for each in list(self.alarms):
@@ -197,6 +211,25 @@ class Peers:
                 with contextlib.suppress(RuntimeError):
                     each.alarm(gone[0])
         return self.world_size > 1
+
+    def _accused(self) -> set[int]:
+        """Ranks that live, that others await for too long and that await nobody, by the first verdict on this host."""
+        trial, now = f"masks {self._num_trials}", clock.now()
+        awaited = [ranks - self._masked for each in list(self.alarms) for ranks in each.awaited()]
+        suspects = tuple(sorted(set().union(*awaited)))
+        found = self.verdict(trial)
+        if found is None and (suspects or any(each.failure == trial for each in self._given_up.values())):
+            self._trial_over_at = min(self._trial_over_at, now + TRIAL_SECS)
+            # once is enough: a busy host takes long for a look
+            self._has_waited |= bool(awaited)
+            if self._has_waited:
+                self.give_up(GivenUp(trial, "a step", suspects, waited=True, at=now))
+        if found is None and now >= self._trial_over_at:
+            found = self.record(trial, judge_trial(trial, self.see(), self._masked | self._fallen.keys()))
+        if found is None:
+            return set()
+        self._num_trials, self._trial_over_at, self._has_waited = self._num_trials + 1, math.inf, False
+        return set(found.late)
 
     def beat(self) -> bool:
         """Tells other hosts that this rank lives, and listens to them. Returns whether there is another host."""

@@ -256,6 +256,9 @@ def checked_bounds(config: EpDispatchCombineConfig, step_tokens: StepTokens) -> 
             raise InputError(
                 f"step_tokens as one integer, or {config.world_size}, one for each rank", f"{len(bounds)} of them"
             )
+        if config.masks and len(set(bounds)) > 1:
+            # where rows of the living lie would follow from the bound that a masked rank has told
+            raise UnsupportedError("one step_tokens for all ranks with on_rank_loss='mask'", f"{bounds}")
         least = 0
     else:
         bounds, least = (step_tokens,), 1

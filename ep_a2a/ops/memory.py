@@ -22,6 +22,7 @@ from ep_a2a.kernels.layout import (
     STEP_SHIFT,
     FailureCode,
     OpLayout,
+    Record,
     Region,
     Stage,
     State,
@@ -120,24 +121,27 @@ def failure_of(word: int) -> Failure | None:
 
 
 class PoisonWord:
-    """This rank's poison word: kernels that wait leave when it is not 0, and later ones send nothing.
+    """This rank's poison word: kernels that wait leave when it is not 0, and later ones send nothing. And its masks.
 
     On a GPU copies go by a stream of their own, so that nothing waits for kernels that still run. `post` makes no call
     that would break the capture of a graph in another thread.
 
     Args:
-        word: int32 [1], in the op's memory.
+        words: int32, region POISON of the op's memory.
 
     Attributes:
-        word: as given. Work that is enqueued behind a kernel reads there what this kernel has met.
+        word: [1]. Work that is enqueued behind a kernel reads there what this kernel has met.
+        masked_there, reported: [1], as of Poison.
+        masked: ranks that are masked, as bits.
     """
 
-    def __init__(self, word: torch.Tensor) -> None:
-        self.word, self._device = word, word.device
-        on_gpu = word.is_cuda
-        self._stream = torch.cuda.Stream(word.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._seen, self._posted = (
-            torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(2)
+    def __init__(self, words: torch.Tensor) -> None:
+        self.word, self.masked_there, self.reported = words[:, None]
+        self.masked, self._device = 0, words.device
+        on_gpu = words.is_cuda
+        self._stream = torch.cuda.Stream(words.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._seen, self._posted, self._masks = (
+            torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(3)
         )
 
     def read(self) -> Failure | None:
@@ -164,6 +168,17 @@ class PoisonWord:
             self._posted.numpy()[0] = value
             with torch.cuda.stream(self._stream):
                 self.word.copy_(self._posted, non_blocking=True)
+
+    def mask(self, ranks: tuple[int, ...]) -> None:
+        """Makes kernels go on without these ranks, also those that run. Returns at once; any thread may call it."""
+        self.masked |= sum(1 << rank for rank in ranks)
+        with torch.inference_mode():
+            self._masks.numpy()[0] = self.masked
+            if self._stream is None:
+                self.masked_there.copy_(self._masks)
+                return
+            with torch.cuda.stream(self._stream):
+                self.masked_there.copy_(self._masks, non_blocking=True)
 
 
 class BoundMemory:
@@ -223,7 +238,25 @@ class BoundMemory:
         behind = self.table[len(Region) * config.world_size :]
         self.steps, self.spans_address = behind[: len(Stage)], behind[len(Stage) :]
         self.poison = PoisonWord(self.view(Region.POISON))
-        self.acquired.alarm = self.poison.post
+        if config.masks:
+            self.acquired.mask, self.acquired.awaited = self._mask, self._awaited
+        else:
+            self.acquired.alarm = self.poison.post
+
+    def _mask(self, ranks: tuple[int, ...]) -> None:
+        self.poison.mask(ranks)
+        if self.config.rank in ranks:
+            self.poison.post(self.config.rank)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the other ranks go on without this one."""
+        return bool(self.poison.masked >> self.config.rank & 1)
+
+    def _awaited(self) -> set[int] | None:
+        waits, suspect = (int(word) for word in self.record_words[Record.WAITS : Record.SUSPECT + 1])
+        self.record_words[Record.WAITS : Record.SUSPECT + 1] = 0
+        return {suspect - 1} - {-1} if waits else None
 
     def _own_address(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() if r == self.config.rank else 0 for r in range(self.config.world_size))
@@ -333,13 +366,15 @@ class BoundMemory:
         """Bound the waits of launches from now on, also of captured graphs."""
         self.timeouts = timeouts
         limits = self.view(Region.LIMITS)
-        for place, nanoseconds in enumerate(timeouts.in_nanoseconds()):
+        for place, nanoseconds in enumerate(
+            (*timeouts.in_nanoseconds(), int(self.config.mask_after_secs * NS_PER_SEC))
+        ):
             limits[place].fill_(nanoseconds)
 
     @property
     def poisoned(self) -> bool:
         """Whether a kernel of this rank or of a peer has failed; False while a graph is captured."""
-        return not is_capturing(self.acquired.local_own.device) and bool(self.view(Region.POISON).any())
+        return not is_capturing(self.acquired.local_own.device) and bool(self.poison.word.any())
 
     def epochs_seen(self, phase: int) -> dict[str, tuple[int, ...]]:
         """Each rank's epoch in the flags of a phase (1 dispatch, 2 combine), by kind, as uint32 in rank order.

@@ -12,7 +12,15 @@ import torch
 
 from ep_a2a.config import Layout
 from ep_a2a.config.requirements import checked_integer
-from ep_a2a.errors import ClosedError, ConfigMismatchError, InputError, StateError, UnsupportedError, max_tokens_named
+from ep_a2a.errors import (
+    ClosedError,
+    ConfigMismatchError,
+    InputError,
+    RankTimeoutError,
+    StateError,
+    UnsupportedError,
+    max_tokens_named,
+)
 from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.kernels.layout import Region
@@ -299,6 +307,22 @@ class EpDispatchCombineOp(BaseOp):
         self.streams.follow(self.device)
         self.memory.set_timeouts(timeouts)
 
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that are not masked, ascending; with on_rank_loss="fail" all of them. Local."""
+        masked = self.memory.poison.masked
+        return tuple(rank for rank in range(self.config.world_size) if not masked >> rank & 1)
+
+    def step_fault(self) -> torch.Tensor:
+        """A bool [1] on the device: whether ranks were masked since the last call, in the order of the current stream.
+
+        The step in which a rank is lost may lack its part, or part of it: its ranks agree on repeating it. A graph may
+        capture this call. Local.
+        """
+        masked, reported = self.memory.poison.masked_there.clone(), self.memory.poison.reported
+        is_new: torch.Tensor = masked != reported
+        reported.copy_(masked)
+        return is_new
+
     def check(self) -> None:
         """Raise the first error that the kernels have recorded; never blocks.
 
@@ -308,17 +332,36 @@ class EpDispatchCombineOp(BaseOp):
         """
         if self.arena.closed:
             raise ClosedError("an open op", "a closed one")
+        if self.memory.is_masked:
+            raise RankTimeoutError(
+                "this rank to come to every step within mask_after_secs",
+                "the other ranks go on without it",
+                "End this process. Let it keep up, or raise mask_after_secs.",
+                late_ranks=(self.config.rank,),
+            )
         if self.memory.record_words[0]:
             failure = Failure.from_record(self.memory.synchronized_record(), self.config.world_size)
             raise error_of(failure, self.memory, self.memory.epochs_seen(failure.phase))
 
     @outside_modes()
     def reset(self) -> None:
-        """Drop the open step and make the op usable again after an error. Collective."""
+        """Drop the open step and make the op usable again after an error. Collective.
+
+        Raises:
+            ClosedError: the op or its arena has been closed.
+            StateError: ranks are masked.
+            RankTimeoutError: ranks did not come.
+        """
         with self.arena.rendezvous.telling():
             if self._closed or self.arena.closed:
                 raise ClosedError("an open op", "a closed one")
             self._process.require("the op")
+            if self.memory.poison.masked:
+                raise StateError(
+                    "all ranks to be left, which reset meets",
+                    f"ranks {self.active_ranks()} of {self.config.world_size}",
+                    "Start all ranks anew, or go on by ep_a2a.survivors.",
+                )
             self.engine.quiet()
             self._end_step()
             self.arena.together("resetting the op", lambda: self.memory.initialize(refill=True))

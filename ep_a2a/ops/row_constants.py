@@ -53,7 +53,8 @@ def shape_of(config: EpDispatchCombineConfig) -> Shape:
     """The constants that all kernels of an op share."""
     world_size, topk = config.world_size, config.topk
     local_ids_of = config.total_experts if config.local_ids else 0
-    return Shape(world_size, padded(world_size), topk, padded(topk), config.layout == Layout.COMPACT, local_ids_of)
+    is_compact = config.layout == Layout.COMPACT
+    return Shape(world_size, padded(world_size), topk, padded(topk), is_compact, local_ids_of, config.masks)
 
 
 def counted_tokens(world_size: int) -> int:

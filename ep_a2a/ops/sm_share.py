@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.errors import UnsupportedError
+from ep_a2a.memory.gpus import refuse_masks_under_mps
 from ep_a2a.policy import LEAST_PROGRAMS
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def agree_on_share(config: EpDispatchCombineConfig, arena: Arena, index: int) ->
         arena, index: where it is built.
 
     Raises:
-        UnsupportedError: the launches would not fit on the GPU together; raised on all ranks.
+        UnsupportedError: the launches would not fit on the GPU together, or ranks may be masked under MPS; raised on
+            all ranks.
     """
     if arena.ranks_per_gpu < 2:
         return 0
@@ -52,6 +54,8 @@ def agree_on_share(config: EpDispatchCombineConfig, arena: Arena, index: int) ->
     num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count
     everyone = arena.rendezvous.exchange("share of a GPU", [num_sms, num_ops])
     try:
+        if config.masks:
+            refuse_masks_under_mps()
         share = share_of(min(s for s, _ in everyone), arena.ranks_per_gpu, max(n for _, n in everyone))
     except UnsupportedError:
         arena.give_back(index)

@@ -14,14 +14,14 @@ import tempfile
 from pathlib import Path
 
 from ep_a2a import env
+from ep_a2a.memory.gpus import DEFAULT_PIPE as DEFAULT_PIPE
+from ep_a2a.memory.gpus import PIPE_VARIABLE as PIPE_VARIABLE
 from ep_a2a.path_security import is_trusted
 from ep_a2a.testing import mps_watchdog
 
 logger = logging.getLogger(__name__)
 
 CONTROL = "nvidia-cuda-mps-control"
-PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
-DEFAULT_PIPE = Path("/tmp/nvidia-mps")
 PREFIX = "ep_a2a_mps_"
 LONGEST_FOLDER = 80
 """Characters; the daemon's sockets lie below the folder, and their paths have fewer than 108."""

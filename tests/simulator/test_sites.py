@@ -18,6 +18,7 @@ CLOCK = "it orders a look at the clock, not at memory"
 RELEASED_LATER = (
     "its program's share of the step releases it; only a program that fails has none (device-failures-look-back)"
 )
+HOST = "hosts alone write what it reads, and their stores are not delayed here"
 LAUNCH_ENDS = "its launch waits for nobody, and what it stores lands when it ends"
 
 SITES = {site.key: site for site in ordering_sites()}
@@ -87,7 +88,7 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "routing_kernels.rows_of_programs_before volatile 0": ("bulk_look_back", "steps", "random"),
     "ll_receive_kernels.take_row_block volatile 2": ("low_latency_sparse", "steps", "late"),
     "primitives.load_poison volatile 0": ("small_room", "without_room", "late"),
-    "primitives.fail scope 0": ("small_room", "without_room", "late"),
+    "primitives.fail scope 1": ("small_room", "without_room", "late"),
     "primitives.overdue scope 0": ("low_latency", "until_late", "stopping"),
     "receive_kernels.absent_rank volatile 0": ("rings", "steps", "pausing"),
     "staged_kernels.pass_on_flags barrier 0": ("staged", "steps", "late"),
@@ -105,6 +106,8 @@ NOT_NOTICED = {
     "ll_receive_kernels.take_row_block volatile 3": BEHIND_FLAGS,
     "primitives.finish_stage barrier 0": RESIDENCY,
     "primitives.fail barrier 0": RECORD,
+    "primitives.fail scope 0": HOST,
+    "primitives.masked_now scope 0": HOST,
     "receive_kernels.accept_rows barrier 0": ANOTHER_BARRIER,
     "ring_forward_kernels.end_stream barrier 0": ANOTHER_BARRIER,
     "ring_forward_kernels.end_stream barrier 1": ANOTHER_BARRIER,

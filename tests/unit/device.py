@@ -14,7 +14,7 @@ def as_int32(value: int) -> int:
 
 
 def shape_of(world_size: int, topk: int = 1, *, compact: bool = False) -> Shape:
-    return Shape(world_size, padded(world_size), topk, padded(topk), compact, 0)
+    return Shape(world_size, padded(world_size), topk, padded(topk), compact, 0, False)
 
 
 def untouched(*size: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,42 @@ def test_a_stopped_rank_is_late_whatever_it_waited_for(wait: str, view: Any, mon
     monkeypatch.setattr(host_record.HostRecord, "_holder", lambda _, byte: holders.get(byte))
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"1 (a b) c) %c 1" % b"ST"["200" in str(path)])
     assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
+
+
+TRIALS: dict[str, tuple[dict[int, set[int] | None], tuple[int, ...]]] = {
+    # by rank whom it awaits for too long, None where it waits for nobody; and who is masked
+    "one hangs": ({0: {2}, 1: {2}, 2: None}, (2,)),
+    "one that waits itself is never masked": ({0: {1}, 1: set(), 2: None}, ()),
+    "ranks that wait for each other": ({0: {1}, 1: {2}, 2: {0}}, ()),
+    "two hang": ({0: {1}, 1: None, 2: None}, (1,)),
+    "nobody for too long": ({0: set(), 1: set(), 2: None}, ()),
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_who_is_masked(name: str, view: Any, time: Time) -> None:
+    awaited, expected = TRIALS[name]
+    ranks = all_of(view)
+    masks: dict[int, list[tuple[int, ...]]] = {0: [], 1: [], 2: []}
+    for rank, each in enumerate(ranks):
+        found = awaited[rank]
+        arena = SimpleNamespace(awaited=lambda found=found: [] if found is None else [found], mask=masks[rank].append)
+        each.alarms = [arena]  # type: ignore[assignment]
+    for _ in range(6):
+        for each in ranks:
+            each.watch()
+        time.sleep(peers.BEAT_SECS)
+    assert masks == dict.fromkeys(range(3), [expected] if expected else [])
+
+
+def test_a_death_masks_at_once(view: Any, time: Time) -> None:
+    first, *_ = all_of(view)
+    masks: list[tuple[int, ...]] = []
+    arena = SimpleNamespace(awaited=list, mask=masks.append, alarm=lambda _: None)
+    first.alarms = [arena]  # type: ignore[assignment]
+    view.dead.add(2)
+    first.watch()
+    assert masks == [(2,)]
 
 
 def test_a_store_that_ends_silences_other_hosts(view: Any, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:

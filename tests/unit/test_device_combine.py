@@ -89,7 +89,7 @@ def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, pa
 @portable
 def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
     step = CombineStep(OpContext(routes, rank, SHAPE), 1, 1, M, M, routes, routes, False, False, 0)
-    found = slots_of(routes_of(routes, 0, step), step)
+    found = slots_of(routes_of(routes, 0, step), step, 0, False)
     at = 0
     for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):
         rows, found = next_rows(found, step, True)

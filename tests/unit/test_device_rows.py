@@ -84,7 +84,7 @@ def find_rows(ids, table, first_rows, row_limit, rank, num_tokens, out, SHAPE: t
     going = ranks_of_tokens(ids, num_tokens, op, OWNERS, 64)
     for token in range(first, last):
         token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
-        peers, goes = destinations_of(token_ids, op, OWNERS)
+        peers, goes = destinations_of(token_ids, op, OWNERS, 0)
         few = tl.load(first_rows + peers) + rows_before_token(going, token, peers, 64)
         for way, rows in enumerate((tl.gather(bases + alone, peers, 0), tl.gather(bases + told, peers, 0), few)):
             line = out + (way * num_tokens + token) * world_size

@@ -1,5 +1,6 @@
 """Ranks that share GPUs: who uses which, how many multiprocessors each gets, and what is said."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,14 @@ def test_nccl_is_refused_with_the_ranks_that_share() -> None:
     with pytest.raises(UnsupportedError, match=r"ranks 0, 2 use one; ranks 1, 3 use one") as caught:
         gpus.require_own_gpus(shared, CUDA)
     assert "'ep_a2a'" in caught.value.remedy
+
+
+def test_masks_are_refused_where_ranks_share_a_gpu_through_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(PIPE_VARIABLE, str(tmp_path))
+    gpus.refuse_masks_under_mps()
+    (tmp_path / "control").touch()
+    with pytest.raises(UnsupportedError, match="without MPS"):
+        gpus.refuse_masks_under_mps()
 
 
 def test_all_programs_that_wait_fit_on_the_gpu() -> None:
