@@ -1,5 +1,7 @@
 """EpDispatchCombineConfig, the configuration that every rank of a group builds an op from, and its checks."""
 
+from __future__ import annotations
+
 import enum
 import functools
 import hashlib

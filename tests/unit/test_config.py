@@ -31,6 +31,7 @@ INTEGER_MINIMUM = {
     for each in dataclasses.fields(EpDispatchCombineConfig)
     if each.type == "int"
 }
+assert INTEGER_MINIMUM.keys() >= MAY_BE_ZERO
 
 
 config_of = functools.partial(
