@@ -19,7 +19,9 @@ from ep_a2a.memory.arena import Arena
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.testing import RankContext
 from tests.cases import atom_cases
+from tests.cases.manager_cases import kwargs_of
 from tests.cases.mori_programs import make_config, mori_world
+from tests.cases.op_cases import Case
 
 HIDDEN_DIM, TOPK, EXPERTS_PER_RANK, MAX_TOKENS = 128, 2, 3, 4
 NUM_EXPERTS = 2 * EXPERTS_PER_RANK
@@ -92,16 +94,7 @@ def mori(context: RankContext, steps: list[Tokens], rows: str, weights: str, **o
 
 
 def handle_kwargs(context: RankContext, **changes: Any) -> dict[str, Any]:
-    return {
-        "rank": context.rank,
-        "num_ep_ranks": 2,
-        "input_dtype": torch.bfloat16,
-        "quant_dtype": None,
-        "token_hidden_size": HIDDEN_DIM,
-        "max_num_tokens_per_dp_rank": MAX_TOKENS,
-        "num_local_experts": EXPERTS_PER_RANK,
-        "num_experts_per_token": TOPK,
-    } | changes
+    return kwargs_of(Case(2, HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS), context.rank, **changes)
 
 
 def aiter_handle(context: RankContext, steps: list[Tokens], backend: str, weights: str) -> Any:

@@ -282,24 +282,11 @@ def test_a_stopped_rank_is_named_and_no_token_of_the_step_comes_out(model, tmp_p
     file = tmp_path / "stop"
     actions = [
         tokens("first", num_tokens=MANY),
-        {
-            "action": "tokens_until_failure",
-            "label": "until failure",
-            "num_prompts": 24,
-            "num_tokens": MANY,
-            "few": FEW,
-            "file": str(file),
-        },
+        tokens("until failure", num_tokens=MANY) | {"action": "tokens_until_failure", "few": FEW, "file": str(file)},
     ]
-    done = run(
-        tmp_path,
-        model("qwen3_moe"),
-        OURS,
-        actions,
-        CAPTURED | scheduling | {"worker_extension_cls": EXTENSION},
-        EP_A2A_TIMEOUT_SECS=str(WAIT_SECS),
-        **Changes(STOPPED_RANK, stop_file=str(file)).variables(),
-    )
+    engine = CAPTURED | scheduling | {"worker_extension_cls": EXTENSION}
+    variables = Changes(STOPPED_RANK, stop_file=str(file)).variables() | {"EP_A2A_TIMEOUT_SECS": str(WAIT_SECS)}
+    done = run(tmp_path, model("qwen3_moe"), OURS, actions, engine, **variables)
     survivors = done.of("until failure", num_ranks=NUM_RANKS - 1)
     assert file.read_text() == "replay"
     check_survivors_name_the_stopped_rank(done)

@@ -14,12 +14,12 @@ from ep_a2a.errors import InputError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.expert_major import expanding, reducing
-from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.launches import CombineForm, DispatchForm
 from ep_a2a.reference import combine_reference, dense_moe, dispatch_reference, reduce_experts_reference
 from tests.cases.configs import deepseek_v3
 from tests.markers import first_is_quick
 from tests.offline_compile import compile_kernel, resources, vector_accesses
+from tests.unit.test_kernels_compile import engine_of
 from tests.unit.test_reference import Case, cases, make_experts
 
 
@@ -75,12 +75,6 @@ def test_weights_are_needed() -> None:
 
 
 config_of = functools.partial(deepseek_v3, rank=1, layout="expert_major", expert_alignment=128)
-
-
-def engine_of(config: EpDispatchCombineConfig) -> IntraNodeEngine:
-    engine = IntraNodeEngine(config, torch.zeros(64, config.world_size, dtype=torch.int64), torch.device("cpu"))
-    engine.kernels.num_sms = 132
-    return engine
 
 
 def variants_of(config: EpDispatchCombineConfig) -> list[CompiledKernel]:

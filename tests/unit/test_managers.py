@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ep_a2a.compat.mori.ops import EpDispatchCombineOp as MoriOp
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
@@ -284,13 +283,6 @@ def test_a_wider_combine_dtype_sizes_the_buffers():
 
 
 # --- managers, as the only rank ---
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=list(MANAGERS))

@@ -18,30 +18,21 @@ from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.inputs import travelling_scales
 from ep_a2a.ops.op import EpDispatchCombineOp
+from tests.cases.manager_cases import kwargs_of
+from tests.cases.op_cases import Case
 
 HIDDEN, TOPK = 128, 2
 TOKENS, WEIGHTS = torch.ones(3, HIDDEN, dtype=torch.bfloat16), torch.ones(3, TOPK)
 IDS = torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32)
 ROWS = torch.ones(8, HIDDEN, dtype=torch.bfloat16)
-KWARGS = {
-    "rank": 0,
-    "num_ep_ranks": 1,
-    "input_dtype": torch.bfloat16,
-    "quant_dtype": torch.bfloat16,
-    "token_hidden_size": HIDDEN,
-    "max_num_tokens_per_dp_rank": 8,
-    "num_local_experts": 4,
-    "num_experts_per_token": TOPK,
-}
+KWARGS = kwargs_of(Case(1, HIDDEN, TOPK, num_experts=4, max_tokens=8), 0)
 
 
 @pytest.fixture
-def manager():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with NativeAll2AllManager(dist.group.WORLD) as manager:
+def manager(group):
+    with NativeAll2AllManager(group) as manager:
         manager.device = "cpu"
         yield manager
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("slot", range(TOPK))

@@ -1,7 +1,5 @@
 """Tensors that no public call takes, and torch modes that no public call keeps: every call, alone in a group."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Generator
@@ -23,6 +21,8 @@ from ep_a2a.config import FP8_DTYPE
 from ep_a2a.errors import InputError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.row_exchange import row_bytes
+from tests.cases.manager_cases import kwargs_of
+from tests.cases.op_cases import Case
 from tests.library_stand_ins import FlashInferOneSidedManager, flashinfer_modules
 
 T, H, K, E = 4, 16, 2, 4
@@ -30,16 +30,8 @@ TOKENS = torch.arange(T * H, dtype=torch.float32).reshape(T, H).to(torch.bfloat1
 WEIGHTS = torch.arange(T * K, dtype=torch.float32).reshape(T, K) / 8
 IDS = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]], dtype=torch.int32)
 SCALES = torch.arange(T, dtype=torch.float32).reshape(T, 1) + 1
-KWARGS = {
-    "rank": 0,
-    "num_ep_ranks": 1,
-    "input_dtype": torch.bfloat16,
-    "quant_dtype": torch.bfloat16,
-    "token_hidden_size": H,
-    "max_num_tokens_per_dp_rank": T,
-    "num_local_experts": E,
-    "num_experts_per_token": K,
-}
+KWARGS = kwargs_of(Case(1, H, K, E, max_tokens=T), 0)
+pytestmark = pytest.mark.usefixtures("group")
 SCALED = KWARGS | {"quant_dtype": FP8_DTYPE, "scale_dim": 1, "scale_type_size": 4}
 
 Calls = Generator[tuple[Callable[..., Any], dict[str, Any]], Any, None]
@@ -180,13 +172,6 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Calls]]] = {
     "deep_ep, low latency": (deep_ep, low_latency),
     "triton_distributed": (a_layer, of_a_layer),
 }
-
-
-@pytest.fixture(autouse=True)
-def _group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 UNFILLED = {"dispatch_send", "combine_send", "get_registered_combine_input_buffer"}

@@ -1,7 +1,5 @@
 """The shape of aiter.dist.parallel_state; see shape/README.md."""
 
-from __future__ import annotations
-
 from typing import Any
 
 groups: dict[str, Any] = {}

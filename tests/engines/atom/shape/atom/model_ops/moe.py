@@ -1,7 +1,5 @@
 """The shape of atom.model_ops.moe; see shape/README.md."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 

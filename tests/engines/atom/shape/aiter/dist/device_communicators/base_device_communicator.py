@@ -1,7 +1,5 @@
 """The shape of aiter.dist.device_communicators.base_device_communicator; see shape/README.md."""
 
-from __future__ import annotations
-
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The shape of atom.model_ops.fused_moe.config; see shape/README.md."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
