@@ -177,12 +177,12 @@ def send_rows(
 
 
 @portable
-def finish_sending(step, poison, FORM: tl.constexpr):
+def finish_sending(step, poison, masked, FORM: tl.constexpr):
     """Tells every rank that this program has sent its rows, unless it left some unsent: then the step must not end."""
     op = step.op
     # D5
     if poison == 0:
-        post_arrival(op, Region.DISPATCH_FLAGS, step.program, step.num_programs)
+        post_arrival(op, Region.DISPATCH_FLAGS, step.program, step.num_programs, masked)
     end_span(FORM.SPANS, op, Span.POST)
     finish_stage(op, Stage.DISPATCH_SEND, step.program, step.num_programs)
 
@@ -221,10 +221,11 @@ def bulk_dispatch_kernel(
     if FORM.SEND:
         given = DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, answer, out_of_order, OWNERS, ROW, LINE, BULK, TILE, FORM)
-        finish_sending(step, poison, FORM)
+        masked = masked_of(op, answer)
+        finish_sending(step, poison, masked, FORM)
         if FORM.RECEIVE:
             if program == num_programs - 1:
-                receive_rows(step, poison, masked_of(op, answer), BULK, FORM)
+                receive_rows(step, poison, masked, BULK, FORM)
     else:
         poison = initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
         receive_rows(step, poison, masked_of(op, answer), BULK, FORM)

@@ -70,14 +70,14 @@ def tell_weights(op, epoch):
 
 
 @portable
-def post_to_peers(op, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr):
+def post_to_peers(op, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, masked=0):
     """Post to every peer that this rank has begun this combine, and whether it brings weights.
 
-    ORDERS: as in post_all; weights must be ordered.
+    ORDERS, masked: as in post_all; weights must be ordered.
     """
     if HAS_WEIGHTS:
         tell_weights(op, epoch)
-    post_all(op, Region.COMBINE_FLAGS, epoch, ORDERS)
+    post_all(op, Region.COMBINE_FLAGS, epoch, ORDERS, masked)
 
 
 @portable
@@ -104,13 +104,15 @@ def await_peers(
 
 
 @portable
-def send_results(first, given, step, share, poison, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr):
+def send_results(
+    first, given, step, share, poison, masked, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
+):
     """Do the sending part of a program: post to the peers, or send its share of the rows. first: from first_unit."""
     op = step.op
     # C2
     if step.signals & (poison == 0):
         if COMBINE.MARKED:
-            post_to_peers(op, step.epoch, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS)
+            post_to_peers(op, step.epoch, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS, masked)
         elif FORM.HAS_WEIGHTS:
             tell_weights(op, step.epoch)
     # C3
@@ -118,7 +120,7 @@ def send_results(first, given, step, share, poison, SENT: tl.constexpr, COMBINE:
         begin_span(FORM.SPANS, op, Span.COPY_AND_PUT)
         push_results(first, given, step, share, SENT, FORM.HAS_WEIGHTS, COMBINE)
         if not COMBINE.MARKED:
-            post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs)
+            post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs, masked)
         end_span(FORM.SPANS, op, Span.COPY_AND_PUT)
 
 
@@ -206,13 +208,14 @@ def combine_kernel(
         # C1; in flight together with what decides whether it is sent
         first = first_unit(rows_in, step, sends, SENT, COMBINE.OWN_IN_PLACE)
     poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
+    masked = masked_of(op, answer)
     if FORM.SEND:
-        send_results(first, given, step, sends, poison, SENT, COMBINE, FORM)
+        send_results(first, given, step, sends, poison, masked, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
         adds = Share(program, num_programs)
         if num_receivers > 0:
             adds = Share(program - first_receiver, num_receivers)
-        receive_results(given, step, adds, poison, masked_of(op, answer), ADDED, WEIGHTS, COMBINE, FORM)
+        receive_results(given, step, adds, poison, masked, ADDED, WEIGHTS, COMBINE, FORM)
         finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         finish_stage(op, Stage.COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

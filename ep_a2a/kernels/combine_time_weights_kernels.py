@@ -93,7 +93,11 @@ def place_weights_of(
             index = first + tl.arange(0, BLOCK_ROWS)
             rows = tl.cast(source * step_tokens + index, tl.int64)
             tokens = tl.load(positions + rows, mask=index < count, other=0) - source * (op.WORLD_SIZE * M)
-            wanted = (index < count)[:, None] & (topk < op.TOPK)[None, :]
+            present = index < count
+            if op.MASKS:
+                # of a rank that was lost with its counts told, rows that have not come show another step's position
+                present = present & (tokens >= 0) & (tokens < M)
+            wanted = present[:, None] & (topk < op.TOPK)[None, :]
             words_at = inbox + tl.cast(tokens, tl.int64)[:, None] * op.TOPK + topk[None, :]
             # W2
             words, poison = await_words(op, words_at, wanted, epoch, sender, PATIENCE)

@@ -93,7 +93,7 @@ def send_rows(
     masked = masked_of(op, answer)
     # D2
     if roles.is_poster & (poison == 0):
-        post_all(op, Region.DISPATCH_FLAGS, dispatch_flag(op), False)
+        post_all(op, Region.DISPATCH_FLAGS, dispatch_flag(op), False, masked)
     # D3
     if roles.is_publisher & (poison == 0):
         begin_span(FORM.SPANS, op, Span.COUNT_PUT)

@@ -198,11 +198,8 @@ def full_like(vector, value):
 @portable
 def poison_address(op):
     """Pointer to this rank's poison word, or where ranks may be masked to that and MASKED as one word."""
-    if op.MASKS:
-        poison_word = address(op, Region.POISON, tl.int64)
-    else:
-        poison_word = address(op, Region.POISON, tl.int32)
-    return poison_word
+    word: tl.constexpr = tl.int64 if op.MASKS else tl.int32
+    return address(op, Region.POISON, word)
 
 
 @portable
@@ -310,15 +307,18 @@ def arrive_last(op, num_programs, poison):
 
 
 @portable
-def post_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr):
+def post_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, masked=0):
     """Posts `epoch` into this rank's flag word at every peer: one vector of posts costs one hop, a loop W.
 
     Args:
         ORDERS: whoever acquires the flag sees all that this program has written or acquired before. A fence takes more
             than a microsecond; without it the flag says only that the launches before this one have ended.
+        masked: from masked_of. A masked rank that wakes must not take a step for whole that others took without it.
     """
     peers = tl.arange(0, op.WORLD_LANES)
     present = peers < op.WORLD_SIZE
+    if op.MASKS:
+        present = present & is_live(masked, peers)
     flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
     epochs = tl.full((op.WORLD_LANES,), 0, tl.int32) + epoch
     if ORDERS:
@@ -329,14 +329,16 @@ def post_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr):
 
 
 @portable
-def post_arrival(op, region: tl.constexpr, program, num_programs):
+def post_arrival(op, region: tl.constexpr, program, num_programs, masked=0):
     """Adds this program's share to this rank's flag word at every peer; those of a launch make one step.
 
     Whoever acquires the word with all shares sees what all programs have written before: an addition hands on what the
-    additions before it have released.
+    additions before it have released. masked: as of post_all.
     """
     peers = tl.arange(0, op.WORLD_LANES)
     present = peers < op.WORLD_SIZE
+    if op.MASKS:
+        present = present & is_live(masked, peers)
     flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
     share = share_of(ARRIVAL_UNIT, program, num_programs)
     barrier()
@@ -473,14 +475,13 @@ def fail(op, poison, phase, epoch, detail, late):
         tl.store(record + Record.EPOCH, epoch)
         tl.store(record + Record.DETAIL, detail)
         tl.store(record + Record.RANKS + lanes, late, mask=present)
-        poisons = present
         if op.MASKS:
-            # not those that go on without this rank
+            # none of those that go on without this rank
             masks = address_at(op, Region.POISON, tl.where(present, lanes, op.rank), tl.int32) + Poison.MASKED
             masked_there = tl.atomic_add(masks, full_like(lanes, 0), mask=present, sem="relaxed", scope="sys")
-            poisons = present & is_live(masked_there, full_like(lanes, op.rank))
+            present = present & is_live(masked_there, full_like(lanes, op.rank))
         # compare-and-swap takes no mask: surplus lanes repeat this rank's own word
-        words = address_at(op, Region.POISON, tl.where(poisons, lanes, op.rank), tl.int32)
+        words = address_at(op, Region.POISON, tl.where(present, lanes, op.rank), tl.int32)
         tl.atomic_cas(
             words, tl.full((op.WORLD_LANES,), 0, tl.int32), tl.full((op.WORLD_LANES,), 0, tl.int32) + poison,
             sem="relaxed", scope="sys",

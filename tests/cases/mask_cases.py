@@ -96,6 +96,7 @@ def take_step(op: EpDispatchCombineOp, number: int, at: Callable[[str], None] = 
     at(POINTS[3])
     result = op.combine_recv().tokens[: len(tokens)]
     is_faulty = bool(op.step_fault())
+    op.check()
     lost = torch.tensor(sorted({*before} - {*op.active_ranks()}), dtype=torch.int32, device=op.device)
     is_whole = ~((ids >= 0) & torch.isin(ids // 2, lost)).any(-1) if is_faulty else slice(None)
     assert torch.equal(result[is_whole], wanted(tokens, ids, before, by_slot=by_slot)[is_whole]), (number, before, lost)
