@@ -144,11 +144,17 @@ class CompiledKernel:
             )  # fmt: skip
 
     def build(self) -> Any:
-        """Compiles the kernel, or finds it in Triton's cache: what `load` takes. Threads may build at the same time."""
+        """Compiles the kernel, or finds it in Triton's cache, and brings its code onto the current device.
+
+        Threads may build at the same time. Triton 3.6 also compiles a launcher in C, 0.4 s for each signature.
+
+        Returns:
+            What `load` takes.
+        """
         linked = {}
         if self.puts:
             linked = {"extern_libs": {"libnvshmem_device": str(nvshmem.device_library(torch.device("cuda")))}}
-        return self.kernel.warmup(
+        compiled = self.kernel.warmup(
             *self.stand_ins,
             grid=(1,),
             **as_constexprs(self.constants),
@@ -157,10 +163,11 @@ class CompiledKernel:
             maxnreg=self.max_registers,
             **linked,
         )
+        part(compiled, "_init_handles")()
+        return compiled
 
     def load(self, compiled: Any) -> None:
-        """Loads what `build` returned onto the current device."""
-        part(compiled, "_init_handles")()
+        """Makes what `build` returned ready for launches."""
         if self.shares_sm:
             prefer_shared_memory(part(compiled, "function"))
         if self.puts:
