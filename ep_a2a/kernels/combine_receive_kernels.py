@@ -52,14 +52,15 @@ def note_foreign_indices(op, ids, token, epoch):
             tl.store(record + Record.CODE, FailureCode.FOREIGN_INDICES)
 
 
-class Rows(NamedTuple):
-    """Up to ROWS_AT_ONCE rows of a token, in ascending order of the ranks that they come from.
+class OwnRows(NamedTuple):
+    """This rank's own rows, which are added where they were made.
 
-    slots: where the rows arrive, M for each rank, -1 for none. own: that of this rank's row, -1 where it is elsewhere.
+    base: where slot 0 would be if their slots lay there. first, end: the first slot and the one behind; end 0: none.
     """
 
-    slots: tl.tuple
-    own: tl.tensor
+    base: tl.tensor
+    first: tl.tensor
+    end: tl.tensor
 
 
 @portable
@@ -106,33 +107,45 @@ def slots_of(found, step, masked, MARKED: tl.constexpr):
 
 
 @portable
-def next_rows(found, step, OWN_IN_PLACE: tl.constexpr):
-    """Return (the first of a token's rows as Rows, the slots of the others).
+def next_rows(found, step):
+    """Return (the slots of the first of a token's rows, up to ROWS_AT_ONCE, -1 for none; the slots of the others).
 
     Args:
-        found: from slots_of, or the slots of the others from here.
+        found: from slots_of, or the slots of the others from here. Ranks ascend.
     """
-    op = step.op
-    slots, own = found, tl.full((), -1, tl.int32)
+    op, slots = step.op, found
     if op.WORLD_SIZE > ROWS_AT_ONCE:
         slots = ()
         for _ in tl.static_range(min(ROWS_AT_ONCE, op.TOPK)):
             slot = reduce_min(found, 0)
             found = tl.where(found == slot, NEVER, found)
             slots = slots + (tl.where(slot < NEVER, slot, -1),)
-    if OWN_IN_PLACE:
-        first = op.rank * step.M
-        for each in tl.static_range(len(slots)):
-            own = tl.where((slots[each] >= first) & (slots[each] < first + step.M), slots[each], own)
-    return Rows(slots, own), found
+    return slots, found
 
 
 @portable
-def line_of(base, own_base, slot, own, WIDTH: tl.constexpr):
-    """Return where the row of a slot begins, of WIDTH words: at that slot of base or, if it is `own`, of own_base."""
+def own_rows(base, arriving, own_row, step, WIDTH: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+    """Return OwnRows. base: rows of WIDTH words, this rank's from own_row on. arriving: where rows of others arrive."""
+    first = step.op.rank * step.M
+    if OWN_IN_PLACE:
+        own = OwnRows(base + tl.cast(own_row - first, tl.int64) * WIDTH, first, first + step.M)
+    else:
+        own = OwnRows(arriving, first, tl.full((), 0, tl.int32))
+    return own
+
+
+@portable
+def is_own(slot, own):
+    """Return whether a slot is that of one of OwnRows."""
+    return (slot >= own.first) & (slot < own.end)
+
+
+@portable
+def line_of(base, slot, WIDTH: tl.constexpr):
+    """Return where the row of a slot begins, of WIDTH words."""
     # the hint must be given here: on the result of a call it would be lost
     aligned: tl.constexpr = 16 if WIDTH % 4 == 0 else 1
-    return tl.multiple_of(tl.where(slot == own, own_base, base) + tl.cast(slot, tl.int64) * WIDTH, aligned)
+    return tl.multiple_of(base + tl.cast(slot, tl.int64) * WIDTH, aligned)
 
 
 @portable
@@ -154,7 +167,7 @@ def load_result(source, mask, MARKED: tl.constexpr):
 
 
 @portable
-def read_block(places, own_base, rows, first, B: tl.constexpr, MARKED: tl.constexpr):
+def read_block(places, own, slots, first, B: tl.constexpr, MARKED: tl.constexpr):
     """Read a block of rows once, arrived or not: a tile per row, if SCALED followed by a vector with its lines' scales.
 
     One thread reads each word, so a reduction over the words gives all threads the same verdict. For that a tile needs
@@ -164,9 +177,9 @@ def read_block(places, own_base, rows, first, B: tl.constexpr, MARKED: tl.conste
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
     num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
     seen = ()
-    for each in tl.static_range(len(rows.slots)):
-        slot = rows.slots[each]
-        line = line_of(places.rows, own_base, slot, rows.own, B.WIDTH)
+    for each in tl.static_range(len(slots)):
+        slot = slots[each]
+        line = line_of(tl.where(is_own(slot, own), own.base, places.rows), slot, B.WIDTH)
         present = (offsets < B.WIDTH) & (full_like(offsets, slot) >= 0)
         seen = seen + (load_result(line + offsets, present, MARKED),)
         if B.SCALED:
@@ -187,7 +200,7 @@ def no_sums(B: tl.constexpr):
 
 
 @portable
-def slot_missing(seen, rows, lost, B: tl.constexpr, HAS_LOST: tl.constexpr):
+def slot_missing(seen, own, slots, lost, B: tl.constexpr, HAS_LOST: tl.constexpr):
     """Return the lowest slot with a word that has not arrived, or NEVER.
 
     Args:
@@ -195,12 +208,12 @@ def slot_missing(seen, rows, lost, B: tl.constexpr, HAS_LOST: tl.constexpr):
     """
     missing = tl.full((B.GROUPS_LANES,), NEVER, tl.int32)
     per_row: tl.constexpr = 2 if B.SCALED else 1
-    for each in tl.static_range(len(rows.slots)):
+    for each in tl.static_range(len(slots)):
         # this rank's own row lies where it was made
-        nobody = rows.slots[each] == rows.own
+        nobody = is_own(slots[each], own)
         if HAS_LOST:
             nobody = nobody | (((lost >> each) & 1) > 0)
-        awaited = full_like(missing, tl.where(nobody, NEVER, rows.slots[each]))
+        awaited = full_like(missing, tl.where(nobody, NEVER, slots[each]))
         # a line has arrived when none of its words is EMPTY, the largest
         late = reduce_max(seen[each * per_row].to(tl.uint32, bitcast=True), 1) == EMPTY_UNSIGNED
         if B.SCALED:
@@ -210,11 +223,11 @@ def slot_missing(seen, rows, lost, B: tl.constexpr, HAS_LOST: tl.constexpr):
 
 
 @portable
-def lost_rows(step, rows):
-    """Return which of the rows are those of ranks that are masked now: bits by their place in Rows."""
+def lost_rows(step, slots):
+    """Return which rows are those of ranks that are masked now: bits by the place of their slots."""
     masked, lost = masked_now(step.op), tl.full((), 0, tl.int32)
-    for each in tl.static_range(len(rows.slots)):
-        source = tl.maximum(rows.slots[each], 0) // step.M
+    for each in tl.static_range(len(slots)):
+        source = tl.maximum(slots[each], 0) // step.M
         lost = lost | (tl.where(is_live(masked, source), 0, 1) << each)
     return lost
 
@@ -235,16 +248,16 @@ def plus_rows(sums, seen, B: tl.constexpr):
 
 
 @portable
-def empty_block(places, rows, first, B: tl.constexpr):
+def empty_block(places, own, slots, first, B: tl.constexpr):
     """Leave EMPTY in a block of rows; this rank's own row, which was never sent, stays as it is."""
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
     empty = full_like(offsets, EMPTY)
     num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
-    for each in tl.static_range(len(rows.slots)):
-        slot = rows.slots[each]
-        came = tl.where(slot == rows.own, -1, slot)
+    for each in tl.static_range(len(slots)):
+        slot = slots[each]
+        came = tl.where(is_own(slot, own), -1, slot)
         arrived = (offsets < B.WIDTH) & (full_like(offsets, came) >= 0)
-        tl.store(line_of(places.rows, places.rows, slot, slot, B.WIDTH) + offsets, empty, mask=arrived)
+        tl.store(line_of(places.rows, slot, B.WIDTH) + offsets, empty, mask=arrived)
         if B.SCALED:
             scales, is_first = scales_of(first, B)
             there = is_first & (scales < num_scales) & (full_like(scales, slot) >= 0)
@@ -253,26 +266,26 @@ def empty_block(places, rows, first, B: tl.constexpr):
 
 
 @portable
-def take_block(seen, step, places, own_base, rows, first, sums, B: tl.constexpr):
+def take_block(seen, step, places, own, slots, first, sums, B: tl.constexpr):
     """Wait for a block of rows, add it to the sums and empty it. Returns (sums, poison word).
 
     Args:
         seen: what read_block has found in this launch. The other arguments are the same.
     """
     lost = tl.full((), 0, tl.int32)
-    missing = slot_missing(seen, rows, lost, B, step.op.MASKS)
+    missing = slot_missing(seen, own, slots, lost, B, step.op.MASKS)
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (missing < NEVER) & (poison == 0):
         pause(step.pause_ns)
-        seen = read_block(places, own_base, rows, first, B, True)
-        missing = slot_missing(seen, rows, lost, B, step.op.MASKS)
+        seen = read_block(places, own, slots, first, B, True)
+        missing = slot_missing(seen, own, slots, lost, B, step.op.MASKS)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
             late = missing // step.M
             if step.op.MASKS:
-                lost = lost_rows(step, rows)
+                lost = lost_rows(step, slots)
             poison, deadline = overdue(step.op, polls, deadline, late, 1)
-    empty_block(places, rows, first, B)
+    empty_block(places, own, slots, first, B)
     if step.op.MASKS:
         seen = without_lost(seen, lost, B)
     return plus_rows(sums, seen, B), poison
@@ -304,14 +317,14 @@ def clear_results(result, num_tokens, share, B: tl.constexpr, DTYPE: tl.constexp
 
 
 @portable
-def add_weights(given, step, places, rows, own_row, token, sums, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
+def add_weights(given, step, places, slots, own_row, token, sums, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
     """Take the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
     op = step.op
     lines = ReturnPlaces(places.weights, places.scales, places.weights)
-    own_base = slots_at(given.weights, own_row, step, op.TOPK) if COMBINE.OWN_IN_PLACE else places.weights
-    seen, poison = read_block(lines, own_base, rows, 0, WEIGHTS, COMBINE.MARKED), tl.full((), 0, tl.int32)
+    own = own_rows(given.weights, places.weights, own_row, step, op.TOPK, COMBINE.OWN_IN_PLACE)
+    seen, poison = read_block(lines, own, slots, 0, WEIGHTS, COMBINE.MARKED), tl.full((), 0, tl.int32)
     if COMBINE.MARKED:
-        sums, poison = take_block(seen, step, lines, own_base, rows, 0, sums, WEIGHTS)
+        sums, poison = take_block(seen, step, lines, own, slots, 0, sums, WEIGHTS)
     else:
         sums = plus_rows(sums, seen, WEIGHTS)
     sums_out = address(op, Region.RESULT_WEIGHTS, tl.float32)
@@ -322,38 +335,32 @@ def add_weights(given, step, places, rows, own_row, token, sums, WEIGHTS: tl.con
 
 
 @portable
-def slots_at(base, own_row, step, WIDTH: tl.constexpr):
-    """Return where slot 0 would be if this rank's slots lay at own_row of base, rows of WIDTH words."""
-    return base + (tl.cast(own_row, tl.int64) - tl.cast(step.op.rank, tl.int64) * step.M) * WIDTH
-
-
-@portable
-def next_turn(unit, others, following, routes, step, share, masked, COMBINE: tl.constexpr, BLOCKS: tl.constexpr):
+def next_turn(unit, others, following, routes, step, share, masked, MARKED: tl.constexpr, BLOCKS: tl.constexpr):
     """Return (rows of a unit of work, and for the turn behind it the first three arguments).
 
-    The rows are (unit, Rows.slots, Rows.own, whether no others follow): Triton 3.6 loses names in a loop's tuples.
+    The rows are (unit, slots, whether no others follow).
 
     Args:
         unit: that this turn is of. others: slots of its rows and of those behind them. following: routes of the next
-            unit's token. routes: of all tokens. masked: as of slots_of. BLOCKS: units of a token.
+            unit's token. routes: of all tokens. masked, MARKED: as of slots_of. BLOCKS: units of a token.
     """
     one_turn: tl.constexpr = min(step.op.WORLD_SIZE, step.op.TOPK) <= ROWS_AT_ONCE
-    rows, others = next_rows(others, step, COMBINE.OWN_IN_PLACE)
+    slots, others = next_rows(others, step)
     ends, next_unit = tl.full((), 1, tl.int1), unit + share.num_programs
     if not one_turn:
         ends = reduce_min(others, 0) == NEVER
         next_unit = tl.where(ends, next_unit, unit)
-    others = slots_left(ends, following, others, step, masked, one_turn, COMBINE.MARKED)
+    others = slots_left(ends, following, others, step, masked, one_turn, MARKED)
     following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step)
-    return (unit, rows.slots, rows.own, ends), next_unit, others, following
+    return (unit, slots, ends), next_unit, others, following
 
 
 @portable
-def read_turn(places, own_base, turn, B: tl.constexpr, MARKED: tl.constexpr):
+def read_turn(places, own, turn, B: tl.constexpr, MARKED: tl.constexpr):
     """Read the block of a turn (next_turn) once, as read_block does."""
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    return read_block(places, own_base, Rows(turn[1], turn[2]), (turn[0] % num_blocks) * block, B, MARKED)
+    return read_block(places, own, turn[1], (turn[0] % num_blocks) * block, B, MARKED)
 
 
 @portable
@@ -381,35 +388,33 @@ def add_results(
     num_turns: tl.constexpr = ahead if COMBINE.READ_AHEAD else 1
     routes = address(op, Region.ROUTES, tl.int32)
     places = return_places(op, op.rank, B.ELEMENT)
-    own_base = places.rows
-    if COMBINE.OWN_IN_PLACE:
-        own_base = slots_at(given.rows, own_row, step, B.WIDTH)
+    own = own_rows(given.rows, places.rows, own_row, step, B.WIDTH, COMBINE.OWN_IN_PLACE)
     poison = tl.full((), 0, tl.int32)
     others = slots_of(routes_of(routes, unit // num_blocks, step), step, masked, COMBINE.MARKED)
     following = routes_of(routes, (unit + share.num_programs) // num_blocks, step)
     turns, seen = (), ()
     for _ in tl.static_range(num_turns):
         turn, unit, others, following = next_turn(
-            unit, others, following, routes, step, share, masked, COMBINE, num_blocks
+            unit, others, following, routes, step, share, masked, COMBINE.MARKED, num_blocks
         )
         turns = turns + (turn,)
         if COMBINE.READ_AHEAD:
-            seen = seen + (read_turn(places, own_base, turn, B, COMBINE.MARKED),)
+            seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
     sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
     while turns[0][0] < step.num_tokens * num_blocks:
         for _ in tl.static_range(1 if COMBINE.MARKED else num_turns):
-            turn_unit, slots, own, ends = turns[0]
-            rows, token, first = Rows(slots, own), turn_unit // num_blocks, (turn_unit % num_blocks) * block
+            turn_unit, slots, ends = turns[0]
+            token, first = turn_unit // num_blocks, (turn_unit % num_blocks) * block
             if COMBINE.READ_AHEAD:
                 taken = seen[0]
             else:
-                taken = read_turn(places, own_base, turns[0], B, COMBINE.MARKED)
+                taken = read_turn(places, own, turns[0], B, COMBINE.MARKED)
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
+                    unit, others, following, routes, step, share, masked, COMBINE.MARKED, num_blocks
                 )
             if (poison == 0) & (token < step.num_tokens):
                 if COMBINE.MARKED:
-                    sums, poison = take_block(taken, step, places, own_base, rows, first, sums, B)
+                    sums, poison = take_block(taken, step, places, own, slots, first, sums, B)
                 else:
                     sums = plus_rows(sums, taken, B)
                 if turn_unit == share.program:
@@ -421,7 +426,7 @@ def add_results(
                     if HAS_WEIGHTS:
                         if poison == 0:
                             weight_sums, poison = add_weights(
-                                given, step, places, rows, own_row, token, weight_sums, WEIGHTS, COMBINE
+                                given, step, places, slots, own_row, token, weight_sums, WEIGHTS, COMBINE
                             )
                     if COMBINE.CHECK_INDICES:
                         if ends:
@@ -429,11 +434,11 @@ def add_results(
             sums, weight_sums = kept_unless(ends, sums), kept_unless(ends, weight_sums)
             if COMBINE.READ_AHEAD:
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
+                    unit, others, following, routes, step, share, masked, COMBINE.MARKED, num_blocks
                 )
             turns = turns[1:] + (turn,)
             if COMBINE.READ_AHEAD:
-                seen = seen[1:] + (read_turn(places, own_base, turn, B, COMBINE.MARKED),)
+                seen = seen[1:] + (read_turn(places, own, turn, B, COMBINE.MARKED),)
     return poison
 
 
