@@ -23,29 +23,26 @@ from ep_a2a.kernels.span_kernels import begin_span, end_span
 
 @portable
 def received_of(op):
-    """Rows received from each source, and where they begin: tuples, so that all loads are in flight together."""
-    received = address(op, Region.RECV_COUNTS, tl.int32)
-    counts, starts = (), ()
-    for source in tl.static_range(op.WORLD_SIZE):
-        counts = counts + (tl.load(received + source),)
-        starts = starts + (tl.load(received + op.WORLD_SIZE + source),)
-    return counts, starts
+    """By source [WORLD_LANES]: the numbers of its first row and behind its last one, and how far behind they lie."""
+    lanes = tl.arange(0, op.WORLD_LANES)
+    received = address(op, Region.RECV_COUNTS, tl.int32) + lanes
+    counts = tl.load(received, mask=lanes < op.WORLD_SIZE, other=0)
+    starts = tl.load(received + op.WORLD_SIZE, mask=lanes < op.WORLD_SIZE, other=0)
+    ends = running_sum(counts, 0)
+    return ends - counts, ends, starts - (ends - counts)
 
 
 @portable
-def row_of(index, counts, starts, op):
-    """Where the received row number `index` lies."""
-    row = full_like(counts[0], index)
-    end = full_like(counts[0], 0)
-    for source in tl.static_range(op.WORLD_SIZE - 1):
-        end = end + counts[source]
-        row = tl.where(index >= end, starts[source + 1] + index - end, row)
-    return row
+def row_of(index, received):
+    """Where the received row number `index` lies. received: from received_of."""
+    firsts, ends, behind = received
+    number = full_like(firsts, index)
+    return index + reduce_sum(tl.where((number >= firsts) & (number < ends), behind, 0), 0)
 
 
 @portable
 def rows_of(index, op):
-    """row_of for a vector: a loop, since a tuple of counts beside many rows would not fit into registers."""
+    """row_of for a vector: a loop, since all sources beside many rows would not fit into registers."""
     received = address(op, Region.RECV_COUNTS, tl.int32)
     rows = index + 0
     end = tl.full((), 0, tl.int32)
@@ -215,10 +212,10 @@ def expand_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_blocks: tl.constexpr = (E.ROW_WORDS + E.BLOCK_WORDS - 1) // E.BLOCK_WORDS
     total = tl.load(address(op, Region.TOTAL_RECV, tl.int32))
-    counts, starts = received_of(op)
+    received = received_of(op)
     slots_at = address(op, Region.EXPERT_SLOTS, tl.int32)
     for unit in range(program, total * num_blocks, num_programs):
-        row = row_of(unit // num_blocks, counts, starts, op)
+        row = row_of(unit // num_blocks, received)
         slots = topk_of(slots_at, row, S.TOPK)
         copy_block(op, row, slots, unit % num_blocks, block_rows, E)
     # E3
@@ -248,12 +245,12 @@ def reduce_experts_kernel(
     # slots of another bound may lie beyond rows_in; combine, launched behind this, records the mistake
     if tl.load(address(op, Region.STATE, tl.int32) + State.LAST_STEP_TOKENS) != step_tokens:
         total = total * 0
-    counts, starts = received_of(op)
+    received = received_of(op)
     slots_at = address(op, Region.EXPERT_SLOTS, tl.int32)
     weights_at = address(op, Region.WEIGHTS, tl.float32)
     reduced = address(op, Region.REDUCED_ROWS, DTYPE)
     for unit in range(tl.program_id(0), total * num_blocks, tl.num_programs(0)):
-        row = row_of(unit // num_blocks, counts, starts, op)
+        row = row_of(unit // num_blocks, received)
         slots = topk_of(slots_at, row, S.TOPK)
         weights = topk_of(weights_at, row, S.TOPK)
         offsets = (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
