@@ -189,7 +189,7 @@ def _bulk_row(
 ) -> KernelLaunch:
     config, threads = kernels.config, 32 * launch.num_warps
     look_back = SHARED_LOOK_BACK_LANES if launch.shares_sm else LOOK_BACK_LANES
-    casts, many_tokens = form.casts(config), counted_tokens(config.world_size)
+    casts, many_tokens = form.casts(config), counted_tokens(config.world_size, threads)
     row = row_constants(config, casts=casts, most_words=ROW_LOAD_WORDS * threads)
     num_bytes = config.num_scales * config.scale_bytes if casts else form.scale_bytes(config)
     bulk = BulkDispatch(

@@ -98,7 +98,7 @@ class NodesEngine(Engine):
     def numbering(self, form: DispatchForm, block_num: int, *, finishes: bool) -> KernelLaunch:
         """The launch that numbers a rank's rows at every rank. finishes: whether it is the call's last launch."""
         numbering = Numbering(
-            MANY_TOKENS=counted_tokens(self.config.world_size),
+            MANY_TOKENS=counted_tokens(self.config.world_size, THREADS),
             TOKENS=NUMBERED_TOKENS,
             POISON_LANES=THREADS,
             FINISHES=finishes,

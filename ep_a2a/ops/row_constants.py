@@ -32,11 +32,11 @@ MAX_BLOCK_WORDS = 4096
 timed."""
 LINE_WORDS = 4
 """The most words that a thread loads at once: 16 bytes, its widest load (compute capability 9.0)."""
-COUNTED_TOKENS, COUNTED_WORDS = 128, 4096
+COUNTED_TOKENS, COUNTED_WORDS, COUNTED_WORDS_OF_THREAD = 128, 4096, 16
 """Tokens whose destinations a program finds at once, when it counts the rows of all tokens: a thread of 256 loads half
-of a token's ids, all it has to, at once. And the most pairs of such a token and a rank: 16 for each of 256 threads. µs
-of the sending stage of a dispatch (one H200 whose peers' memory is its own, 2 ranks, bf16, 30 November); * marks what
-was chosen:
+of a token's ids, all it has to, at once. And the most pairs of such a token and a rank, of a program and of a thread.
+µs of the sending stage of a dispatch (one H200 whose peers' memory is its own, 2 ranks, bf16, 30 November); * marks
+what was chosen:
 
     tokens at once      128*   256
     T = 128             5.60  5.80
@@ -57,9 +57,10 @@ def shape_of(config: EpDispatchCombineConfig) -> Shape:
     return Shape(world_size, padded(world_size), topk, padded(topk), is_compact, local_ids_of, config.masks)
 
 
-def counted_tokens(world_size: int) -> int:
+def counted_tokens(world_size: int, threads: int) -> int:
     """Tokens whose ids a program looks at at once, when it counts the rows of all tokens."""
-    return min(COUNTED_TOKENS, COUNTED_WORDS // padded(world_size))
+    num_words = min(COUNTED_WORDS, COUNTED_WORDS_OF_THREAD * threads)
+    return min(COUNTED_TOKENS, max(1, num_words // padded(world_size)))
 
 
 def row_constants(
