@@ -31,6 +31,8 @@ NEVER = tl.constexpr(1 << 30)
 # Rows of a token that are read, and are in a program's registers, at once. With all ranks' rows at once 8 ranks took
 # 3,032 instructions and 312 bytes of stack (compute capability 9.0, max_sms, bf16); with four 2,320 and 40.
 ROWS_AT_ONCE = tl.constexpr(4)
+# The same of MARKED rows of more ranks, where the next ones are in registers, too: with four 8 ranks took 56 bytes.
+MARKED_ROWS_AT_ONCE = tl.constexpr(2)
 # Rows that have arrived which a program reads ahead; those of two turns at least.
 ROWS_UNDER_WAY = tl.constexpr(6)
 
@@ -107,16 +109,16 @@ def slots_of(found, step, masked, MARKED: tl.constexpr):
 
 
 @portable
-def next_rows(found, step):
-    """Return (the slots of the first of a token's rows, up to ROWS_AT_ONCE, -1 for none; the slots of the others).
+def next_rows(found, step, ROWS: tl.constexpr):
+    """Return (the slots of the first of a token's rows, -1 for none; the slots of the others).
 
     Args:
-        found: from slots_of, or the slots of the others from here. Ranks ascend.
+        found: from slots_of, or the slots of the others from here. Ranks ascend. ROWS: most rows of many ranks.
     """
     op, slots = step.op, found
     if op.WORLD_SIZE > ROWS_AT_ONCE:
         slots = ()
-        for _ in tl.static_range(min(ROWS_AT_ONCE, op.TOPK)):
+        for _ in tl.static_range(min(ROWS, op.TOPK)):
             slot = reduce_min(found, 0)
             found = tl.where(found == slot, NEVER, found)
             slots = slots + (tl.where(slot < NEVER, slot, -1),)
@@ -335,22 +337,24 @@ def add_weights(given, step, places, slots, own_row, token, sums, WEIGHTS: tl.co
 
 
 @portable
-def next_turn(unit, others, following, routes, step, share, masked, MARKED: tl.constexpr, BLOCKS: tl.constexpr):
+def next_turn(unit, others, following, routes, step, share, masked, COMBINE: tl.constexpr, BLOCKS: tl.constexpr):
     """Return (rows of a unit of work, and for the turn behind it the first three arguments).
 
     The rows are (unit, slots, whether no others follow).
 
     Args:
         unit: that this turn is of. others: slots of its rows and of those behind them. following: routes of the next
-            unit's token. routes: of all tokens. masked, MARKED: as of slots_of. BLOCKS: units of a token.
+            unit's token. routes: of all tokens. masked: as of slots_of. BLOCKS: units of a token.
     """
-    one_turn: tl.constexpr = min(step.op.WORLD_SIZE, step.op.TOPK) <= ROWS_AT_ONCE
-    slots, others = next_rows(others, step)
+    ahead: tl.constexpr = COMBINE.MARKED and COMBINE.READ_AHEAD and step.op.WORLD_SIZE > ROWS_AT_ONCE
+    most_rows: tl.constexpr = MARKED_ROWS_AT_ONCE if ahead else ROWS_AT_ONCE
+    one_turn: tl.constexpr = min(step.op.WORLD_SIZE, step.op.TOPK) <= most_rows
+    slots, others = next_rows(others, step, most_rows)
     ends, next_unit = tl.full((), 1, tl.int1), unit + share.num_programs
     if not one_turn:
         ends = reduce_min(others, 0) == NEVER
         next_unit = tl.where(ends, next_unit, unit)
-    others = slots_left(ends, following, others, step, masked, one_turn, MARKED)
+    others = slots_left(ends, following, others, step, masked, one_turn, COMBINE.MARKED)
     following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step)
     return (unit, slots, ends), next_unit, others, following
 
@@ -371,8 +375,9 @@ def add_results(
     """Add and store the rows of this program's share of the tokens. Returns the poison word.
 
     MARKED rows are waited for; others have arrived. A unit of work is a block of a token's rows. Where a token may have
-    more than ROWS_AT_ONCE rows, a unit takes several turns. With READ_AHEAD several turns are under way. As many follow
-    each other in the loop where rows have arrived: none is copied to other registers then, which would wait for it.
+    more than ROWS_AT_ONCE rows, a unit takes several turns. With READ_AHEAD rows of later turns are under way. None may
+    be copied to other registers soon, which would wait for it: of MARKED rows the next turn's are read before this
+    one's are awaited; others behind this turn, and as many turns as are under way follow each other in the loop.
 
     Args:
         given: Operands. step: CombineStep. share: Share of the units.
@@ -384,8 +389,9 @@ def add_results(
     op, unit = step.op, share.program
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
-    ahead: tl.constexpr = 2 if COMBINE.MARKED else max(2, ROWS_UNDER_WAY // min(op.WORLD_SIZE, op.TOPK))
-    num_turns: tl.constexpr = ahead if COMBINE.READ_AHEAD else 1
+    # whether the next turn's rows are read, or found, before this one's are awaited
+    early: tl.constexpr = COMBINE.MARKED or not COMBINE.READ_AHEAD
+    num_turns: tl.constexpr = 1 if early else max(2, ROWS_UNDER_WAY // min(op.WORLD_SIZE, op.TOPK))
     routes = address(op, Region.ROUTES, tl.int32)
     places = return_places(op, op.rank, B.ELEMENT)
     own = own_rows(given.rows, places.rows, own_row, step, B.WIDTH, COMBINE.OWN_IN_PLACE)
@@ -395,23 +401,26 @@ def add_results(
     turns, seen = (), ()
     for _ in tl.static_range(num_turns):
         turn, unit, others, following = next_turn(
-            unit, others, following, routes, step, share, masked, COMBINE.MARKED, num_blocks
+            unit, others, following, routes, step, share, masked, COMBINE, num_blocks
         )
         turns = turns + (turn,)
         if COMBINE.READ_AHEAD:
             seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
     sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
     while turns[0][0] < step.num_tokens * num_blocks:
-        for _ in tl.static_range(1 if COMBINE.MARKED else num_turns):
+        for _ in tl.static_range(num_turns):
             turn_unit, slots, ends = turns[0]
             token, first = turn_unit // num_blocks, (turn_unit % num_blocks) * block
             if COMBINE.READ_AHEAD:
                 taken = seen[0]
             else:
                 taken = read_turn(places, own, turns[0], B, COMBINE.MARKED)
+            if early:
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, masked, COMBINE.MARKED, num_blocks
+                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
                 )
+                if COMBINE.READ_AHEAD:
+                    seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
             if (poison == 0) & (token < step.num_tokens):
                 if COMBINE.MARKED:
                     sums, poison = take_block(taken, step, places, own, slots, first, sums, B)
@@ -432,13 +441,12 @@ def add_results(
                         if ends:
                             note_foreign_indices(op, given.ids, token, step.epoch)
             sums, weight_sums = kept_unless(ends, sums), kept_unless(ends, weight_sums)
-            if COMBINE.READ_AHEAD:
+            if not early:
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, masked, COMBINE.MARKED, num_blocks
+                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
                 )
-            turns = turns[1:] + (turn,)
-            if COMBINE.READ_AHEAD:
-                seen = seen[1:] + (read_turn(places, own, turn, B, COMBINE.MARKED),)
+                seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
+            turns, seen = turns[1:] + (turn,), seen[1:]
     return poison
 
 

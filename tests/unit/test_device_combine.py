@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.kernels.cast_kernels import elements_of
-from ep_a2a.kernels.combine_receive_kernels import is_own, next_rows, own_rows, routes_of, slots_of
+from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE, is_own, next_rows, own_rows, routes_of, slots_of
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
 from ep_a2a.kernels.constants import Block
 from ep_a2a.kernels.line_cast_kernels import quantize_lines
@@ -92,7 +92,7 @@ def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
     found = slots_of(routes_of(routes, 0, step), step, 0, False)
     at, own = 0, own_rows(routes, routes, 0, step, 1, True)
     for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):
-        slots, found = next_rows(found, step)
+        slots, found = next_rows(found, step, ROWS_AT_ONCE)
         for each in tl.static_range(len(slots)):
             tl.store(out + at * 2, slots[each])
             tl.store(out + at * 2 + 1, tl.where(is_own(slots[each], own), 1, 0))
