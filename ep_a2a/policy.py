@@ -110,9 +110,15 @@ WIDE_ROWS, WIDE_CASTER_ROWS = 4, 2
     rows                  1    2*
     N = 24             1845  1553
 """
-SEND_NS, ADD_NS = 0.046, 0.057
+SEND_NS, ADD_NS = 0.047, 0.045
 """Nanoseconds of one multiprocessor for an element of a row that it sends, and of one that it adds. The sum of a token
-takes as long as one more row. Combine with N = 8, T = 4096: 1502 by these, 1492 measured (27 November)."""
+takes as long as one more row. Combine of 2 ranks with T = 4096, 30 November; the programs that send as in brackets:
+
+    SEND_NS / ADD_NS     0.81      1.05*
+    N = 16            441 (3)    359 (4)
+    N = 24            272 (5)    237 (6)
+    N = 32            200 (7)    181 (8)
+"""
 CAST_NS, ADD_CAST_NS = 0.060, 0.046
 """The same for rows that are cast to fp8 on the way: 1637 by these, 1648 measured. Casting takes less on 2 ranks with
 T = 512, perhaps since the rows fit into the L2. N = 8, 28 November:
@@ -123,19 +129,24 @@ T = 512, perhaps since the rows fit into the L2. N = 8, 28 November:
 WIRE_BYTES_PER_NS = 360.0
 """Bytes that the links of a GPU carry one way: more programs than fill them would wait. Combine with N = 24, 27
 November: 525 where 0.3 of the programs only send*, 538 where those also add."""
-MOST_ADDING_ARRIVED = 24
-"""The largest config.max_sms with which all programs of a combine send, and add when all rows have arrived. Rows need
-no looks and no marks then, but while they are added nothing is on the links, which more programs would fill, and a step
-of few tokens waits for a fence. Combines in us of two H200s, bf16 (30 November; marks of N = 8 and 16 by programs
-that sent and added); other bounds were not timed:
+MOST_ADDING_ARRIVED, MOST_ADDING_ARRIVED_CASTS = 16, 32
+"""The largest config.max_sms with which all programs of a combine send, and add when all rows have arrived; and of rows
+that are cast. Rows need no looks and no marks then, but while they are added nothing is on the links, which more
+programs would fill, and a step of few tokens waits for a fence. Combines of two H200s, 30 November; a launch without
+a bound took 2 µs more with T = 32 and 20 % more with T = 4096:
 
-    T =                32    128    512    4096
-    N = 8, arrived   13.3   22.9   61.5   461.1
-    marks            15.6   31.2   97.2   707.8
-    N = 16, arrived  12.3   18.8   46.2   330.5
-    marks            13.0   20.7   54.7   369.3
-    N = 24, arrived  12.2   17.8   42.0   283.6
-    marks            12.8   20.8   51.5   368.6
+                       bf16                  casts
+    T =                32    512    4096     512    4096
+    N = 8, arrived   13.2   59.9   448.4    82.1   641.3
+    marks            14.2   89.7   648.4   107.9   839.0
+    N = 16, arrived  12.1   46.3   330.2
+    marks            13.5   55.1   359.3
+    N = 24, arrived  12.1   41.2   276.8    35.8   237.4
+    marks            12.2   40.2   237.3    41.8   296.8
+    N = 32, arrived  12.0   38.1   254.6    29.9   187.8
+    marks            12.2   33.0   181.2    40.0   251.4
+    N = 48, arrived  12.0   35.8   234.5    28.5   172.5
+    marks            10.6   32.2   186.4    29.8   166.9
 """
 
 # Where programs share their multiprocessors with those of products. These were timed together, and with no other
@@ -396,7 +407,9 @@ def _with_wide_casters(wish: Launch, config: EpDispatchCombineConfig, num_tokens
 
 def adds_arrived(config: EpDispatchCombineConfig) -> bool:
     """Returns whether a combine adds rows when all of its step have arrived; else each when its own elements have."""
-    return 0 < config.max_sms <= MOST_ADDING_ARRIVED and not config.uses_rings
+    casts = config.combine_quant != QuantType.NONE
+    most = MOST_ADDING_ARRIVED_CASTS if casts else MOST_ADDING_ARRIVED
+    return 0 < config.max_sms <= most and not config.uses_rings
 
 
 def dispatch_phase(config: EpDispatchCombineConfig, step_tokens: int) -> Phase:

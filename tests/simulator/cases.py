@@ -11,7 +11,7 @@ from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.errors import CapacityError, ConfigMismatchError, EpA2AError, RankTimeoutError
 from ep_a2a.ops import EpDispatchCombineOp
-from ep_a2a.policy import MOST_ADDING_ARRIVED
+from ep_a2a.policy import MOST_ADDING_ARRIVED_CASTS
 from tests.cases import op_cases
 from tests.cases.op_checks import raised
 from tests.cases.ring_cases import SMALL_RINGS, rings
@@ -52,7 +52,7 @@ SWITCHING = replace(
     options={"flagged_max_tokens": 3},
 )
 BOUNDED = replace(SMALL, max_tokens=9, tokens=((3, 2), (9, 6)), num_steps=2, options=BULK | {"max_sms": 4})
-MARKS = BULK | {"max_sms": MOST_ADDING_ARRIVED + 1}
+MARKS = BULK | {"max_sms": MOST_ADDING_ARRIVED_CASTS + 1}
 TWO_NODES = replace(SMALL, world_size=4, num_nodes=2, num_experts=8, options=SMALL_RINGS)
 STAGED = SMALL_RINGS | op_cases.BY_HOSTS | {"timeout_secs": 2.0}
 CASES = {
