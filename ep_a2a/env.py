@@ -44,19 +44,21 @@ class Variable(Generic[T]):
         """
         warn_of_unknown()
         text = os.environ.get(self.name, "")
-        if not text:
-            return self.default
+        return self.value_of(text, self.name) if text else self.default
+
+    def value_of(self, text: str, name: str) -> T:
+        """Returns the value of a text that the variable `name` has; raises as `get`."""
         try:
             return self.parse(text)
         except ValueError as error:
-            raise EnvironmentVariableError(f"{self.name} to be {self.expects}", shown(text)) from error
+            raise EnvironmentVariableError(f"{name} to be {self.expects}", shown(text)) from error
 
 
 MAX_TIMEOUT_SECS = 1e9
 """Three decades; in nanoseconds it still fits the 64 bits that kernels count with."""
 
 
-def _checked(kind: Callable[[str], T], fits: Callable[[T], bool]) -> Callable[[str], T]:
+def _checked(kind: Callable[[str], T], fits: Callable[[T], object]) -> Callable[[str], T]:
     """Returns a parser that refuses values which do not fit."""
 
     def parse(text: str) -> T:
@@ -71,17 +73,9 @@ def _checked(kind: Callable[[str], T], fits: Callable[[T], bool]) -> Callable[[s
 _timeout_secs = _checked(float, lambda secs: 0 < secs <= MAX_TIMEOUT_SECS)
 
 
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-def _devices(text: str) -> str:
-    names = re.sub(r"\s*([,^])\s*", r"\1", text.strip())
-    if not re.fullmatch(r"\^?[\w.-]+(,[\w.-]+)*", names):
-        raise ValueError(text)
-    return names
+_devices = _checked(
+    lambda text: re.sub(r"\s*([,^])\s*", r"\1", text.strip()), re.compile(r"\^?[\w.-]+(,[\w.-]+)*").fullmatch
+)
 
 
 BACKEND = Variable(
@@ -111,7 +105,7 @@ FIRST_TIMEOUT_SECS = Variable(
 ANY_VLLM = Variable(
     "EP_A2A_ANY_VLLM",
     False,
-    _flag,
+    lambda text: _checked(str, ("0", "1").__contains__)(text) == "1",
     "0 or 1",
     "1 = use a vLLM that lacks names which ep_a2a uses. MoE layers may then return wrong results, or wait for ever.",
 )
@@ -216,10 +210,7 @@ def set_from(name: str, variable: Variable[Any]) -> bool:
     text = os.environ.get(name, "")
     if not text:
         return False
-    try:
-        variable.parse(text)
-    except ValueError as error:
-        raise EnvironmentVariableError(f"{name} to be {variable.expects}", repr(text)) from error
+    variable.value_of(text, name)
     return set_unless_set(variable.name, text) == text
 
 
