@@ -9,6 +9,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.integration.programs import run
+
 CACHE = Path.home() / ".cache" / "ep_a2a"
 GLIBC_VERSIONS = (39, 35, 34, 31, 28, 24, 17)
 PLATFORMS = (*(f"manylinux_2_{minor}" for minor in GLIBC_VERSIONS), "manylinux2014", "manylinux1")
@@ -66,13 +68,7 @@ class Release:
         command += [part for name in PLATFORMS for part in ("--platform", f"{name}_x86_64")]
         what = f"{self.package}=={self.version}" if self.version else self.package
         try:
-            done = subprocess.run(
-                [*command, "--dest", str(folder), what],
-                capture_output=True,
-                text=True,
-                timeout=DOWNLOAD_TIMEOUT_SECS,
-                check=False,
-            )
+            done = run(*command, "--dest", folder, what, secs=DOWNLOAD_TIMEOUT_SECS)
         except subprocess.TimeoutExpired:
             raise Unavailable(f"the download of {what} took more than {DOWNLOAD_TIMEOUT_SECS} s") from None
         if done.returncode:

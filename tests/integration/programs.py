@@ -20,17 +20,16 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "COLUMNS": "120"}
 
 
+def run(
+    *command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT, secs: float = PROGRAM_TIMEOUT_SECS
+) -> subprocess.CompletedProcess[str]:
+    """A command, by default in the project's folder and with this process's environment as it is."""
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=secs, check=False)
+
+
 def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`python *arguments` in the project's folder, with environment variables added."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_TIMEOUT_SECS,
-        check=False,
-    )
+    return run(sys.executable, *arguments, env=environment() | variables)
 
 
 def run_cli(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

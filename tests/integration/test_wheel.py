@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import venv
 import zipfile
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import ep_a2a
-from tests.integration.programs import PROGRAM_TIMEOUT_SECS, ROOT, succeeded
+from tests.integration.programs import ROOT, run, succeeded
 
 SHIPPED = sorted(path.name for path in (ROOT / "configs").glob("*.*"))
 LOOK = (
@@ -33,13 +32,7 @@ TINY = ("--ranks", "2", "--device", "cpu", "--tokens", "12", "--hidden", "128", 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "build_wheel.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_TIMEOUT_SECS,
-        check=False,
-    )
+    done = run(sys.executable, ROOT / "tools" / "build_wheel.py", folder)
     if "Could not find a version that satisfies the requirement setuptools" in done.stderr:
         pytest.skip("no setuptools that can build the project, and none to be had")
     return Path(succeeded(done).strip())
@@ -115,28 +108,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     install.borrow_packages(folder)
     pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet")
     offline = ("--no-deps", "--no-index", "--disable-pip-version-check", "--ignore-installed")
-    succeeded(
-        subprocess.run(
-            [*pip, *offline, str(wheel)], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_SECS, check=False
-        )
-    )
+    succeeded(run(*pip, *offline, wheel))
     return folder / "bin"
 
 
 def run_installed(installed: Path, cwd: Path, program: str, *arguments: str) -> str:
     """What a program of the environment prints, run where the checkout cannot be imported."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("EP_A2A_", "PYTHON"))}
-    return succeeded(
-        subprocess.run(
-            [str(installed / program), *arguments],
-            cwd=cwd,
-            env=kept,
-            capture_output=True,
-            text=True,
-            timeout=PROGRAM_TIMEOUT_SECS,
-            check=False,
-        )
-    )
+    return succeeded(run(installed / program, *arguments, env=kept, cwd=cwd))
 
 
 def test_it_finds_its_tables(installed, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, make_op, run_step
 from tests.cases.op_checks import raised
+from tests.integration.programs import run, succeeded
 from tests.shared_files import files_of
 
 INTRUDER = Path(__file__).resolve().parents[1] / "programs/intruder.py"
@@ -28,14 +28,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 
 def intrude(user: int, address: int, folder: str | Path, *processes: int) -> list[str]:
     """Attempts that worked."""
-    done = subprocess.run(
-        [sys.executable, str(INTRUDER), str(user), str(address), str(folder), *map(str, processes)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    found: list[str] = json.loads(done.stdout)
+    printed = succeeded(run(sys.executable, INTRUDER, *map(str, (user, address, folder, *processes))))
+    found: list[str] = json.loads(printed)
     return found
 
 

@@ -25,32 +25,22 @@ TOKENS, IDS = torch.ones(1, CASE.hidden_dim).bfloat16(), torch.zeros(1, CASE.top
 
 
 def by_manager(context: RankContext) -> None:
-    manager = create("ep_a2a", context)
-    try:
+    with create("ep_a2a", context) as manager:
         manager.get_handle(kwargs_of(CASE, context.rank))
-    finally:
-        manager.destroy()
 
 
 def by_aiter(context: RankContext) -> None:
-    manager = MoriAll2AllManager(context.group)
-    manager.device = context.device
-    try:
+    with MoriAll2AllManager(context.group) as manager:
+        manager.device = context.device
         manager.get_handle(kwargs_of(CASE, context.rank))
-    finally:
-        manager.destroy()
 
 
 def by_engine(context: RankContext) -> None:
-    manager = EngineManager(context.group)
-    manager.device, manager.tokens_option = context.device, "--engines-option"
     owned = CASE.num_experts // CASE.world_size
-    try:
-        manager.dispatchers(
-            object(), RAW, LayerShape(CASE.dtype, CASE.hidden_dim, CASE.topk, CASE.num_experts, owned, CASE.max_tokens)
-        )
-    finally:
-        manager.destroy()
+    shape = LayerShape(CASE.dtype, CASE.hidden_dim, CASE.topk, CASE.num_experts, owned, CASE.max_tokens)
+    with EngineManager(context.group) as manager:
+        manager.device, manager.tokens_option = context.device, "--engines-option"
+        manager.dispatchers(object(), RAW, shape)
 
 
 def by_make_op(context: RankContext) -> None:

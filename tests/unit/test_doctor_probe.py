@@ -15,6 +15,7 @@ from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.programs import command_output
 from ep_a2a.managers.registry import available_backends, manager_type
 from ep_a2a.path_security import why_unsafe
+from tests.integration.programs import run, succeeded
 from tests.machines import CPU_HOST, choice_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,14 +58,8 @@ def test_a_broken_torch_is_described(library, source, problem):
 def test_a_folder_in_the_place_of_torch_is_described(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     # without the real one, which comes before a folder that is no package
-    done = subprocess.run(
-        [sys.executable, "-S", "-P", str(DOCTOR / "ask.py"), "torch"],
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "stands in its place" in done.stdout
+    done = run(sys.executable, "-S", "-P", DOCTOR / "ask.py", "torch", env={"PYTHONPATH": str(tmp_path)})
+    assert "stands in its place" in succeeded(done)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.engines.vllm.contract import wheels
 from tests.engines.vllm.contract.program import REPORT
+from tests.integration.programs import run
 
 PROGRAM_TIMEOUT_SECS = 900
 TIMEOUT = pytest.mark.timeout(wheels.DOWNLOAD_TIMEOUT_SECS + PROGRAM_TIMEOUT_SECS)
@@ -40,15 +40,7 @@ def run_checks(
         "VLLM_NO_USAGE_STATS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run(
-        [str(python), "-m", program, *checks],
-        cwd=wheels.ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_TIMEOUT_SECS,
-        check=False,
-    )
+    done = run(python, "-m", program, *checks, env=variables, secs=PROGRAM_TIMEOUT_SECS)
     lines = [json.loads(line.removeprefix(REPORT)) for line in done.stdout.splitlines() if line.startswith(REPORT)]
     written = f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return {"": written} | {line["name"]: line["error"] for line in lines}
