@@ -27,7 +27,7 @@ from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.failures import check_peers
 from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.testing import RankContext, RankFailure, RankPool
-from tests.cases.op_cases import Case, Step, arena_of, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, Step, built_op, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised, synchronize
 from tests.replay import CapturedStep
 from tests.shared_files import files_of
@@ -237,11 +237,10 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
 
     before: the call before which it stops; "" stops it in the wait of a dispatch.
     """
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         run_step(case, op, 0, context.device)
         op.set_timeout(TIMEOUT_SECS)
-        process = arena.rendezvous.exchange("before the stop", os.getpid())[VICTIM]
+        process = op.arena.rendezvous.exchange("before the stop", os.getpid())[VICTIM]
         goes_on = Path(folder, "goes on")
         if context.rank == VICTIM:
             seen = stop_until_let_go(case, op, before, goes_on)
@@ -269,13 +268,12 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
 
 def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> list[int]:
     """One rank gives up in a step that the others have not begun: they are told, though no kernel of theirs sees it."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         run_step(case, op, 0, context.device)
         settle(op)
         check_peers(op)
         op.set_timeout(timeout_secs)
-        arena.rendezvous.barrier("a step that went well")
+        op.arena.rendezvous.barrier("a step that went well")
         if context.rank == VICTIM:
 
             def step_alone() -> None:
@@ -283,7 +281,7 @@ def told_of_a_failure(context: RankContext, case: Case, timeout_secs: float) -> 
                 settle(op)
 
             raised(RankTimeoutError, step_alone, "had not come when")
-        arena.rendezvous.barrier("one rank has given up")
+        op.arena.rendezvous.barrier("one rank has given up")
         if context.rank != VICTIM:
             op.check()
         error = raised(

@@ -5,7 +5,8 @@ Every rank generates the data of all ranks from seeds, so the oracle needs no co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -601,6 +602,13 @@ def make_op(
     return EpDispatchCombineOp(case.config(context.rank, **changes), arena=arena, index=index)
 
 
+@contextlib.contextmanager
+def built_op(context: RankContext, case: Case) -> Iterator[EpDispatchCombineOp]:
+    """The op of a case, with an arena of its own."""
+    with arena_of(context, case) as arena:
+        yield make_op(context, case, arena)
+
+
 def set_first_epoch(op: EpDispatchCombineOp, case: Case, arena: Arena) -> None:
     """Makes the case's first epoch (uint32) that of the last finished step, on every rank alike; for the wrap."""
 
@@ -624,9 +632,8 @@ def read_bodies(group: str, functions: dict[str, Any]) -> dict[str, tuple[Callab
 
 def run_case(context: RankContext, case: Case) -> None:
     """Every step of the case on one op, against the oracle; results keep their addresses."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        set_first_epoch(op, case, arena)
+    with built_op(context, case) as op:
+        set_first_epoch(op, case, op.arena)
         addresses = [run_step(case, op, number, context.device) for number in range(case.num_steps)]
         for of_one_tensor in zip(*addresses):
             # torch gives a tensor without elements the address 0

@@ -36,8 +36,7 @@ from tests.replay import CapturedStep
 
 
 def late_rank(context: RankContext, case: op_cases.Case) -> None:
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         for number in range(3):
             if number == 1:
                 come_last(context, 1, "dispatch")
@@ -100,8 +99,7 @@ def graph(context: RankContext, case: op_cases.Case) -> None:
 
     With case.split "all" the step is four halves, between which the graph has other work.
     """
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         device, rank, halves = context.device, context.rank, case.split == "all"
         mine = op_cases.make_inputs(case, 0, rank)
         static = mine.on(device)
@@ -146,7 +144,7 @@ def graph(context: RankContext, case: op_cases.Case) -> None:
                 op_cases.same_sums(held[1][0][: counts[rank]], expected, f"replay {number}")
                 op_cases.check_dispatched(fresh, op, held[0], reference[rank])
                 # past its combine a rank's rows belong to the next step of whichever peer is fastest
-                arena.rendezvous.barrier("replay checked")
+                op.arena.rendezvous.barrier("replay checked")
                 number += 1
             op_cases.run_step(replace(case, split=""), op, number, device)
         assert between.tolist() == [runs + number - 1] * 2
@@ -163,8 +161,7 @@ def _results(reference: DispatchReference, factor: float, dtype: torch.dtype) ->
 def missing_rank(context: RankContext, case: op_cases.Case, phase: str) -> None:
     """The last rank skips a phase: all others get a RankTimeoutError that calls it late; reset makes the op usable."""
     absent = case.world_size - 1
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         op_cases.run_step(case, op, 0, context.device)
         op.set_timeout(ABSENT_TIMEOUT_SECS)
         if phase == "combine":
@@ -178,10 +175,10 @@ def missing_rank(context: RankContext, case: op_cases.Case, phase: str) -> None:
             return op.dispatch(x, None, None, ids).total_recv
 
         # a slow machine may take longer over the checks of one rank than the others are going to wait
-        arena.rendezvous.barrier("before one is missing")
+        op.arena.rendezvous.barrier("before one is missing")
         got = call() if context.rank != absent else None
         synchronize(context)
-        arena.rendezvous.barrier("all have given up")
+        op.arena.rendezvous.barrier("all have given up")
         # the absent rank is told by the others: its own next kernel would have to leave at once
         got = call() if got is None else got
         synchronize(context)
@@ -323,8 +320,7 @@ def bounds_that_differ(context: RankContext, case: op_cases.Case) -> None:
 
 def graphs_of_other_steps(context: RankContext, case: op_cases.Case) -> None:
     """A combine graph of another step_tokens than the dispatch graph before it: other rows, which lie elsewhere."""
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         tokens, weights, _, ids = op_cases.make_inputs(case, 0, context.rank).on(context.device)
         most_rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         dispatches, combines = [], []
@@ -336,7 +332,7 @@ def graphs_of_other_steps(context: RankContext, case: op_cases.Case) -> None:
             op_cases.run_step(case, op, 0, context.device)
             dispatches.append(CapturedStep(op, dispatch))
             combines.append(CapturedStep(op, lambda _: op.combine(rows_of_step(op, most_rows), None, ids)))
-            arena.rendezvous.barrier("captured")
+            op.arena.rendezvous.barrier("captured")
         for dispatched, combined in ((0, 1), (1, 0)):
             dispatches[dispatched].replay()
             combines[combined].replay()
@@ -351,8 +347,7 @@ def rows_of_step(op: EpDispatchCombineOp, rows: torch.Tensor) -> torch.Tensor:
 
 def memory_that_peers_overwrite(context: RankContext, case: op_cases.Case) -> None:
     """What dispatch returned holds the next step's rows once a peer has gone on: it is copied, or refused."""
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         num_tokens = case.tokens[0][context.rank]
         x = torch.full((num_tokens, case.hidden_dim), 1.0 + context.rank, device=context.device).to(op.config.data_type)
         # each token goes to all ranks
@@ -362,7 +357,7 @@ def memory_that_peers_overwrite(context: RankContext, case: op_cases.Case) -> No
         raised(errors.InputError, lambda: op.combine(rows, None, None, out=inside), "out outside of what dispatch")
         out = op.combine_send(rows, None, None, bias_0=inside, bias_1=x)[0]
         synchronize(context)
-        arena.rendezvous.barrier("sent")
+        op.arena.rendezvous.barrier("sent")
         inside.fill_(77.0)
         op.combine_recv()
         expected = torch.full(x.shape, case.world_size + 1.0 + (1.0 + context.rank), dtype=x.dtype)
@@ -402,8 +397,7 @@ def cap_overflow(context: RankContext, case: op_cases.Case) -> None:
 def host_checks(context: RankContext, case: op_cases.Case) -> None:
     """Every mistake that the host can see, each with its own class, raised before anything is launched."""
     device, rank = context.device, context.rank
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         x, _, _, ids = op_cases.make_inputs(case, 0, rank).on(device)
         weights = torch.ones(ids.shape, device=device)
         hidden, topk, most = case.hidden_dim, case.topk, case.max_tokens
@@ -447,7 +441,7 @@ def host_checks(context: RankContext, case: op_cases.Case) -> None:
         }.items():
             for value in values:
                 is_refused(errors.InputError, dispatch(**{name: value}), name)
-        scaled = op_cases.make_op(context, case, arena, scale_dim=2, scale_type_size=4)
+        scaled = op_cases.make_op(context, case, op.arena, scale_dim=2, scale_type_size=4)
         raised(errors.ShapeError, lambda: scaled.dispatch(x, None, torch.empty(0, device=device), ids), "scales")
         scaled.close()
         op_cases.run_step(case, op, 0, device)
@@ -490,8 +484,7 @@ def host_checks(context: RankContext, case: op_cases.Case) -> None:
 
 def other_arrangements(context: RankContext, case: op_cases.Case) -> None:
     """Rows of another arrangement than dispatch's are refused, also where their number is right."""
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         x, _, _, ids = op_cases.make_inputs(case, 0, context.rank).on(context.device)
         if case.layout == "expert_major":
             raised(errors.InputError, lambda: op.dispatch(x, None, None, ids), "weights", "expert_major")
@@ -508,13 +501,12 @@ def other_arrangements(context: RankContext, case: op_cases.Case) -> None:
 
 def weights_on_some_ranks(context: RankContext, case: op_cases.Case) -> None:
     """A rank that sums weights finds out that another rank brought none."""
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         step = op_cases.Step.dispatch(case, op, 0, context.device)
         rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
         op.combine(rows, step.got[1] if context.rank == 0 else None, None)
         synchronize(context)
-        arena.rendezvous.barrier("combined")
+        op.arena.rendezvous.barrier("combined")
         # over torch.distributed another node hears of it by an exchange only, and rank 0 makes none
         hears = context.rank == 0 or not op.config.is_staged
         if context.rank and hears:
@@ -525,7 +517,7 @@ def weights_on_some_ranks(context: RankContext, case: op_cases.Case) -> None:
         without = list(range(1, context.world_size))
         if hears:
             raised(errors.ConfigMismatchError, op.check, "weights on all ranks", f"none on ranks {without}")
-        arena.rendezvous.barrier("seen")
+        op.arena.rendezvous.barrier("seen")
         op.reset()
         op_cases.run_step(case, op, 1, context.device)
 

@@ -7,14 +7,13 @@ import torch
 from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, Step, arena_of, make_inputs, make_op, read_bodies, run_step
+from tests.cases.op_cases import Case, Step, arena_of, built_op, make_inputs, make_op, read_bodies, run_step
 from tests.cases.op_checks import raised, synchronize
 
 
 def cast_by_some_ranks(context: RankContext, case: Case) -> None:
     """Tokens that come cast may hold any byte, those that dispatch casts may not: ranks must agree on who casts."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         num_scales = op.config.num_scales
         cast = replace(case, dtype=FP8_DTYPE, scale_dim=num_scales, quant_type="none", options={})
         for number in range(3):
@@ -24,7 +23,7 @@ def cast_by_some_ranks(context: RankContext, case: Case) -> None:
             run_step(case, op, number, context.device)
         op.dispatch(*make_inputs(cast if context.rank == 0 else case, 3, context.rank).on(context.device))
         synchronize(context)
-        arena.rendezvous.barrier("mismatch seen")
+        op.arena.rendezvous.barrier("mismatch seen")
         raised(errors.ConfigMismatchError, op.check, "rank 0")
         op.reset()
         for number in range(3):
@@ -33,8 +32,7 @@ def cast_by_some_ranks(context: RankContext, case: Case) -> None:
 
 def cast_before(context: RankContext, case: Case) -> None:
     """Tokens come cast, in a config that could cast them: a rank without tokens moves other ranks' scales, too."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         cast = replace(case, dtype=FP8_DTYPE, scale_dim=op.config.num_scales, quant_type="none", options={})
         for number in range(case.num_steps):
             step = Step.dispatch(cast, op, number, context.device)

@@ -11,7 +11,7 @@ from ep_a2a.env import INTERNODE_TRANSPORT
 from ep_a2a.managers import base
 from ep_a2a.testing import RankContext
 from ep_a2a.topology.facts import RankFacts, TopologyReport
-from tests.cases.op_cases import Case, arena_of, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, built_op, make_inputs, run_step
 
 
 def over(context: RankContext, transport: str, body: Callable[..., Any], *arguments: Any) -> Any:
@@ -34,8 +34,7 @@ def on_hosts(hosts: str) -> Iterator[None]:
 
 def begun_by_some(context: RankContext, case: Case) -> None:
     """A dispatch that only one rank has begun is lost with a reset."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         run_step(case, op, 0, context.device)
         if context.rank == 0:
             mine = make_inputs(case, 1, context.rank)

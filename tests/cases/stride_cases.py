@@ -15,7 +15,7 @@ import torch
 from ep_a2a.errors import ContiguityError
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, arena_of, make_op, run_step, set_first_epoch
+from tests.cases.op_cases import Case, built_op, run_step, set_first_epoch
 from tests.cases.op_checks import refused
 
 Forms = dict[str, str]
@@ -106,9 +106,8 @@ def laid_out(op: EpDispatchCombineOp, forms: Forms) -> Iterator[None]:
 
 def strided_case(context: RankContext, case: Case, forms: list[list[Forms]]) -> None:
     """Every step of the case against the oracle; forms[step][rank]."""
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
-        set_first_epoch(op, case, arena)
+    with built_op(context, case) as op:
+        set_first_epoch(op, case, op.arena)
         for number, of_ranks in enumerate(forms):
             with laid_out(op, of_ranks[context.rank]):
                 run_step(case, op, number, context.device)

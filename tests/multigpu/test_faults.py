@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext
 from tests.cases import fault_cases
 from tests.cases.fault_cases import KILLS, LOW_LATENCY, SLACK_SECS, TIMEOUT_SECS, VICTIM, case_of, kill_and_look
-from tests.cases.op_cases import Case, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, built_op, make_inputs, run_step
 from tests.replay import CapturedStep
 
 WORLD_SIZE = 2
@@ -40,14 +39,13 @@ def test_ranks_whose_own_kernels_are_done_are_told(ranks: Any) -> None:
 
 def alarm_in_a_capture(context: RankContext, case: Case) -> None:
     """Another thread sounds the alarm while this one captures a graph: the capture ends, and the word is there."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         run_step(case, op, 0, context.device)
         x, _, _, ids = make_inputs(case, 0, context.rank).on(context.device)
 
         def body(call: Callable[[Callable[[], None]], None]) -> None:
             rows, *_ = op.dispatch(x, None, None, ids)
-            alarm = threading.Thread(target=arena.alarm, args=(VICTIM,))
+            alarm = threading.Thread(target=op.arena.alarm, args=(VICTIM,))
             alarm.start()
             alarm.join()
             op.combine(rows.clone(), None, ids)

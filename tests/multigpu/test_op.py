@@ -10,7 +10,7 @@ from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext, run_ranks
-from tests.cases.op_cases import Case, make_op, run_case, run_step
+from tests.cases.op_cases import Case, built_op, make_op, run_case, run_step
 from tests.cases.op_special import missing_rank
 from tests.markers import needs_own_gpus
 from tests.multigpu.cases import fitted, op_cases, special_cases
@@ -115,8 +115,7 @@ def test_nothing_lies_in_a_pool_that_an_engine_may_unmap(ranks: Any, layout: str
 def no_compile_after_construction(context: RankContext, case: Case) -> int:
     import triton
 
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         compiled: list[str] = []
         triton.knobs.runtime.jit_post_compile_hook = lambda *_, fn, **__: compiled.append(str(fn))
         try:

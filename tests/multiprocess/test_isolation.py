@@ -11,10 +11,10 @@ import torch
 
 from ep_a2a.errors import EpA2AError
 from ep_a2a.memory import host_shm, private_files
-from ep_a2a.memory.arena import Arena, allocate_symmetric
+from ep_a2a.memory.arena import allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, make_op, run_step
+from tests.cases.op_cases import Case, built_op, run_step
 from tests.cases.op_checks import raised
 from tests.integration.programs import run, succeeded
 from tests.shared_files import files_of
@@ -47,15 +47,14 @@ def be_visited(context: RankContext, case: Case, user: int) -> dict[str, Any]:
 
     host_shm._map = visited
     try:
-        with Arena(context.group, context.device) as arena:
-            op = make_op(context, case, arena)
+        with built_op(context, case) as op:
             run_step(case, op, 0, context.device)
-            arena.rendezvous.barrier("tokens are in memory")
+            op.arena.rendezvous.barrier("tokens are in memory")
             if context.rank == 0:
                 address = op.memory.acquired.symmetric["own"].local.data_ptr()
                 folder = os.path.dirname(os.readlink(f"/proc/self/fd/{stacks_descriptor()}"))
                 visits["on memory"] = intrude(user, address, folder, *pids)
-            arena.rendezvous.barrier("visited")
+            op.arena.rendezvous.barrier("visited")
     finally:
         host_shm._map = original
     return visits

@@ -22,7 +22,7 @@ from ep_a2a.memory.private_files import refusals_named
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, Step, built_op, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised
 from tests.shared_files import files_of, shared_files
 
@@ -138,10 +138,9 @@ def watch_names(context: RankContext, case: Case) -> Any:
     host_shm._map = watched
     mask = os.umask(0)
     try:
-        with Arena(context.group, context.device) as arena:
-            op = make_op(context, case, arena)
+        with built_op(context, case) as op:
             # every rank has left its allocations, and its file names with them
-            arena.rendezvous.barrier("op is made")
+            op.arena.rendezvous.barrier("op is made")
             left = [name for name, _, _ in seen if name in shared_files()]
             run_step(case, op, 0, context.device)
             return seen, left

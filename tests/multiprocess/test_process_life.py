@@ -13,7 +13,7 @@ from ep_a2a.errors import ConfigMismatchError, ForkedProcessError
 from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory.arena import Arena
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, Step, make_inputs, make_op, run_step
+from tests.cases.op_cases import Case, Step, built_op, make_inputs, make_op, run_step
 from tests.cases.op_checks import ENOUGH_SECS, raised
 
 CASE = Case(world_size=2, tokens=((4, 3),), hidden_dim=32)
@@ -32,8 +32,7 @@ def as_forked_child(work: Callable[[], object]) -> int:
 
 
 def fork_in_a_step(context: RankContext, case: Case) -> Any:
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         run_step(case, op, 0, context.device)
         step = Step.dispatch(case, op, 1, context.device)
         rows = op.get_registered_combine_input_buffer(op.config.combined_dtype)
@@ -43,13 +42,13 @@ def fork_in_a_step(context: RankContext, case: Case) -> Any:
                 lambda: op.combine(rows, None, None),
                 lambda: op.combine_send(rows),
                 op.reset,
-                lambda: make_op(context, case, arena),
+                lambda: make_op(context, case, op.arena),
                 lambda: ep_a2a.make_op(context.group, hidden_size=32, num_experts=2, topk=2, max_tokens=4),
-                lambda: arena.rendezvous.barrier("of the child"),
+                lambda: op.arena.rendezvous.barrier("of the child"),
             ):
                 raised(ForkedProcessError, call, f"process {os.getppid()}, which made it", "spawn")
             op.close()
-            arena.close()
+            op.arena.close()
 
         code = as_forked_child(misuse)
         step.check_dispatched()

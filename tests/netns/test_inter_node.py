@@ -10,7 +10,7 @@ import pytest
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory.peers import STORE_SECS
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import BY_HOSTS, Case, arena_of, make_op, run_step, with_options
+from tests.cases.op_cases import BY_HOSTS, Case, built_op, run_step, with_options
 from tests.cases.op_matrix import UNEVEN
 from tests.netns.launch import CUT_SENDS, SHORT_TIMEOUT_SECS, SLACK_SECS, TIMEOUT_SECS, cut, run_on_hosts, wait_for_cut
 from tests.netns.network import Network
@@ -26,8 +26,7 @@ def case_of(context: RankContext, num_hosts: int) -> Case:
 def take_steps(context: RankContext, _directory: Path, num_hosts: int, num_steps: int) -> None:
     """Steps of an op across hosts, each against the oracle."""
     case = case_of(context, num_hosts)
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         for step in range(num_steps):
             run_step(case, op, step, context.device)
         op.check()
@@ -47,8 +46,7 @@ def take_steps_across_a_cut(
     Without an error the time.monotonic() of the end.
     """
     case = case_of(context, context.world_size)
-    with arena_of(context, case) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
         run_step(case, op, 0, context.device)
         op.set_timeout(timeout_secs)
         wait_for_cut(directory, context.rank)

@@ -126,9 +126,8 @@ CASES = {
 
 def run_chain(context: Context, case: op_cases.Case) -> None:
     """Steps whose launches follow each other without the host, each combine against the oracle."""
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
-        op_cases.set_first_epoch(op, case, arena)
+    with op_cases.built_op(context, case) as op:
+        op_cases.set_first_epoch(op, case, op.arena)
         checks: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(case.num_steps):
             step = op_cases.Step.dispatch(case, op, number, context.device)
@@ -160,8 +159,7 @@ def fails(
     context: Context, case: op_cases.Case, kind: type[EpA2AError], steps: Callable[..., None]
 ) -> tuple[Any, float]:
     """The error that ends steps on every rank, and when it came; the op can be reset."""
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
+    with op_cases.built_op(context, case) as op:
         error = raised(kind, lambda: steps(context, case, op))
         told_at = clock.now()
         op.reset()

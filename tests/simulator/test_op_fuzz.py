@@ -125,9 +125,8 @@ def padded_cases(draw: st.DrawFn, world_size: int) -> tuple[op_cases.Case, list[
 
 def run_with_pad_ids(context: Context, case: op_cases.Case, pad_ids: list[int]) -> None:
     """run_case with another pad_id in every step."""
-    with op_cases.arena_of(context, case) as arena:
-        op = op_cases.make_op(context, case, arena)
-        op_cases.set_first_epoch(op, case, arena)
+    with op_cases.built_op(context, case) as op:
+        op_cases.set_first_epoch(op, case, op.arena)
         for number, pad_id in enumerate(pad_ids):
             op_cases.run_step(replace(case, pad_id=pad_id), op, number, context.device)
         op.check()

@@ -9,8 +9,7 @@ import pytest
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import PortableFunction
-from ep_a2a.memory.arena import Arena
-from tests.cases.op_cases import Case, make_op, run_case, run_step
+from tests.cases.op_cases import Case, built_op, run_case, run_step
 from tests.cases.ring_cases import rings
 from tests.simulator.cases import TWO_NODES
 from tests.simulator.ranks import Conditions, Context
@@ -62,15 +61,14 @@ def test_the_others_wait_for_a_slow_node(operation: int) -> None:
 
 def counting_from(context: Context, case: Case, first: int) -> None:
     """Steps of an op whose rings have moved `first` chunks before."""
-    with Arena(context.group, context.device) as arena:
-        op = make_op(context, case, arena)
+    with built_op(context, case) as op:
 
         def set_counts() -> None:
             for region in (Region.CHUNKS_ARRIVED, Region.CHUNKS_TAKEN):
                 op.memory.view(region).fill_(first)
             op.memory.view(Region.CHANNEL_STATE).fill_((first + 2**31) % 2**32 - 2**31)
 
-        arena.together("setting the counts of chunks", set_counts)
+        op.arena.together("setting the counts of chunks", set_counts)
         for number in range(case.num_steps):
             run_step(case, op, number, context.device)
 
