@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-from ep_a2a.config import (
-    COMBINE_DTYPES,
-    DISPATCH_QUANT_TYPES,
-    FP8_DTYPE,
-    EpDispatchCombineConfig,
-    QuantType,
-    parse_enum,
-)
+from ep_a2a import config
 from ep_a2a.config.enums import inter_node_kernel
 from ep_a2a.config.requirements import HANDLE_KWARG_REMEDY, checked_integer
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean, shown
@@ -34,7 +27,7 @@ OPTIONAL_KWARGS = ("scale_dim", "scale_type_size", "gpu_per_node", "quant_type")
 EXTRA_KWARGS = (
     "max_total_recv_tokens",
     "use_external_inp_buf",
-    *(each.name for each in fields(EpDispatchCombineConfig) if each.kw_only),
+    *(each.name for each in fields(config.EpDispatchCombineConfig) if each.kw_only),
 )
 """Kwargs of this package, which set the config field of the same name."""
 
@@ -43,7 +36,7 @@ INTER_NODE_LAUNCH = {"block_num": 32, "rdma_block_num": 16}
 MORI_GPUS_PER_NODE = 8
 
 
-def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: bool) -> EpDispatchCombineConfig:
+def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: bool) -> config.EpDispatchCombineConfig:
     """Returns the configuration that handle kwargs ask for.
 
     Args:
@@ -76,7 +69,7 @@ def config_from_handle_kwargs(kwargs: Mapping[str, Any], topology_internode: boo
     try:
         world_size = checked_integer("num_ep_ranks", kwargs["num_ep_ranks"], 1)
         values["gpu_per_node"] = min(MORI_GPUS_PER_NODE, world_size) if topology_internode else world_size
-        return EpDispatchCombineConfig(**values | given)
+        return config.EpDispatchCombineConfig(**values | given)
     except ConfigError as error:
         error.field = KWARG_OF_CONFIG_FIELD.get(error.field or "", error.field)
         error.remedy = HANDLE_KWARG_REMEDY
@@ -105,18 +98,18 @@ def _dtypes(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]
     input_dtype: torch.dtype = kwargs["input_dtype"]
     quant_dtype: torch.dtype = kwargs["quant_dtype"] or input_dtype
     if _casts_in_dispatch(kwargs):
-        if quant_dtype != FP8_DTYPE:
-            expected, found = f"{FP8_DTYPE} with a cast inside dispatch", str(kwargs["quant_dtype"])
+        if quant_dtype != config.FP8_DTYPE:
+            expected, found = f"{config.FP8_DTYPE} with a cast inside dispatch", str(kwargs["quant_dtype"])
             remedy = "Pass the dtype that dispatch shall return, or quant_type='none'."
             raise ConfigError(expected, found, remedy, field="quant_dtype")
         return input_dtype, None
     # Experts return rows of the dtype the model computes in, whatever travelled.
-    original = input_dtype if quant_dtype == FP8_DTYPE and input_dtype in COMBINE_DTYPES else None
+    original = input_dtype if quant_dtype == config.FP8_DTYPE and input_dtype in config.COMBINE_DTYPES else None
     return quant_dtype, original
 
 
 def _casts_in_dispatch(kwargs: Mapping[str, Any]) -> bool:
     chosen = kwargs.get("dispatch_quant_type")
     name = "quant_type" if chosen is None else "dispatch_quant_type"
-    quant_type: QuantType = parse_enum(QuantType, kwargs.get(name, "none"), name)
-    return quant_type in DISPATCH_QUANT_TYPES and quant_type is not QuantType.NONE
+    quant_type: config.QuantType = config.parse_enum(config.QuantType, kwargs.get(name, "none"), name)
+    return quant_type in config.DISPATCH_QUANT_TYPES and quant_type is not config.QuantType.NONE

@@ -5,16 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_a2a import errors
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.handle_kwargs import KWARG_OF_CONFIG_FIELD
-from ep_a2a.errors import (
-    ConfigError,
-    ConfigMismatchError,
-    InputError,
-    NotInitializedError,
-    UnknownNameError,
-    max_tokens_named,
-)
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
 from ep_a2a.ops.op import EpDispatchCombineOp
@@ -99,17 +92,17 @@ class OneOpManager(NativeAll2AllManager):
 
     def make(self, device: torch.device | str | None, kwargs: dict[str, Any]) -> EpDispatchCombineOp:
         """Returns the op; its errors name make_op's arguments. Collective."""
-        with self._rendezvous.telling(), max_tokens_named("max_tokens"):
+        with self._rendezvous.telling(), errors.max_tokens_named("max_tokens"):
             try:
                 if device is not None:
                     self.device = device
                 own = num_owned_experts(kwargs["num_experts"], self.world_size, self.rank)
                 op: EpDispatchCombineOp = self._get_handle(kwargs | {"num_local_experts": own}, index=0)
-            except (ConfigError, UnknownNameError, ConfigMismatchError) as error:
+            except (errors.ConfigError, errors.UnknownNameError, errors.ConfigMismatchError) as error:
                 # before the other ranks are told of it
                 kwarg = KWARG_OF_CONFIG_FIELD.get(error.field or "", error.field)
                 error.field = ARGUMENT_OF_KWARG.get(kwarg or "", kwarg)
-                if isinstance(error, ConfigError):
+                if isinstance(error, errors.ConfigError):
                     error.remedy = "Correct the argument of make_op."
                 raise
             op.close_after = self.destroy
@@ -120,13 +113,13 @@ def _checked(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns the group, or the world for None."""
     if group is None:
         if not dist.is_initialized():
-            raise NotInitializedError(
+            raise errors.NotInitializedError(
                 "a torch process group", "none", "Call torch.distributed.init_process_group() first, or pass group=."
             )
         return dist.distributed_c10d._get_default_group()
     if not isinstance(group, dist.ProcessGroup):
         is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
-        raise InputError(
+        raise errors.InputError(
             "to be a torch process group that this rank is in",
             "a group without this rank" if is_outside else repr(group),
             "Call make_op only on the ranks of the group, with the group that torch.distributed.new_group returned.",

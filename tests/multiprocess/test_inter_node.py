@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ep_a2a import errors
-from ep_a2a.managers.registry import create_manager
 from ep_a2a.testing import RankContext
-from tests.cases.manager_cases import kwargs_of
+from tests.cases.manager_cases import create, kwargs_of
 from tests.cases.op_cases import BY_HOSTS, Case, run_step
 from tests.cases.op_matrix import UNEVEN
 from tests.cases.op_steps import built_under_another_default_device
@@ -27,8 +26,7 @@ def test_ops_are_built_under_another_default_device(ranks: Any) -> None:
 
 def through_the_manager(context: RankContext, transport: str) -> tuple[str, int, bool]:
     """A step of an op that the manager makes for virtual nodes, beside one of all ranks on one node."""
-    with create_manager("ep_a2a", context.group) as manager:
-        manager.device = context.device
+    with create("ep_a2a", context) as manager:
         kwargs = kwargs_of(CASE, context.rank)
         across = manager.get_handle({**kwargs, "gpu_per_node": 2, "internode_transport": transport})
         inside = manager.get_handle(kwargs)
@@ -50,8 +48,7 @@ def test_the_manager_picks_it_for_several_nodes(ranks: Any, transport: str) -> N
 
 
 def ask_for_virtual_nodes(context: RankContext) -> None:
-    with create_manager("ep_a2a", context.group) as manager:
-        manager.device = context.device
+    with create("ep_a2a", context) as manager:
         with pytest.raises(errors.UnsupportedError, match=r"equally many.*gpu_per_node=3.*allgather_reducescatter"):
             manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=3))
         with pytest.raises(errors.ConfigError):

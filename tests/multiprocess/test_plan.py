@@ -16,7 +16,6 @@ from ep_a2a.commands.plan.vllm import VllmOptions, vllm_plan
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.integrations.token_format import LayerShape, TokenFormat, handle_kwargs
-from ep_a2a.managers.registry import create_manager
 from ep_a2a.testing import RankContext
 from tests.cases import manager_cases
 from tests.cases.op_cases import Case
@@ -44,8 +43,7 @@ def allocated(context: RankContext) -> dict[str, tuple[int, int]]:
     """By case: bytes that the arena has for the op, and those of what is allocated when first asked for."""
     found = {}
     for name, changes in CASES.items():
-        with create_manager("ep_a2a", context.group) as manager:
-            manager.device = context.device
+        with manager_cases.create("ep_a2a", context) as manager:
             op = manager.get_handle(kwargs_of(context.rank, **changes))
             built = manager.arena.num_bytes
             op.get_registered_combine_input_buffer(op.config.combined_dtype)
@@ -64,8 +62,7 @@ def test_ops_allocate_what_is_planned(ranks):
 
 def copied(context: RankContext) -> int:
     """Bytes that a combine of dispatch's own rows and weights allocates."""
-    with create_manager("ep_a2a", context.group) as manager:
-        manager.device = context.device
+    with manager_cases.create("ep_a2a", context) as manager:
         op = manager.get_handle(kwargs_of(context.rank, max_num_tokens_per_dp_rank=9))
         ids = torch.arange(2 * TOPK, dtype=torch.int32).reshape(2, TOPK)
         rows, weights, *_ = op.dispatch(torch.ones(2, HIDDEN_DIM, dtype=torch.bfloat16), torch.ones(2, TOPK), None, ids)
@@ -82,8 +79,7 @@ def test_copies_are_planned(ranks):
 
 def trained(context: RankContext) -> dict[str, int]:
     """Bytes that a layer of ep_a2a.autograd keeps, by what they are; it allocates none of the op's."""
-    with create_manager("ep_a2a", context.group) as manager:
-        manager.device = context.device
+    with manager_cases.create("ep_a2a", context) as manager:
         op = manager.get_handle(kwargs_of(context.rank, max_num_tokens_per_dp_rank=9))
         before = manager.arena.num_bytes
         ids = torch.arange(9 * TOPK, dtype=torch.int32).reshape(9, TOPK)
@@ -153,8 +149,7 @@ def test_what_training_keeps_is_planned(ranks):
 
 def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict[str, Any]) -> int:
     """Bytes that the op of a vLLM layer takes, with scales as vLLM rounds them on some GPUs."""
-    with create_manager("ep_a2a", context.group) as manager:
-        manager.device = context.device
+    with manager_cases.create("ep_a2a", context) as manager:
         kwargs = handle_kwargs(
             TokenFormat(cast, "float32" if cast == "none" else "float32_power_of_two"),
             LayerShape(

@@ -8,28 +8,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ep_a2a import config
 from ep_a2a.commands.options import Quant, check_topk
-from ep_a2a.config import (
-    ALIGNMENT_BYTES,
-    COMBINE_QUANT_TYPES,
-    FP8_GROUP_SIZE,
-    GROUP_SIZES,
-    MX_GROUP_SIZE,
-    Layout,
-    QuantType,
-    num_owned_experts,
-)
 from ep_a2a.errors import ConfigError, UnknownNameError
 from ep_a2a.routing import ROUTINGS, num_distinct_ranks, traffic_matrix
 
 INPUT_SCALE = 0.1
 """Standard deviation of the tokens' elements."""
-CHOICES = {"quant": tuple(Quant), "combine_quant": COMBINE_QUANT_TYPES, "layout": tuple(Layout), "routing": ROUTINGS}
+CHOICES = {
+    "quant": tuple(Quant),
+    "combine_quant": config.COMBINE_QUANT_TYPES,
+    "layout": tuple(config.Layout),
+    "routing": ROUTINGS,
+}
 """Values that a workload's field may have, where they are names."""
 OF_LAYERS = {
-    "layout": (Layout.RANK_MAJOR,),
-    "quant": (QuantType.NONE, QuantType.FP8_PER_1X128),
-    "combine_quant": (QuantType.NONE, QuantType.FP8_BLOCKWISE),
+    "layout": (config.Layout.RANK_MAJOR,),
+    "quant": (config.QuantType.NONE, config.QuantType.FP8_PER_1X128),
+    "combine_quant": (config.QuantType.NONE, config.QuantType.FP8_BLOCKWISE),
     "routing": ("uniform", "zipf", "all_to_one"),
     "gpus_per_node": (0,),
 }
@@ -154,10 +150,10 @@ class Workload:
         """
         relative, absolute = 2.0**-6, 0.0
         for cast in (self.quant, self.combine_quant):
-            if cast != QuantType.NONE:
+            if cast != config.QuantType.NONE:
                 relative += 2.0**-3
                 # Subnormals: 2^-10 steps from 448 with a scale per row; without scales, from the row's own largest.
-                absolute += 2.0**-7 if cast == QuantType.FP8_DIRECT_CAST else 2.0**-12
+                absolute += 2.0**-7 if cast == config.QuantType.FP8_DIRECT_CAST else 2.0**-12
         return relative, absolute
 
     def as_row(self) -> dict[str, Any]:
@@ -173,8 +169,8 @@ class Workload:
             ConfigError, TopKError: nothing can; the text names the field.
         """
         casts = {self.quant, self.combine_quant}
-        step = ALIGNMENT_BYTES // (BFLOAT16_BYTES if casts == {QuantType.NONE} else 1)
-        step = max(GROUP_SIZES.get(QuantType(cast), step) for cast in casts)
+        step = config.ALIGNMENT_BYTES // (BFLOAT16_BYTES if casts == {config.QuantType.NONE} else 1)
+        step = max(config.GROUP_SIZES.get(config.QuantType(cast), step) for cast in casts)
         for name in ("ranks", "tokens", "hidden", "topk", "experts"):
             _require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name))
         size = self.gpus_per_node
@@ -189,21 +185,21 @@ class Workload:
         for name, allowed in OF_LAYERS.items():
             got = getattr(self, name)
             _require(got in allowed, name, f"{' or '.join(map(str, allowed))} of a layer", got)
-        for name, step in (("intermediate", 16), ("hidden", FP8_GROUP_SIZE)):
+        for name, step in (("intermediate", 16), ("hidden", config.FP8_GROUP_SIZE)):
             _require(getattr(self, name) % step == 0, name, f"a multiple of {step} of a layer", getattr(self, name))
-        most = num_owned_experts(self.experts, self.ranks, 0) if self.routing == "all_to_one" else self.experts
+        most = config.num_owned_experts(self.experts, self.ranks, 0) if self.routing == "all_to_one" else self.experts
         _require(self.topk <= most, "topk", f"at most {most}, the experts of rank 0", self.topk)
 
     def _row_bytes(self, cast: str) -> int:
-        if cast == QuantType.NONE:
+        if cast == config.QuantType.NONE:
             return self.hidden * BFLOAT16_BYTES
-        by_groups = self.hidden // FP8_GROUP_SIZE * SCALE_BYTES
+        by_groups = self.hidden // config.FP8_GROUP_SIZE * SCALE_BYTES
         other_casts = {
-            QuantType.FP8_PER_TOKEN: SCALE_BYTES,
-            QuantType.MXFP8: self.hidden // MX_GROUP_SIZE,
-            QuantType.FP8_DIRECT_CAST: 0,
+            config.QuantType.FP8_PER_TOKEN: SCALE_BYTES,
+            config.QuantType.MXFP8: self.hidden // config.MX_GROUP_SIZE,
+            config.QuantType.FP8_DIRECT_CAST: 0,
         }
-        return self.hidden + other_casts.get(QuantType(cast), by_groups)
+        return self.hidden + other_casts.get(config.QuantType(cast), by_groups)
 
     def seed_of(self, rank: int, purpose: str) -> int:
         """Returns the seed of one rank's generator; `purpose` is "ids" or "tokens".

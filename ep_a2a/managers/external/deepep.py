@@ -12,20 +12,16 @@ from ep_a2a.config.requirements import checked_integer, require
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.library import (
-    EXPERT_ROWS,
-    Library,
-    LibraryAll2AllManager,
-    LibraryDispatchCombineOp,
-    ReceivedRows,
-)
+from ep_a2a.managers.external import library as lib
 from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.routing import count_ids
 from ep_a2a.topology import Topology
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP"
-BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (with NVSHMEM)", needs=(":Buffer",))
-ELASTIC_BUFFER = Library("deep_ep", "deep_ep", f"{INSTALL} (2.0 or later, with NCCL 2.30)", needs=(":ElasticBuffer",))
+BUFFER = lib.Library("deep_ep", "deep_ep", f"{INSTALL} (with NVSHMEM)", needs=(":Buffer",))
+ELASTIC_BUFFER = lib.Library(
+    "deep_ep", "deep_ep", f"{INSTALL} (2.0 or later, with NCCL 2.30)", needs=(":ElasticBuffer",)
+)
 
 LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_MAX_TOPK = 11
@@ -63,16 +59,16 @@ def topk_dtype(deep_ep: Any) -> torch.dtype:
     return dtype
 
 
-class DeepEPOp(LibraryDispatchCombineOp):
+class DeepEPOp(lib.LibraryDispatchCombineOp):
     """Base of the ops on one of DeepEP's buffers."""
 
-    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+    def _allocated(self, manager: lib.LibraryAll2AllManager, topology: Topology, index: int) -> Any:
         deep_ep = manager.library.load()
         self._ids_dtype = topk_dtype(deep_ep)
         return self._buffer(deep_ep, manager, topology)
 
     @abc.abstractmethod
-    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+    def _buffer(self, deep_ep: Any, manager: lib.LibraryAll2AllManager, topology: Topology) -> Any:
         """Returns DeepEP's buffer for this op. Collective."""
 
     def _ids_for_native(self, ids: torch.Tensor) -> torch.Tensor:
@@ -99,7 +95,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
     several nodes DeepEP makes the host wait, and a step returns the rows that came.
     """
 
-    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+    def _buffer(self, deep_ep: Any, manager: lib.LibraryAll2AllManager, topology: Topology) -> Any:
         world_size, row_bytes = self.config.world_size, self.config.hidden_dim * 2
         self._internode = topology.internode
         num_sms = manager.max_sms_used()
@@ -121,7 +117,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
             explicitly_destroy=True,
         )
 
-    def _exchange_rows(self, step: Step) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> lib.ReceivedRows:
         config, native = self.config, self._native
         ids = self._ids_for_native(step.ids)
         per_rank, per_node, per_expert, in_rank, _ = native.get_dispatch_layout(
@@ -140,7 +136,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
         )
         recv_ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
         counts = conversions.counts_from_prefix(self._prefix())
-        return ReceivedRows(*rows_and_scales(received), recv_ids, weights, per_source=counts)
+        return lib.ReceivedRows(*rows_and_scales(received), recv_ids, weights, per_source=counts)
 
     def _prefix(self) -> torch.Tensor:
         """Returns the prefix sum [W] of received rows by source."""
@@ -158,7 +154,7 @@ class DeepEPHighThroughputOp(DeepEPOp):
         return conversions.positions(sources, tokens, self._position_stride)
 
 
-class DeepEPHighThroughputAll2AllManager(LibraryAll2AllManager):
+class DeepEPHighThroughputAll2AllManager(lib.LibraryAll2AllManager):
     """`deep_ep.Buffer` without low-latency mode; its multiprocessors are bounded by `set_num_sms`, for the process."""
 
     backend = "deepep_high_throughput"
@@ -198,7 +194,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
 
     casts_inside = True
 
-    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+    def _buffer(self, deep_ep: Any, manager: lib.LibraryAll2AllManager, topology: Topology) -> Any:
         config = self.config
         num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
             num_max_dispatch_tokens_per_rank=config.max_num_inp_token_per_rank,
@@ -216,7 +212,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
             explicitly_destroy=True,
         )
 
-    def _exchange_rows(self, step: Step) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> lib.ReceivedRows:
         config = self.config
         self._sent_ids = self._ids_for_native(step.ids)
         # num_max_dispatch_tokens_per_rank places DeepEP's signals, which must be zero: the same number in every step.
@@ -229,7 +225,7 @@ class DeepEPLowLatencyOp(DeepEPOp):
             round_scale=config.scale_format != ScaleFormat.FLOAT32,
         )
         sources = conversions.rows_per_source(self._handle[RANGES])
-        return ReceivedRows(*rows_and_scales(received), per_source=sources, per_expert=counts)
+        return lib.ReceivedRows(*rows_and_scales(received), per_source=sources, per_expert=counts)
 
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         result, _, _ = self._native.low_latency_combine(
@@ -238,14 +234,14 @@ class DeepEPLowLatencyOp(DeepEPOp):
         return CombineResult(result, None)
 
 
-class DeepEPLowLatencyAll2AllManager(LibraryAll2AllManager):
+class DeepEPLowLatencyAll2AllManager(lib.LibraryAll2AllManager):
     """`deep_ep.Buffer` in low-latency mode, over NVLink inside a node and RDMA between nodes."""
 
     backend = "deepep_low_latency"
     library = BUFFER
     op_type = DeepEPLowLatencyOp
     capabilities = replace(
-        EXPERT_ROWS,
+        lib.EXPERT_ROWS,
         token_dtypes=("bfloat16",),
         cast="inside",
         combine_dtypes=("bfloat16",),
@@ -270,7 +266,7 @@ class DeepEPV2Op(DeepEPOp):
     _step_tokens = 1
     """The bound of the latest dispatch."""
 
-    def _buffer(self, deep_ep: Any, manager: LibraryAll2AllManager, topology: Topology) -> Any:
+    def _buffer(self, deep_ep: Any, manager: lib.LibraryAll2AllManager, topology: Topology) -> Any:
         config, group = self.config, manager.groups.of(self.device)
         # DeepEP builds on NCCL's communicator, which NCCL makes for the first collective
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group=group)
@@ -283,7 +279,7 @@ class DeepEPV2Op(DeepEPOp):
             explicitly_destroy=True,
         )
 
-    def _exchange_rows(self, step: Step) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> lib.ReceivedRows:
         config = self.config
         self._step_tokens = step.bounds.most
         received, local_ids, weights, self._handle, _ = self._native.dispatch(
@@ -302,7 +298,7 @@ class DeepEPV2Op(DeepEPOp):
         sources = torch.where(row < total, self._global_tokens() // step.bounds.most, -1)
         ids = conversions.global_ids(local_ids, config.first_expert, step.pad_id)
         ids = conversions.padded_ids(ids, total, step.pad_id)
-        return ReceivedRows(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))
+        return lib.ReceivedRows(tokens, scales, ids, weights, per_source=count_ids(sources, 0, config.world_size))
 
     def _global_tokens(self) -> torch.Tensor:
         """Returns each row's source, rank * step_tokens + token; anything past the received rows."""
@@ -315,7 +311,7 @@ class DeepEPV2Op(DeepEPOp):
         return conversions.positions(ranks, own_tokens, self._position_stride)
 
 
-class DeepEPV2All2AllManager(LibraryAll2AllManager):
+class DeepEPV2All2AllManager(lib.LibraryAll2AllManager):
     """`deep_ep.ElasticBuffer` with do_cpu_sync=False."""
 
     backend = "deepep_v2"

@@ -13,17 +13,11 @@ from ep_a2a.graph_breaks import outside_graphs
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.library import (
-    Library,
-    LibraryAll2AllManager,
-    LibraryDispatchCombineOp,
-    ReceivedRows,
-    SingleGroupGuard,
-)
+from ep_a2a.managers.external import library as lib
 from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.topology import Topology
 
-LIBRARY = Library(
+LIBRARY = lib.Library(
     "flashinfer",
     "flashinfer-python",
     "pip install 'flashinfer-python>=0.7.2'",
@@ -37,7 +31,7 @@ LIBRARY = Library(
     ),
 )
 
-WORKSPACES = SingleGroupGuard("FlashInfer's workspaces", by_ranks=True)
+WORKSPACES = lib.SingleGroupGuard("FlashInfer's workspaces", by_ranks=True)
 """Both classes find a process's workspaces by sizes and rank, not by group. A process agrees on fabric handles once, so
 later groups must have the same ranks."""
 
@@ -175,7 +169,7 @@ class NVLinkOneSided:
         self._native.destroy()
 
 
-class FlashInferOp(LibraryDispatchCombineOp):
+class FlashInferOp(lib.LibraryDispatchCombineOp):
     """Base of the ops on FlashInfer's exchanges, which do not say where rows come from: positions travel with them."""
 
     def _make_positions(self) -> None:
@@ -194,7 +188,7 @@ class FlashInferOneSidedOp(FlashInferOp):
     `get_registered_combine_input_buffer`, which is in the workspace, in place. It copies other rows there.
     """
 
-    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> NVLinkOneSided:
+    def _allocated(self, manager: lib.LibraryAll2AllManager, topology: Topology, index: int) -> NVLinkOneSided:
         config, device = self.config, self.device
         num_most, topk = config.max_num_inp_token_per_rank, config.topk
         self._make_positions()
@@ -220,7 +214,7 @@ class FlashInferOneSidedOp(FlashInferOp):
         )
         return self._exchange
 
-    def _exchange_rows(self, step: Step) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> lib.ReceivedRows:
         config, num_tokens = self.config, step.num_tokens
         routed = conversions.routed_ids(step.ids, config.total_experts, config.first_expert)
         # FlashInfer moves four payloads at most. These rows have an odd number of words, so any word may begin them.
@@ -237,7 +231,7 @@ class FlashInferOneSidedOp(FlashInferOp):
         ids, received_weights, positions = routing.split([config.topk, config.topk, 1], dim=-1)
         self._received_positions = torch.where(came, positions, -1).flatten()
         counts = came.flatten(1).sum(1, dtype=torch.int32)
-        return ReceivedRows(
+        return lib.ReceivedRows(
             got.hidden_states.view(step.tokens.dtype).view(by_source),
             None if step.scales is None else got.hidden_states_scale.view(step.scales.dtype).view(by_source),
             torch.where(came, ids, step.pad_id),
@@ -272,7 +266,7 @@ class FlashInferOneSidedOp(FlashInferOp):
         self._exchange.close()
 
 
-class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
+class FlashInferOneSidedAll2AllManager(lib.LibraryAll2AllManager):
     """FlashInfer's NVLinkOneSidedAlltoAll, which vLLM calls flashinfer_nvlink_one_sided."""
 
     backend = "flashinfer_nvlink_one_sided"
@@ -305,7 +299,7 @@ class FlashInferOneSidedAll2AllManager(LibraryAll2AllManager):
 class FlashInferTwoSidedOp(FlashInferOp):
     """An op of layout compact, with rows ordered by source; those of a source come in any order."""
 
-    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+    def _allocated(self, manager: lib.LibraryAll2AllManager, topology: Topology, index: int) -> Any:
         from flashinfer.moe_ep import MoEEpCommParams, NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 
         config, most, group = self.config, self.config.max_num_inp_token_per_rank, manager.cpu_group
@@ -324,7 +318,7 @@ class FlashInferTwoSidedOp(FlashInferOp):
         self._step_bound = step_bound(native)
         return native
 
-    def _exchange_rows(self, step: Step) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> lib.ReceivedRows:
         experts, num_tokens = self.config.total_experts, step.num_tokens
         # an id that is the number of experts belongs to no rank
         ids = torch.where(conversions.valid_ids(step.ids, experts), step.ids, experts)
@@ -348,7 +342,7 @@ class FlashInferTwoSidedOp(FlashInferOp):
         scales = None
         if step.scales is not None:
             scales = received[:, :-POSITION_WORDS].contiguous().view(step.scales.dtype)
-        return ReceivedRows(
+        return lib.ReceivedRows(
             got.hidden_states.view(step.tokens.dtype),
             scales,
             torch.where(got.topk_ids < 0, step.pad_id, got.topk_ids),
@@ -363,7 +357,7 @@ class FlashInferTwoSidedOp(FlashInferOp):
         self._native.destroy()
 
 
-class FlashInferTwoSidedAll2AllManager(LibraryAll2AllManager):
+class FlashInferTwoSidedAll2AllManager(lib.LibraryAll2AllManager):
     """FlashInfer's NVLinkTwoSidedAlltoAll, which vLLM calls flashinfer_all2allv and flashinfer_nvlink_two_sided.
 
     The library has one pair of workspaces per process.

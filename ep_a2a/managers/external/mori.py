@@ -12,17 +12,11 @@ from ep_a2a.errors import ConfigError, DeviceMemoryError, UnsupportedError
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.capabilities import Capabilities
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.library import (
-    Library,
-    LibraryAll2AllManager,
-    LibraryDispatchCombineOp,
-    ReceivedRows,
-    SingleGroupGuard,
-)
+from ep_a2a.managers.external import library as lib
 from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.topology import Topology
 
-LIBRARY = Library(
+LIBRARY = lib.Library(
     "mori",
     "amd-mori",
     "pip install 'amd-mori>=1.2.1', on a machine with ROCm",
@@ -32,11 +26,11 @@ LIBRARY = Library(
 GROUP_NAME = "mori"
 NO_EXPERT = -1
 
-SYMMETRIC_MEMORY = SingleGroupGuard("MORI", by_ranks=False)
+SYMMETRIC_MEMORY = lib.SingleGroupGuard("MORI", by_ranks=False)
 """MORI allocates collectively, over the first group that it was given."""
 
 
-class MoriOp(LibraryDispatchCombineOp):
+class MoriOp(lib.LibraryDispatchCombineOp):
     """An op around MORI's op. Its outputs lie in MORI's symmetric memory, and are valid until the next call.
 
     InterNodeV1LL would send a slot with id -1 to rank 0. It gets an expert in every slot, of a rank that the token goes
@@ -44,13 +38,13 @@ class MoriOp(LibraryDispatchCombineOp):
     own rank.
     """
 
-    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+    def _allocated(self, manager: lib.LibraryAll2AllManager, topology: Topology, index: int) -> Any:
         mori, config = manager.library.load(), self.config
         self._fills_slots = config.kernel_type is KernelType.InterNodeV1LL
         native_config = mori.ops.EpDispatchCombineConfig(**native_fields(mori, config))
         return mori.ops.EpDispatchCombineOp(native_config)
 
-    def _exchange_rows(self, step: Step) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> lib.ReceivedRows:
         config = self.config
         # MORI's kernels between nodes copy weights even if there are none
         weights = self._some_weights(step)
@@ -70,7 +64,9 @@ class MoriOp(LibraryDispatchCombineOp):
         if self._fills_slots:
             ids, weights = conversions.unmarked(ids, weights)
         ids = conversions.padded_ids(ids, total, step.pad_id)
-        return ReceivedRows(tokens[:rows], None if step.scales is None else scales[:rows], ids, weights, total=total)
+        return lib.ReceivedRows(
+            tokens[:rows], None if step.scales is None else scales[:rows], ids, weights, total=total
+        )
 
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         # MORI's combine takes this rank's own indices, never those that dispatch returned
@@ -86,7 +82,7 @@ class MoriOp(LibraryDispatchCombineOp):
         return positions
 
 
-class MoriAll2AllManager(LibraryAll2AllManager):
+class MoriAll2AllManager(lib.LibraryAll2AllManager):
     """MORI with AITER's choice of kernels: IntraNode on one node, InterNodeV1 on several (mori_high_throughput)."""
 
     backend = "mori"
@@ -116,7 +112,7 @@ class MoriAll2AllManager(LibraryAll2AllManager):
         ),
     )
 
-    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> LibraryDispatchCombineOp:
+    def _make_op(self, config: EpDispatchCombineConfig, topology: Topology, index: int) -> lib.LibraryDispatchCombineOp:
         if topology.internode:
             config = dataclasses.replace(config, kernel_type=self.inter_node_kernel)
         return super()._make_op(config, topology, index)

@@ -8,28 +8,21 @@ import torch.distributed as dist
 
 from ep_a2a.interface import CombineResult
 from ep_a2a.managers.external import conversions
-from ep_a2a.managers.external.library import (
-    EXPERT_ROWS,
-    Library,
-    LibraryAll2AllManager,
-    LibraryDispatchCombineOp,
-    ReceivedRows,
-    SingleGroupGuard,
-)
+from ep_a2a.managers.external import library as lib
 from ep_a2a.ops.arguments import CombineArguments, Step, leading_dims
 from ep_a2a.topology import Topology
 
-LIBRARY = Library(
+LIBRARY = lib.Library(
     "pplx_kernels",
     "pplx-kernels",
     "build it from github.com/ppl-ai/pplx-kernels (with NVSHMEM)",
     needs=(":AllToAll", "nvshmem:nvshmem_init"),
 )
 
-NVSHMEM = SingleGroupGuard("NVSHMEM", by_ranks=False)
+NVSHMEM = lib.SingleGroupGuard("NVSHMEM", by_ranks=False)
 
 
-class PplxOp(LibraryDispatchCombineOp):
+class PplxOp(lib.LibraryDispatchCombineOp):
     """An op of layout expert_major: tokens [E, W * M, H] whatever step_tokens is.
 
     `expert_recv_count` rows of each expert are there. dispatch returns None for weights and ids. combine multiplies by
@@ -39,7 +32,7 @@ class PplxOp(LibraryDispatchCombineOp):
     expert go to experts that the token does not name, with weight 0.
     """
 
-    def _allocated(self, manager: LibraryAll2AllManager, topology: Topology, index: int) -> Any:
+    def _allocated(self, manager: lib.LibraryAll2AllManager, topology: Topology, index: int) -> Any:
         config, device, most = self.config, self.device, self.config.max_num_inp_token_per_rank
         lead = leading_dims(config, most).rows
         self._tokens = torch.empty(*lead, config.hidden_dim, dtype=config.wire_dtype, device=device)
@@ -62,7 +55,7 @@ class PplxOp(LibraryDispatchCombineOp):
             return pplx_kernels.AllToAll.internode(**sizes)
         return pplx_kernels.AllToAll.intranode(**sizes, group_name=manager.cpu_group.group_name)
 
-    def _exchange_rows(self, step: Step) -> ReceivedRows:
+    def _exchange_rows(self, step: Step) -> lib.ReceivedRows:
         counts, config = self._expert_recv_count.view(torch.uint32), self.config
         ids = conversions.filled_ids(step.ids, config.total_experts, config.first_expert)
         self._sent_ids = ids.view(torch.uint32)
@@ -75,7 +68,7 @@ class PplxOp(LibraryDispatchCombineOp):
             indices=self._sent_ids,
             bound_m=None,
         )
-        return ReceivedRows(self._tokens, self._scales, per_expert=self._expert_recv_count)
+        return lib.ReceivedRows(self._tokens, self._scales, per_expert=self._expert_recv_count)
 
     def _bring_back(self, step: Step, args: CombineArguments) -> CombineResult:
         assert step.weights is not None  # layout expert_major needs them, which has been checked
@@ -93,14 +86,14 @@ class PplxOp(LibraryDispatchCombineOp):
         self._native.destroy()
 
 
-class PplxAll2AllManager(LibraryAll2AllManager):
+class PplxAll2AllManager(lib.LibraryAll2AllManager):
     """`pplx_kernels.AllToAll`, each rank its own data-parallel replica."""
 
     backend = "pplx"
     library = LIBRARY
     op_type = PplxOp
     capabilities = replace(
-        EXPERT_ROWS,
+        lib.EXPERT_ROWS,
         recv_counts=False,
         dropped_slots="weight 0",
         token_dtypes=("bfloat16", "float16", "float8_e4m3fn"),
@@ -118,7 +111,7 @@ class PplxAll2AllManager(LibraryAll2AllManager):
         ),
     )
 
-    def _group_guard(self, topology: Topology) -> SingleGroupGuard | None:
+    def _group_guard(self, topology: Topology) -> lib.SingleGroupGuard | None:
         return NVSHMEM if topology.internode else None
 
     def _set_up(self) -> None:
