@@ -8,28 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_a2a.commands.bench import experts
+from ep_a2a.commands.bench import experts, layer_kernels
 from ep_a2a.commands.bench.contenders import CONTENDERS
-from ep_a2a.commands.bench.experts import (
-    FP8,
-    Matrices,
-    MoEWeights,
-    dense_experts,
-    grouped_product,
-    quantize_rows,
-    quantize_whole_rows,
-    run_experts,
-    tile_of,
-)
 from ep_a2a.commands.bench.layer import Gate
-from ep_a2a.commands.bench.layer_kernels import (
-    count_pairs_kernel,
-    grouped_product_kernel,
-    quantize_rows_kernel,
-    scatter_rows_kernel,
-    sum_rows_kernel,
-    swiglu_kernel,
-)
 from ep_a2a.commands.measure.session import Received
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.managers.external.library import Library
@@ -40,13 +21,13 @@ from tests.offline_compile import compile_offline
 HIDDEN, WIDTH, NUM_LOCAL, FIRST, TOPK = 384, 96, 5, 3, 4
 
 
-def make_expert_weights() -> MoEWeights:
-    def matrices(num_out: int, num_in: int) -> Matrices:
+def make_expert_weights() -> experts.MoEWeights:
+    def matrices(num_out: int, num_in: int) -> experts.Matrices:
         drawn = torch.randn(NUM_LOCAL * num_out, num_in) / num_in**0.5
-        values, scales = quantize_whole_rows(drawn)
-        return Matrices(values.view(NUM_LOCAL, num_out, num_in), scales.view(NUM_LOCAL, num_out))
+        values, scales = experts.quantize_whole_rows(drawn)
+        return experts.Matrices(values.view(NUM_LOCAL, num_out, num_in), scales.view(NUM_LOCAL, num_out))
 
-    return MoEWeights(torch.empty(0, 12), matrices(2 * WIDTH, HIDDEN), matrices(HIDDEN, WIDTH), FIRST)
+    return experts.MoEWeights(torch.empty(0, 12), matrices(2 * WIDTH, HIDDEN), matrices(HIDDEN, WIDTH), FIRST)
 
 
 def make_ids(num_rows: int) -> torch.Tensor:
@@ -67,10 +48,10 @@ def test_experts_are_the_dense_ones(num_rows: int, quantised: bool) -> None:
     unreceived = rows.view(torch.uint8) if quantised else rows
     unreceived[-2:] = 0x7F if quantised else float("nan")
     out = torch.full((num_rows, HIDDEN), float("nan"), dtype=torch.bfloat16)
-    run_experts(Received(rows, scales, ids, row_weights, out), weights)
+    experts.run_experts(Received(rows, scales, ids, row_weights, out), weights)
 
     seen = (dequantize(rows, scales, "fp8_per_1x128") if scales is not None else x.float())[:-2]
-    rounded = dense_experts(seen, ids[:-2], row_weights[:-2], weights)
+    rounded = experts.dense_experts(seen, ids[:-2], row_weights[:-2], weights)
     w1, w2 = (torch.stack([each.of(expert) for expert in range(NUM_LOCAL)]) for each in (weights.w1, weights.w2))
     exact = expert_mlp_rows(seen, ids[:-2] - FIRST, row_weights[:-2], w1, w2, 0, NUM_LOCAL)
     # fp8 has four bits: a row of exact activations is a few per cent away, one with the same roundings is not.
@@ -85,17 +66,17 @@ def test_rows_without_own_experts() -> None:
     received = Received(
         torch.randn(2, HIDDEN).bfloat16(), None, torch.zeros(2, TOPK, dtype=torch.int32), torch.rand(2, TOPK), out
     )
-    run_experts(received, make_expert_weights())
+    experts.run_experts(received, make_expert_weights())
     assert not out.any()
 
 
 def test_the_product_has_more_rows_than_a_tile_none_and_a_part_of_one() -> None:
     width, depth = 64, 256
-    rows, scales = quantize_whole_rows(torch.randn(112, depth))
-    values, matrix_scales = quantize_whole_rows(torch.randn(4 * width, depth))
-    matrices = Matrices(values.view(4, width, depth), matrix_scales.view(4, width))
+    rows, scales = experts.quantize_whole_rows(torch.randn(112, depth))
+    values, matrix_scales = experts.quantize_whole_rows(torch.randn(4 * width, depth))
+    matrices = experts.Matrices(values.view(4, width, depth), matrix_scales.view(4, width))
     bounds = torch.tensor([0, 80, 80, 96, 96], dtype=torch.int32)
-    product = grouped_product(rows, scales, matrices, bounds, 16)
+    product = experts.grouped_product(rows, scales, matrices, bounds, 16)
     wide = rows.float() * scales[:, None]
     for expert, span in ((0, slice(0, 80)), (2, slice(80, 96))):
         torch.testing.assert_close(product[span], (wide[span] @ matrices.of(expert).T).bfloat16())
@@ -103,12 +84,12 @@ def test_the_product_has_more_rows_than_a_tile_none_and_a_part_of_one() -> None:
 
 @pytest.mark.parametrize(("num_rows", "rows"), [(1, 64), (512, 128)])
 def test_product_compiles_to_fp8_of_the_tensor_cores(num_rows: int, rows: int) -> None:
-    tile = tile_of(num_rows, 4096, 7168)
+    tile = experts.tile_of(num_rows, 4096, 7168)
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
     assert (tile, stages) == ({"ROWS": rows, "COLUMNS": 256, "STEP": 128}, 4 if rows == 64 else 3)
-    parts = tensors(FP8, FLOAT, FP8, FLOAT, INT, BF16)
+    parts = tensors(experts.FP8, FLOAT, experts.FP8, FLOAT, INT, BF16)
     sizes = {"EXPERT_LANES": 64, "WIDTH": 4096, "DEPTH": 7168}
-    made = compile_offline(grouped_product_kernel, (*parts, 5), sizes | tile, warps)
+    made = compile_offline(layer_kernels.grouped_product_kernel, (*parts, 5), sizes | tile, warps)
     assert re.search(r"wgmma\.mma_async\S+f32\.e4m3\.e4m3", made["ptx"])
     assert ".local" not in made["ptx"]
 
@@ -117,16 +98,16 @@ def test_a_product_leaves_multiprocessors_free(monkeypatch: pytest.MonkeyPatch) 
     grids: list[int] = []
     monkeypatch.setattr(experts, "num_sms", lambda device: 132)
     monkeypatch.setattr(experts, "launch", lambda kernel, work, *args, **sizes: grids.append(work))
-    matrices = Matrices(torch.empty(1, 16, 16), torch.empty(1, 16))
+    matrices = experts.Matrices(torch.empty(1, 16, 16), torch.empty(1, 16))
     for free in (0, 8, 200):
-        grouped_product(torch.empty(16, 16), torch.empty(16), matrices, torch.zeros(2), 16, free)
+        experts.grouped_product(torch.empty(16, 16), torch.empty(16), matrices, torch.zeros(2), 16, free)
     assert grids == [132, 124, 1]
 
 
 def test_cast_is_the_reference_s() -> None:
     x = torch.randn(5, HIDDEN).bfloat16()
     quantized, scales = torch.empty(5, HIDDEN, dtype=torch.float8_e4m3fn), torch.empty(5, HIDDEN // 128)
-    quantize_rows(x, quantized, scales)
+    experts.quantize_rows(x, quantized, scales)
     expected, expected_scales = quantize_per_1x128(x)
     assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
@@ -154,12 +135,16 @@ ROW = {"TOPK": 6, "HIDDEN": 7168}
 SCATTER = ROW | {"TOPK_LANES": 8, "GROUPS_LANES": 64, "GROUP": 128}
 SCATTERED = tensors(FLOAT, INT, FLOAT, INT, INT, INT, BYTE, FLOAT, FLOAT)
 VARIANTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-    "scatter": (scatter_rows_kernel, (*tensors(BF16), *SCATTERED, 5, 5), SCATTER | {"HAS_SCALES": False}),
-    "scatter-fp8": (scatter_rows_kernel, (*tensors(FP8), *SCATTERED, 5, 5), SCATTER | {"HAS_SCALES": True}),
-    "swiglu": (swiglu_kernel, tensors(BF16, FLOAT, INT, BYTE, FLOAT), {"WIDTH": 3072, "LANES": 4096}),
-    "sum": (sum_rows_kernel, (*tensors(BF16, INT, BF16), 5), ROW | {"BLOCK": 1024}),
+    "scatter": (layer_kernels.scatter_rows_kernel, (*tensors(BF16), *SCATTERED, 5, 5), SCATTER | {"HAS_SCALES": False}),
+    "scatter-fp8": (
+        layer_kernels.scatter_rows_kernel,
+        (*tensors(experts.FP8), *SCATTERED, 5, 5),
+        SCATTER | {"HAS_SCALES": True},
+    ),
+    "swiglu": (layer_kernels.swiglu_kernel, tensors(BF16, FLOAT, INT, BYTE, FLOAT), {"WIDTH": 3072, "LANES": 4096}),
+    "sum": (layer_kernels.sum_rows_kernel, (*tensors(BF16, INT, BF16), 5), ROW | {"BLOCK": 1024}),
     "quantize": (
-        quantize_rows_kernel,
+        layer_kernels.quantize_rows_kernel,
         (*tensors(BF16, BYTE, INT), 5),
         {"GROUPS": 56, "GROUPS_LANES": 64, "GROUP": 128},
     ),
@@ -167,7 +152,9 @@ VARIANTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 def test_counting_compiles() -> None:
-    ptx = compile_offline(count_pairs_kernel, (*tensors(INT, INT, INT), 5, 5), {"NUM_LOCAL": 64, "BLOCK": 1024}, 4)
+    ptx = compile_offline(
+        layer_kernels.count_pairs_kernel, (*tensors(INT, INT, INT), 5, 5), {"NUM_LOCAL": 64, "BLOCK": 1024}, 4
+    )
     assert "atom.global.gpu.relaxed.add" in ptx["ptx"]
 
 
