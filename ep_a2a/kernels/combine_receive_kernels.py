@@ -225,9 +225,9 @@ def slot_missing(seen, own, slots, lost, B: tl.constexpr, HAS_LOST: tl.constexpr
 
 
 @portable
-def lost_rows(step, slots):
-    """Return which rows are those of ranks that are masked now: bits by the place of their slots."""
-    masked, lost = masked_now(step.op), tl.full((), 0, tl.int32)
+def lost_rows(step, slots, masked):
+    """Return which rows are those of masked ranks: bits by the place of their slots."""
+    lost = tl.full((), 0, tl.int32)
     for each in tl.static_range(len(slots)):
         source = tl.maximum(slots[each], 0) // step.M
         lost = lost | (tl.where(is_live(masked, source), 0, 1) << each)
@@ -268,11 +268,11 @@ def empty_block(places, own, slots, first, B: tl.constexpr):
 
 
 @portable
-def take_block(seen, step, places, own, slots, first, sums, B: tl.constexpr):
+def take_block(seen, step, places, own, slots, first, sums, masked, B: tl.constexpr):
     """Wait for a block of rows, add it to the sums and empty it. Returns (sums, poison word).
 
     Args:
-        seen: what read_block has found in this launch. The other arguments are the same.
+        seen: what read_block has found in this launch. masked: from masked_of. The other arguments are the same.
     """
     lost = tl.full((), 0, tl.int32)
     missing = slot_missing(seen, own, slots, lost, B, step.op.MASKS)
@@ -280,12 +280,14 @@ def take_block(seen, step, places, own, slots, first, sums, B: tl.constexpr):
     while (missing < NEVER) & (poison == 0):
         pause(step.pause_ns)
         seen = read_block(places, own, slots, first, B, True)
+        if step.op.MASKS:
+            lost = lost | lost_rows(step, slots, masked)
         missing = slot_missing(seen, own, slots, lost, B, step.op.MASKS)
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
             late = missing // step.M
             if step.op.MASKS:
-                lost = lost_rows(step, slots)
+                lost = lost_rows(step, slots, masked_now(step.op))
             poison, deadline = overdue(step.op, polls, deadline, late, 1)
     empty_block(places, own, slots, first, B)
     if step.op.MASKS:
@@ -319,14 +321,14 @@ def clear_results(result, num_tokens, share, B: tl.constexpr, DTYPE: tl.constexp
 
 
 @portable
-def add_weights(given, step, places, slots, own_row, token, sums, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
+def add_weights(given, step, places, slots, own_row, token, sums, masked, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
     """Take the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
     op = step.op
     lines = ReturnPlaces(places.weights, places.scales, places.weights)
     own = own_rows(given.weights, places.weights, own_row, step, op.TOPK, COMBINE.OWN_IN_PLACE)
     seen, poison = read_block(lines, own, slots, 0, WEIGHTS, COMBINE.MARKED), tl.full((), 0, tl.int32)
     if COMBINE.MARKED:
-        sums, poison = take_block(seen, step, lines, own, slots, 0, sums, WEIGHTS)
+        sums, poison = take_block(seen, step, lines, own, slots, 0, sums, masked, WEIGHTS)
     else:
         sums = plus_rows(sums, seen, WEIGHTS)
     sums_out = address(op, Region.RESULT_WEIGHTS, tl.float32)
@@ -423,7 +425,7 @@ def add_results(
                     seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
             if (poison == 0) & (token < step.num_tokens):
                 if COMBINE.MARKED:
-                    sums, poison = take_block(taken, step, places, own, slots, first, sums, B)
+                    sums, poison = take_block(taken, step, places, own, slots, first, sums, masked, B)
                 else:
                     sums = plus_rows(sums, taken, B)
                 if turn_unit == share.program:
@@ -435,7 +437,7 @@ def add_results(
                     if HAS_WEIGHTS:
                         if poison == 0:
                             weight_sums, poison = add_weights(
-                                given, step, places, slots, own_row, token, weight_sums, WEIGHTS, COMBINE
+                                given, step, places, slots, own_row, token, weight_sums, masked, WEIGHTS, COMBINE
                             )
                     if COMBINE.CHECK_INDICES:
                         if ends:

@@ -79,18 +79,18 @@ class ArrivingRow(NamedTuple):
 
 
 @portable
-def take_row_block(step, row, words_at, sides_at, sent, ROW: tl.constexpr, LL: tl.constexpr):
+def take_row_block(step, row, words_at, sides_at, sent, masked, ROW: tl.constexpr, LL: tl.constexpr):
     """Wait for a block of a row and for what travels beside it, or for the word that there is no such row.
 
     With LL.SPARSE_POLLS the row is read when all beside it has come, which leaves more of the memory's bandwidth to
     others but takes one more read. Else both are read at once.
 
     Args:
-        step: DispatchStep. row: ArrivingRow. sent: from sent_sides.
+        step: DispatchStep. row: ArrivingRow. sent: from sent_sides. masked: from masked_of.
         words_at: lanes of the block; at least as many as a program has threads.
 
     Returns:
-        (words, words beside, whether there is such a row, poison word).
+        (words, words beside, whether there is such a row, poison word, masked as it is now).
     """
     side_words: tl.constexpr = LL.SCALE_WORDS + 2 * step.op.TOPK + 1
     is_cast: tl.constexpr = ROW.GROUP > 0
@@ -114,7 +114,8 @@ def take_row_block(step, row, words_at, sides_at, sent, ROW: tl.constexpr, LL: t
         polls = next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
             if step.op.MASKS:
-                no_row = tl.where(is_live(masked_now(step.op), row.source), no_row, NO_ROW)
+                masked = masked_now(step.op)
+                no_row = tl.where(is_live(masked, row.source), no_row, NO_ROW)
             poison, deadline = overdue(step.op, polls, deadline, row.source, 1)
     if not is_cast:
         # a row written in full may have been read before its last word came: read it behind the fence
@@ -124,7 +125,7 @@ def take_row_block(step, row, words_at, sides_at, sent, ROW: tl.constexpr, LL: t
             words = volatile_load(row.words + words_at, mask=inside, other=0)
             # all threads have read before the caller empties the row
             barrier()
-    return words, side, no_row == 0, poison
+    return words, side, no_row == 0, poison, masked
 
 
 class ReceivedPlaces(NamedTuple):
@@ -178,8 +179,10 @@ def sent_sides(sides_at, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.c
 
 
 @portable
-def receive_row(step, places, row, sides_at, sent, poison, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
-    """Wait for one row and move it to where the experts read it; leave EMPTY behind. Returns the poison word.
+def receive_row(
+    step, places, row, sides_at, sent, poison, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
+):
+    """Wait for one row and move it to where the experts read it; leave EMPTY behind. Returns (poison word, masked).
 
     Args:
         step: DispatchStep. places: from received_places. row: ArrivingRow. sent: from sent_sides.
@@ -187,7 +190,7 @@ def receive_row(step, places, row, sides_at, sent, poison, ROW: tl.constexpr, LL
     target = places.rows + tl.cast(row.number, tl.int64) * ROW.ROW_WORDS
     for first_word in tl.static_range(0, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
         words_at = first_word + tl.arange(0, ROW.BLOCK_WORDS)
-        words, side, exists, late = take_row_block(step, row, words_at, sides_at, sent, ROW, LL)
+        words, side, exists, late, masked = take_row_block(step, row, words_at, sides_at, sent, masked, ROW, LL)
         poison = tl.where(poison == 0, late, poison)
         if exists:
             has_room = full_like(words_at, row.number) < step.row_limit
@@ -197,7 +200,7 @@ def receive_row(step, places, row, sides_at, sent, poison, ROW: tl.constexpr, LL
             if first_word == 0:
                 if (row.number < step.row_limit) & (poison == 0):
                     place_side(places, side, sides_at, row.number, step.op.TOPK, LL, FORM.HAS_WEIGHTS)
-    return poison
+    return poison, masked
 
 
 @portable
@@ -245,5 +248,5 @@ def receive_low_latency_rows(
             words = tl.multiple_of(all_rows + slot * ROW.ROW_WORDS, 16)
             beside = all_sides + slot * (LL.SCALE_WORDS + 2 * op.TOPK + 1)
             row = ArrivingRow(words, beside, count_words + source * (op.WORLD_SIZE + 2), source, index, number)
-            poison = receive_row(step, places, row, sides_at, sent, poison, ROW, LL, FORM)
+            poison, masked = receive_row(step, places, row, sides_at, sent, poison, masked, ROW, LL, FORM)
     return poison
