@@ -59,7 +59,9 @@ def draw(seed: int, num_ranks: tuple[int, int], step_secs: float) -> list[Loss]:
     while len(living) > num_ranks[1]:
         victim = drawn.choice(living)
         stop = drawn.choice((SHORT_STOP_SECS, MASK_AFTER_SECS + 4)) if drawn.random() < STOPS else 0.0
-        losses.append(Loss(victim, drawn.randrange(STEPS - 1), drawn.uniform(0, 2 * step_secs), stop))
+        losses.append(
+            Loss(victim, drawn.randrange(min(1, len(losses)), STEPS - 1), drawn.uniform(0, 2 * step_secs), stop)
+        )
         if stop != SHORT_STOP_SECS:
             living.remove(victim)
     return losses
