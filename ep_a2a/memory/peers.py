@@ -160,6 +160,11 @@ class Peers:
         was_seen = rank in self._joined or bool(self._heard[rank][0])
         return was_seen and self._presence(rank, SILENT_SECS) is Presence.GONE
 
+    def forgive(self) -> None:
+        """Takes back the masks of ranks that live, when all ranks have met again."""
+        with self._reading:
+            self._masked &= self._fallen.keys()
+
     # --- telling ---
 
     def give_up(self, given_up: GivenUp) -> None:
@@ -198,9 +203,10 @@ class Peers:
 
         Who is masked has ended, which needs no grace: what it sent before lies there.
         """
-        gone, masked = self.look(), self._masked | self._fallen.keys() | self._accused()
-        if masked != self._masked:
-            self._masked = masked
+        with self._reading:
+            gone, known = self.look(), self._masked
+            self._masked = masked = known | self._fallen.keys() | self._accused()
+        if masked != known:
             for each in list(self.alarms):
                 with contextlib.suppress(RuntimeError):
                     each.mask(tuple(sorted(masked)))

@@ -354,6 +354,8 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
+        self.poison.masked = 0
+        self.peers.forgive()
         self.set_timeouts(self.timeouts)
         self.steps.zero_()
         self.record.zero_()

@@ -345,23 +345,16 @@ class EpDispatchCombineOp(BaseOp):
 
     @outside_modes()
     def reset(self) -> None:
-        """Drop the open step and make the op usable again after an error. Collective.
+        """Drop the open step and make the op usable again after an error. Collective; masked ranks that live come back.
 
         Raises:
             ClosedError: the op or its arena has been closed.
-            StateError: ranks are masked.
-            RankTimeoutError: ranks did not come.
+            RankTimeoutError: ranks did not come, or their processes have ended.
         """
         with self.arena.rendezvous.telling():
             if self._closed or self.arena.closed:
                 raise ClosedError("an open op", "a closed one")
             self._process.require("the op")
-            if self.memory.poison.masked:
-                raise StateError(
-                    "all ranks to be left, which reset meets",
-                    f"ranks {self.active_ranks()} of {self.config.world_size}",
-                    "Start all ranks anew, or go on by ep_a2a.survivors.",
-                )
             self.engine.quiet()
             self._end_step()
             self.arena.together("resetting the op", lambda: self.memory.initialize(refill=True))

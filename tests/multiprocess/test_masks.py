@@ -33,7 +33,7 @@ def test_survivors_of_a_death_go_on(world_size: int, lost: Lost) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS[:3])
-def test_a_rank_that_stops_is_masked_and_finds_so(point: str) -> None:
+def test_a_rank_that_stops_is_masked_and_comes_back_by_reset(point: str) -> None:
     with RankPool(3, timeout_secs=120, grace_secs=60) as pool:
         answers = pool.run(mask_cases.go_on, Lost((1,), point, signal.SIGSTOP))
     assert [answer is None for answer in answers] == [False, True, False]
