@@ -57,7 +57,12 @@ def make_communicator(*args: Any, **kwargs: Any) -> Any:
         patch_micro_batches()
         num_micro_batches = parallel.num_ubatches
     # vLLM's destroys it with the communicator
-    communicator.all2all_manager = VllmAll2AllManager(communicator, communicator.all2all_manager, num_micro_batches)
+    communicator.all2all_manager = VllmAll2AllManager(
+        communicator,
+        communicator.all2all_manager,
+        num_micro_batches,
+        support_fault_tolerance=getattr(parallel, "enable_fault_tolerance", False),
+    )
     logger.debug("the communicator of %s carries the ep_a2a manager", communicator.unique_name)
     return communicator
 

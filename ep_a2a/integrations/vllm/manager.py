@@ -1,11 +1,18 @@
 """The manager that vLLM's expert-parallel communicator carries."""
 
+from __future__ import annotations
+
 import functools
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.manager import EngineManager
 from ep_a2a.integrations.vllm.common import logger, warn_once
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class VllmAll2AllManager(EngineManager):
@@ -15,13 +22,15 @@ class VllmAll2AllManager(EngineManager):
         communicator: vLLM's, of the expert-parallel group.
         vllm_manager: vLLM's allgather_reducescatter manager of the same group.
         num_micro_batches: into so many parts vLLM may split a step (dual batch overlap); 1 = it splits none.
+        support_fault_tolerance: whether the ranks go on without one that is lost, as --enable-fault-tolerance asks.
     """
 
     logger = logger
     tokens_option = "--max-num-batched-tokens"
-    support_fault_tolerance = False
 
-    def __init__(self, communicator: Any, vllm_manager: Any, num_micro_batches: int = 1) -> None:
+    def __init__(
+        self, communicator: Any, vllm_manager: Any, num_micro_batches: int = 1, *, support_fault_tolerance: bool = False
+    ) -> None:
         from vllm import envs
         from vllm.distributed import parallel_state
 
@@ -29,7 +38,31 @@ class VllmAll2AllManager(EngineManager):
         self.device = communicator.device
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
-        self._vllm_manager = vllm_manager
+        self._vllm_manager, self.support_fault_tolerance = vllm_manager, support_fault_tolerance
+
+    def _get_handle(self, kwargs: Mapping[str, Any], index: int) -> Any:
+        more = {"on_rank_loss": "mask"} if self.support_fault_tolerance else {}
+        return super()._get_handle({**kwargs, **more}, index)
+
+    def query_active_mask(self) -> torch.Tensor:
+        """Returns int32 [W] on the device: 1 for a rank that is masked, 0 for others."""
+        ranks = torch.arange(self.world_size, dtype=torch.int32, device=self.device)
+        # ranks are masked in all ops, one op after the other
+        masked = [op.memory.poison.masked_there for op in self._ops]
+        return (torch.cat([torch.zeros_like(ranks[:1]), *masked]).amax() >> ranks) & 1
+
+    def query_fault(self) -> torch.Tensor:
+        """Returns a bool on the device: whether a rank is masked, until `clean_buffers`."""
+        return self.query_active_mask().any()
+
+    def clean_buffers(self) -> None:
+        """Takes back the masks of ranks that live, and empties the ops' memory. Collective.
+
+        Raises:
+            RankTimeoutError: ranks did not come, or their processes have ended.
+        """
+        for op in self._ops:
+            op.reset()
 
     def checkpoint_prepare(self) -> NoReturn:
         """Refuses checkpoints of the process: memory of peers that it has mapped would be gone."""

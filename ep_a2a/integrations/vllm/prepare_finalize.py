@@ -263,8 +263,10 @@ class EpA2APrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ig
         """
         metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
         counts = None if metadata is None else metadata.num_tokens_across_dp_cpu.tolist()
-        max_tokens = self._dispatcher.op.config.max_num_inp_token_per_rank
-        return agreed_bounds(counts, self._moe.moe_parallel_config.sp_size, max_tokens, self._manager.tokens_option)
+        config, sp_size = self._dispatcher.op.config, self._moe.moe_parallel_config.sp_size
+        bounds = agreed_bounds(counts, sp_size, config.max_num_inp_token_per_rank, self._manager.tokens_option)
+        # where ranks may be masked, places of rows follow from one bound
+        return bounds if isinstance(bounds, int) or not config.masks else max(bounds)
 
     def _rows_for_experts(
         self, received: DispatchResult, expert_map: torch.Tensor | None, quant_config: Any, counts: Any

@@ -124,9 +124,8 @@ def check_a_communicator_destroys_its_manager() -> None:
         assert communicator.all2all_manager is None
 
 
-OF_REFUSED_OPTIONS = {"query_active_mask", "query_fault", "clean_buffers"}
-OF_REFUSED_OPTIONS |= {"stage_ep_size", "commit_ep_size", "mask_remote_ranks"}
-"""vLLM calls these with fault tolerance, which it offers for backends on a list, and with --enable-elastic-ep."""
+OF_REFUSED_OPTIONS = {"stage_ep_size", "commit_ep_size", "mask_remote_ranks"}
+"""vLLM calls these with --enable-elastic-ep."""
 
 
 def check_the_manager_has_all_that_vllm_asks_of_one() -> None:
@@ -141,6 +140,7 @@ def check_the_manager_has_all_that_vllm_asks_of_one() -> None:
         assert manager.cpu_group is group()
         assert not manager.internode
         assert not manager.support_fault_tolerance
+        assert (manager.query_active_mask().tolist(), bool(manager.query_fault())) == ([0], False)
         assert manager.max_sms_used() is None
 
 

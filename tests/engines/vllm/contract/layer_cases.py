@@ -219,13 +219,13 @@ def _set_up() -> None:
 
 
 @contextlib.contextmanager
-def manager_of(context: RankContext, num_micro_batches: int = 1) -> Iterator[Any]:
+def manager_of(context: RankContext, num_micro_batches: int = 1, **options: Any) -> Iterator[Any]:
     """The manager that the expert-parallel group's communicator would carry."""
     _set_up()
     from ep_a2a.integrations.vllm.manager import VllmAll2AllManager
 
     communicator = SimpleNamespace(cpu_group=context.group, device=context.device, device_group=context.group)
-    manager = VllmAll2AllManager(communicator, None, num_micro_batches)
+    manager = VllmAll2AllManager(communicator, None, num_micro_batches, **options)
     try:
         yield manager
     finally:

@@ -319,6 +319,24 @@ def check_what_other_ranks_have_found_reaches_tensor_parallel_ranks(context: Ran
                     manager.check()
 
 
+def check_a_rank_that_is_lost_is_told_until_buffers_are_clean(context: RankContext) -> None:
+    """As vLLM asks after every step, and before it tries again."""
+    case = Layer()
+    with manager_of(context, support_fault_tolerance=True) as manager:
+        kernel = kernel_of(case, manager)
+        run_and_check(case, kernel, context.rank)
+        assert (manager.query_active_mask().tolist(), bool(manager.query_fault())) == ([0, 0], False)
+        # as where the other rank hangs
+        kernel.prepare_finalize._dispatcher.op.memory.acquired.mask((1 - context.rank,))
+        for _ in range(2):
+            mask = manager.query_active_mask()
+            assert mask.dtype == torch.int32
+            assert (mask.tolist(), bool(manager.query_fault())) == ([context.rank, 1 - context.rank], True)
+        manager.clean_buffers()
+        assert not manager.query_fault()
+        run_and_check(case, kernel, context.rank)
+
+
 def check_experts_with_scratch_memory_learn_how_many_rows_they_see(context: RankContext) -> None:
     """Also within experts that choose between two kinds; a limit that is no size of such memory stays the layer's."""
     from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
