@@ -17,7 +17,7 @@ from triton.runtime.errors import PTXASError
 
 from ep_a2a import policy
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
-from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE
+from ep_a2a.kernels.combine_receive_kernels import MARKED_ROWS_AT_ONCE, ROWS_AT_ONCE
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
@@ -37,7 +37,7 @@ THREADS_PER_SM = 2048
 POLLED = {"answer", "seen", "side", "words"}
 # The most ranks of which a flagged dispatch has tokens enough for sparse polls.
 SPARSE_RANKS = LOW_LATENCY_MAX_ROWS // (FEW_TOKENS + 1)
-SPARSE, WIDE = {"world_size": SPARSE_RANKS}, {"max_sms": 16}
+SPARSE, WIDE, WIDE_MARKED = {"world_size": SPARSE_RANKS}, {"max_sms": 16}, {"max_sms": 33}
 # A cast, a layout, what else the config says, and names of kernels, which take seconds to compile: what dispatch can do
 # is compiled at least once, but not every combination of it.
 CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
@@ -67,7 +67,7 @@ CHOSEN: list[tuple[str, str, dict[str, int], str]] = [
     ("fp8_per_1x128", "rank_major", WIDE, "bulk_dispatch-cast128-has_weights"),
     ("fp8_per_1x128", "rank_major", WIDE, "low_latency_dispatch-cast128-has_weights"),
     ("none", "compact", WIDE, "combine-ahead"),
-    ("fp8_blockwise", "rank_major", WIDE, "combine-quantized-scaled-ahead"),
+    ("fp8_blockwise", "rank_major", WIDE_MARKED, "combine-quantized-scaled-ahead"),
 ]
 
 
@@ -122,7 +122,7 @@ def chosen() -> list[Any]:
             # one variant of each kernel is enough for `make test`
             marks = [pytest.mark.full] if kind in kinds else []
             kinds.add(kind)
-            wide = "wide-" if changes is WIDE else ""
+            wide = "wide-" if changes in (WIDE, WIDE_MARKED) else ""
             cases.append(pytest.param(config, variants[name], id=f"{quant}-{layout}-{wide}{name}", marks=marks))
     return cases
 
@@ -135,7 +135,25 @@ def test_every_variant_compiles_for_hopper(config, variant, tmp_path):
         assert loads > 0
         assert stores > 0
     _check_polled_once(config, variant, asm["ttgir"])
+    assert tiles_handed_on(asm["ttgir"]) == []
     _check_co_residency(config, variant, asm["cubin"], tmp_path)
+
+
+def tiles_handed_on(ttgir: str) -> list[str]:
+    """Tiles that a loop hands from one turn to another at another place.
+
+    Such a tile is copied to other registers at the end of each turn. If it is still being read, that waits for it, and
+    it has been read ahead in vain.
+    """
+    found = []
+    for block in re.finditer(r"^( *)\^bb0\((.*)\):$", ttgir, re.MULTILINE):
+        places = re.findall(r"(%[\w.]+): (tensor<\w+x\w+x\w+, [^>]*>)?", block[2])
+        names = [name for name, _ in places]
+        handed = re.search(rf"^{block[1]}  scf\.yield ([^:]*) :", ttgir[block.end() :], re.MULTILINE)
+        for place, name in enumerate(handed[1].split(", ") if handed else ()):
+            if (name in names) and names.index(name) != place and places[names.index(name)][1]:
+                found.append(name)
+    return found
 
 
 def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel, ttgir: str) -> None:
@@ -150,10 +168,11 @@ def _check_polled_once(config: EpDispatchCombineConfig, variant: CompiledKernel,
         if "isVolatile = true" in line and (match := re.match(r"\s*%(\w+?)(_\d+)? = tt.load", line))
     )
     polled = Counter({at: count for at, count in polled.items() if at[0] in POLLED})
-    rows = min(ROWS_AT_ONCE.value, config.world_size, config.topk)
+    constants, kind = variant.named_constants, kind_of(variant)
+    most_rows = MARKED_ROWS_AT_ONCE if constants.get("MARKED") and constants["READ_AHEAD"] else ROWS_AT_ONCE
+    rows = min(most_rows.value, config.world_size, config.topk)
     assert all(count in (1, rows, config.world_size) for count in polled.values()), polled
     # the names are the code's: a name that is gone would check nothing
-    constants, kind = variant.named_constants, kind_of(variant)
     expected = {
         "bulk_dispatch": {"answer"} | ({"seen"} if constants.get("COMPACT") else set()),
         "low_latency_dispatch": {"answer", "seen", "side", "words"},
