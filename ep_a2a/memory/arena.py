@@ -100,10 +100,7 @@ class OpMemory:
         user: the op that lives on this memory.
         table: the address table that kernels read.
         spans: the notes of kernels that note times. Graphs hold the addresses of both, so they outlive the op.
-        alarm: poisons this rank's kernels of the op, since a rank is gone.
-        mask: makes them go on without ranks, in its place.
-        awaited: returns the ranks that they await for mask_after_secs, None where they have not waited since the last
-            call.
+        words: PoisonWord, by which this rank's kernels of the op hear of lost ranks.
     """
 
     symmetric: dict[str, SymmetricMemory]
@@ -114,9 +111,7 @@ class OpMemory:
     user: weakref.ref[object] | None = None
     table: torch.Tensor | None = None
     spans: torch.Tensor | None = None
-    alarm: Callable[[int], None] | None = None
-    mask: Callable[[tuple[int, ...]], None] | None = None
-    awaited: Callable[[], set[int] | None] | None = None
+    words: Any = None
 
     @property
     def op(self) -> Any:
@@ -175,29 +170,19 @@ class Arena:
         """The ranks of the group, as this process sees them."""
         return self.rendezvous.peers
 
-    def alarm(self, rank: int) -> None:
-        """Makes the ops' kernels that wait for other ranks leave, since `rank` is gone. Any thread may call it."""
+    def lose(self, gone: tuple[int, ...], masked: set[int]) -> None:
+        """Makes the ops' kernels go on without `masked`, or leave since ranks are gone. Any thread may call it."""
         with self._giving_back:
-            for memory in [] if self.closed else list(self._memory.values()):
-                if memory.alarm is not None:
-                    memory.alarm(rank)
-
-    def mask(self, ranks: tuple[int, ...]) -> None:
-        """Makes the ops' kernels that can go on without `ranks`. Any thread may call it."""
-        with self._giving_back:
-            for memory in [] if self.closed else list(self._memory.values()):
-                if memory.mask is not None:
-                    memory.mask(ranks)
+            for words in self._words():
+                words.lose(gone, masked)
 
     def awaited(self) -> list[set[int]]:
-        """Returns whom ops await too long, for each that masks ranks and has waited since the last call.
-
-        Any thread may call it.
-        """
+        """Returns whom ops await too long, for each that has waited since the last call. Any thread may call it."""
         with self._giving_back:
-            memories = [] if self.closed else list(self._memory.values())
-            found = [memory.awaited() for memory in memories if memory.awaited is not None]
-        return [ranks for ranks in found if ranks is not None]
+            return [ranks for words in self._words() if (ranks := words.awaited()) is not None]
+
+    def _words(self) -> list[Any]:
+        return [each.words for each in list(self._memory.values()) if each.words is not None and not self.closed]
 
     def unshared_index(self) -> int:
         """An index that no other op has, for an op whose steps may overlap with any other's. Collective.

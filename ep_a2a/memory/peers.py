@@ -46,8 +46,8 @@ STORE_SECS = 2.0
 class Peers:
     """This rank's view of a group; `peers_of` makes one for each group of a process.
 
-    A thread looks at the locks of the host's ranks. GRACE_SECS after one has fallen it calls `alarm` of everything in
-    `alarms`. Another thread tells ranks of other hosts that this one lives, by keys in the group's store.
+    A thread looks at the locks of the host's ranks. When one has fallen, and GRACE_SECS later, it calls `lose` of
+    everything in `alarms`. Another thread tells ranks of other hosts that this one lives, by keys in the group's store.
 
     Args:
         rank, world_size: this rank's place in the group.
@@ -56,8 +56,7 @@ class Peers:
     Attributes:
         group_store: `store`, where the ranks meet.
         gone: ranks that are known to have ended, ascending.
-        alarms: arenas. `alarm(rank)` makes kernels leave that wait for a rank that is gone, `mask(ranks)` makes others
-            go on without them, `awaited()` says whom these await. Held weakly.
+        alarms: arenas, held weakly. `lose` makes kernels leave, or go on without ranks; `awaited` says whom they await.
         arena_numbers: numbers of the group's arenas in the order in which they are made, equal on all ranks.
         host_record: the file that the ranks of this host share.
     """
@@ -199,23 +198,19 @@ class Peers:
         return self.verdict(failure) or verdict
 
     def watch(self) -> bool:
-        """Calls the alarms where ranks have gone since the last call. Returns whether to go on.
+        """Tells arenas which ranks have been lost since the last call. Returns whether to go on.
 
-        Who is masked has ended, which needs no grace: what it sent before lies there.
+        Who has ended is masked without grace: what it sent before lies there.
         """
         with self._reading:
             gone, known = self.look(), self._masked
             self._masked = masked = known | self._fallen.keys() | self._accused()
-        if masked != known:
-            for each in list(self.alarms):
-                with contextlib.suppress(RuntimeError):
-                    each.mask(tuple(sorted(masked)))
-        if gone != self._alarmed:
+        if (gone, masked) != (self._alarmed, known):
             self._alarmed = gone
             for each in list(self.alarms):
                 # a GPU that is lost has no kernels that wait; this thread goes on
                 with contextlib.suppress(RuntimeError):
-                    each.alarm(gone[0])
+                    each.lose(gone, masked)
         return self.world_size > 1
 
     def _accused(self) -> set[int]:

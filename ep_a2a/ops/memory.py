@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -127,7 +127,9 @@ class PoisonWord:
     that would break the capture of a graph in another thread.
 
     Args:
+        config: the op's.
         words: int32, region POISON of the op's memory.
+        record_words: the error record.
 
     Attributes:
         word: [1]. Work that is enqueued behind a kernel reads there what this kernel has met.
@@ -135,7 +137,8 @@ class PoisonWord:
         masked: ranks that are masked, as bits.
     """
 
-    def __init__(self, words: torch.Tensor) -> None:
+    def __init__(self, config: EpDispatchCombineConfig, words: torch.Tensor, record_words: Any) -> None:
+        self._config, self._record_words = config, record_words
         self.word, self.masked_there, self.reported = words[:, None]
         self.masked, self._device = 0, words.device
         on_gpu = words.is_cuda
@@ -169,9 +172,31 @@ class PoisonWord:
             with torch.cuda.stream(self._stream):
                 self.word.copy_(self._posted, non_blocking=True)
 
-    def mask(self, ranks: tuple[int, ...]) -> None:
-        """Makes kernels go on without these ranks, also those that run. Returns at once; any thread may call it."""
+    def lose(self, gone: tuple[int, ...], masked: set[int]) -> None:
+        """Makes kernels leave since ranks are gone; where ranks may be masked, go on without `masked`.
+
+        Also those that run. Returns at once; any thread may call it.
+        """
+        if self._config.masks:
+            self._mask(masked)
+        elif gone:
+            self.post(gone[0])
+
+    def awaited(self) -> set[int] | None:
+        """Returns whom kernels await for mask_after_secs; None where they have not waited since the last call."""
+        noted = slice(Record.WAITS, Record.SUSPECT + 1)
+        (waits, suspect), self._record_words[noted] = self._record_words[noted].tolist(), 0
+        return {suspect - 1} - {-1} if waits else None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the other ranks go on without this one."""
+        return bool(self.masked >> self._config.rank & 1)
+
+    def _mask(self, ranks: set[int]) -> None:
         self.masked |= sum(1 << rank for rank in ranks)
+        if self.is_masked:
+            self.post(self._config.rank)
         with torch.inference_mode():
             self._masks.numpy()[0] = self.masked
             if self._stream is None:
@@ -237,26 +262,7 @@ class BoundMemory:
         self.table = self.acquired.table
         behind = self.table[len(Region) * config.world_size :]
         self.steps, self.spans_address = behind[: len(Stage)], behind[len(Stage) :]
-        self.poison = PoisonWord(self.view(Region.POISON))
-        if config.masks:
-            self.acquired.mask, self.acquired.awaited = self._mask, self._awaited
-        else:
-            self.acquired.alarm = self.poison.post
-
-    def _mask(self, ranks: tuple[int, ...]) -> None:
-        self.poison.mask(ranks)
-        if self.config.rank in ranks:
-            self.poison.post(self.config.rank)
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether the other ranks go on without this one."""
-        return bool(self.poison.masked >> self.config.rank & 1)
-
-    def _awaited(self) -> set[int] | None:
-        waits, suspect = (int(word) for word in self.record_words[Record.WAITS : Record.SUSPECT + 1])
-        self.record_words[Record.WAITS : Record.SUSPECT + 1] = 0
-        return {suspect - 1} - {-1} if waits else None
+        self.poison = self.acquired.words = PoisonWord(config, self.view(Region.POISON), self.record_words)
 
     def _own_address(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() if r == self.config.rank else 0 for r in range(self.config.world_size))

@@ -45,7 +45,7 @@ def alarm_in_a_capture(context: RankContext, case: Case) -> None:
 
         def body(call: Callable[[Callable[[], None]], None]) -> None:
             rows, *_ = op.dispatch(x, None, None, ids)
-            alarm = threading.Thread(target=op.arena.alarm, args=(VICTIM,))
+            alarm = threading.Thread(target=op.arena.lose, args=((VICTIM,), {VICTIM}))
             alarm.start()
             alarm.join()
             op.combine(rows.clone(), None, ids)

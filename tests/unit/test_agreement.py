@@ -226,26 +226,29 @@ TRIALS: dict[str, tuple[dict[int, set[int] | None], tuple[int, ...]]] = {
 def test_who_is_masked(name: str, view: Any, time: Time) -> None:
     awaited, expected = TRIALS[name]
     ranks = all_of(view)
-    masks: dict[int, list[tuple[int, ...]]] = {0: [], 1: [], 2: []}
+    losses: dict[int, list[Any]] = {0: [], 1: [], 2: []}
     for rank, each in enumerate(ranks):
         found = awaited[rank]
-        arena = SimpleNamespace(awaited=lambda found=found: [] if found is None else [found], mask=masks[rank].append)
+        lose = functools.partial(lambda told, *lost: told.append(lost), losses[rank])
+        arena = SimpleNamespace(awaited=lambda found=found: [] if found is None else [found], lose=lose)
         each.alarms = [arena]  # type: ignore[assignment]
     for _ in range(6):
         for each in ranks:
             each.watch()
         time.sleep(peers.BEAT_SECS)
-    assert masks == dict.fromkeys(range(3), [expected] if expected else [])
+    assert losses == dict.fromkeys(range(3), [((), {*expected})] if expected else [])
 
 
 def test_a_death_masks_at_once(view: Any, time: Time) -> None:
     first, *_ = all_of(view)
-    masks: list[tuple[int, ...]] = []
-    arena = SimpleNamespace(awaited=list, mask=masks.append, alarm=lambda _: None)
+    losses: list[Any] = []
+    arena = SimpleNamespace(awaited=list, lose=lambda *lost: losses.append(lost))
     first.alarms = [arena]  # type: ignore[assignment]
     view.dead.add(2)
     first.watch()
-    assert masks == [(2,)]
+    time.sleep(peers.GRACE_SECS)
+    first.watch()
+    assert losses == [((), {2}), ((2,), {2})]
 
 
 def test_a_store_that_ends_silences_other_hosts(view: Any, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:

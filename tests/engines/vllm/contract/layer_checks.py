@@ -327,7 +327,7 @@ def check_a_rank_that_is_lost_is_told_until_buffers_are_clean(context: RankConte
         run_and_check(case, kernel, context.rank)
         assert (manager.query_active_mask().tolist(), bool(manager.query_fault())) == ([0, 0], False)
         # as where the other rank hangs
-        kernel.prepare_finalize._dispatcher.op.memory.acquired.mask((1 - context.rank,))
+        kernel.prepare_finalize._dispatcher.op.arena.lose((), {1 - context.rank})
         for _ in range(2):
             mask = manager.query_active_mask()
             assert mask.dtype == torch.int32
