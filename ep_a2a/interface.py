@@ -265,6 +265,12 @@ class DispatchCombineOp(Protocol):
     def set_timeout(self, timeout_secs: float) -> None:
         """Bound the waits of calls and of graph replays from now on."""
 
+    def active_ranks(self) -> tuple[int, ...]:
+        """The ranks that are not masked, ascending; with on_rank_loss="fail" all of them."""
+
+    def step_fault(self) -> Tensor:
+        """A bool [1] on the device: whether ranks were masked since the last call; their part of a step may lack."""
+
     def warmup_split(self) -> None:
         """Compile the kernels of split calls, so that a graph can capture them."""
 

@@ -45,6 +45,7 @@ class Capabilities:
         graph_safe: dispatch and combine can be captured in a CUDA graph.
         host_sync: a step of an op outside of graphs makes the host wait for the device.
         micro_batches: steps of ops with different indices may overlap.
+        masks_ranks: on_rank_loss may be "mask".
         layouts: layouts of received rows.
         row_order: "source, token" is ascending by both; "source" by source rank only; "any" differs from run to run.
         packs_rows: step_tokens may have a bound for each rank; else one for all ranks.
@@ -89,6 +90,7 @@ class Capabilities:
     graph_safe: bool = _in(USE, "CUDA graphs", True)
     host_sync: bool = _in(USE, "host waits", False)
     micro_batches: bool = _in(USE, "overlapping micro-batches", True)
+    masks_ranks: bool = _in(USE, "goes on without lost ranks", False)
     layouts: tuple[str, ...] = _in(ROWS, "layouts", ("compact", "rank_major"))
     row_order: str = _in(ROWS, "order of rows", "source, token")
     packs_rows: bool = _in(ROWS, "a bound for each rank", False)
@@ -195,6 +197,8 @@ class Capabilities:
             yield "no cap on received rows", f"max_total_recv_tokens {config.max_total_recv_tokens}", "Pass 0."
         if config.local_ids and not self.local_ids:
             yield "global ids", "local_ids=True", "Subtract the rank's first expert, or use the backend 'ep_a2a'."
+        if config.masks and not self.masks_ranks:
+            yield "on_rank_loss 'fail'", "'mask'", "Pass on_rank_loss='fail', or use the backend 'ep_a2a'."
         if casts_in_combine and num_nodes > 1 and not self.combine_casts_between_nodes:
             yield "a cast of combine on one node", f"{num_nodes} nodes", "Pass quant_type='none'."
         if index and not self.micro_batches:

@@ -54,6 +54,7 @@ class NativeAll2AllManager(All2AllManagerBase):
     backend = "ep_a2a"
     capabilities = Capabilities(
         dispatches_tokens=True,
+        masks_ranks=True,
         layouts=("compact", "rank_major", "expert_major"),
         local_ids=True,
         packs_rows=True,

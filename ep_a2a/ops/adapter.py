@@ -32,6 +32,7 @@ KERNEL_FIELDS = (
     "max_sms",
     "timeout_secs",
     "first_timeout_secs",
+    "mask_after_secs",
     "flagged_max_tokens",
     "expert_alignment",
     "column_major_scales",
@@ -199,6 +200,14 @@ class AdapterOp(BaseOp):
         raise UnsupportedError(
             "an op whose kernels can note times", f"{type(self).__name__}, which has none", "Trace an op of one node."
         )
+
+    def active_ranks(self) -> tuple[int, ...]:
+        """All ranks: nobody goes on without a lost one."""
+        return tuple(range(self.config.world_size))
+
+    def step_fault(self) -> torch.Tensor:
+        """A bool [1] on the device, False: no rank is ever masked."""
+        return torch.zeros(1, dtype=torch.bool, device=self.device)
 
     def check(self) -> None:
         """Raise ClosedError after close. All other errors are raised by the call that causes them."""

@@ -194,6 +194,7 @@ def test_a_kwarg_is_a_kernels_own_or_goes_into_every_backend():
         "combine_dtype",
         "max_total_recv_tokens",
         "local_ids",
+        "on_rank_loss",
         "use_external_inp_buf",
     }
     assert set(EXTRA_KWARGS) - everywhere == set(KERNEL_FIELDS)

@@ -246,6 +246,8 @@ def test_our_own_kwargs_are_passed_through():
         "chunk_tokens": 32,
         "ring_chunks": 8,
         "internode_transport": "torch.distributed",
+        "on_rank_loss": "mask",
+        "mask_after_secs": 2.0,
     }
     assert set(extra) == set(EXTRA_KWARGS)
     config = config_from_handle_kwargs(handle_kwargs(scale_dim=0, **extra), False)
