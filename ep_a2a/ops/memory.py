@@ -134,13 +134,13 @@ class PoisonWord:
     Attributes:
         word: [1]. Work that is enqueued behind a kernel reads there what this kernel has met.
         masked_there, reported: [1], as of Poison.
-        masked: ranks that are masked, as bits.
+        masked: ranks that are masked, as bits. is_masked: whether the other ranks go on without this one.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, words: torch.Tensor, record_words: Any) -> None:
         self._config, self._record_words = config, record_words
         self.word, self.masked_there, self.reported = words[:, None]
-        self.masked, self._device = 0, words.device
+        self.masked, self.is_masked = 0, False
         on_gpu = words.is_cuda
         self._stream = torch.cuda.Stream(words.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._seen, self._posted, self._masks = (
@@ -188,13 +188,9 @@ class PoisonWord:
         (waits, suspect), self._record_words[noted] = self._record_words[noted].tolist(), 0
         return {suspect - 1} - {-1} if waits else None
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether the other ranks go on without this one."""
-        return bool(self.masked >> self._config.rank & 1)
-
     def _mask(self, ranks: set[int]) -> None:
         self.masked |= sum(1 << rank for rank in ranks)
+        self.is_masked = bool(self.masked >> self._config.rank & 1)
         if self.is_masked:
             self.post(self._config.rank)
         with torch.inference_mode():

@@ -34,8 +34,11 @@ PAUSES = {
     "waiting.py": 1,
     # passes on the pauses of the package or of its kernels, which it counts
     "late.py": 1,
-    # the simulated clock
+    # simulated clocks
     "cases/op_special.py": 1,
+    "unit/test_agreement.py": 2,
+    # a shell wakes a rank that has stopped itself
+    "programs/losses.py": 1,
     # an example of a shell's pause, below
     "unit/test_tiers.py": 1,
 }
