@@ -97,6 +97,7 @@ def take_step(op: EpDispatchCombineOp, number: int, at: Callable[[str], None] = 
     result = op.combine_recv().tokens[: len(tokens)]
     is_faulty = bool(op.step_fault())
     op.check()
+    assert result.isfinite().all()
     lost = torch.tensor(sorted({*before} - {*op.active_ranks()}), dtype=torch.int32, device=op.device)
     is_whole = ~((ids >= 0) & torch.isin(ids // 2, lost)).any(-1) if is_faulty else slice(None)
     assert torch.equal(result[is_whole], wanted(tokens, ids, before, by_slot=by_slot)[is_whole]), (number, before, lost)
