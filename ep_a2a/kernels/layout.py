@@ -141,7 +141,7 @@ class Record(DeviceEnum):
     """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank.
 
     WAITS and SUSPECT are no failure, and the host clears them. WAITS: 1 where a wait takes time. SUSPECT: 1 + a rank
-    that is awaited for mask_after_secs, 0 for none.
+    that is awaited for long (LIMITS), 0 for none.
     DETAIL; words of ranks, by code. TIMEOUT: 0; 1 for ranks whose flag had not come. ALTERNATION: 0; 0.
     STEP_TOKENS_MISMATCH: 1; the wire words of all ranks. CAPACITY: the rows that came; rows by source.
     WEIGHTS_MISSING: 1; 1 for ranks without weights. FOREIGN_INDICES: the token; not written.

@@ -32,6 +32,7 @@ from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import BlockSizes
 from ep_a2a.memory.guards import is_capturing, outside_modes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
+from ep_a2a.memory.peers import TRIAL_SECS
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK, Failure
 from ep_a2a.policy import adds_arrived
 
@@ -370,9 +371,9 @@ class BoundMemory:
         """Bound the waits of launches from now on, also of captured graphs."""
         self.timeouts = timeouts
         limits = self.view(Region.LIMITS)
-        for place, nanoseconds in enumerate(
-            (*timeouts.in_nanoseconds(), int(self.config.mask_after_secs * NS_PER_SEC))
-        ):
+        # the trial ends mask_after_secs after the wait has begun
+        suspected_ns = int(max(0.0, self.config.mask_after_secs - TRIAL_SECS) * NS_PER_SEC)
+        for place, nanoseconds in enumerate((*timeouts.in_nanoseconds(), suspected_ns)):
             limits[place].fill_(nanoseconds)
 
     @property
