@@ -120,7 +120,7 @@ def rows_of_token(token_ids, index, bases, op, OWNERS: tl.constexpr, masked):
     peers, goes = destinations_of(token_ids, op, OWNERS, masked)
     sent, rows = goes.to(tl.int32), bases + index
     if op.WORLD_SIZE > op.TOPK:
-        distances = (peers + (op.WORLD_SIZE - op.rank)) % op.WORLD_SIZE
+        distances = tl.where(peers >= op.rank, peers - op.rank, peers - op.rank + op.WORLD_SIZE)
         there = (distances[:, None] == tl.arange(0, op.WORLD_LANES)[None, :]) & goes[:, None]
         sent, rows = reduce_max(there.to(tl.int32), 0), tl.gather(rows, distances, 0)
     return peers, tl.where(goes, rows, -1), sent
