@@ -173,16 +173,6 @@ def clear_row(op, slot, block_rows, E: tl.constexpr):
 
 
 @portable
-def copy_block(op, row, slots, block, block_rows, E: tl.constexpr):
-    """Copies a block of a received row to its experts' rows; with the first one, its scales and weights, too."""
-    copy_words(op, row, slots, block * E.BLOCK_WORDS, E)
-    if block == 0:
-        if E.SCALE_WIDTH > 0:
-            copy_scales(op, row, slots, block_rows, E)
-        place_weights(op, row, slots)
-
-
-@portable
 def clear_padding(op, block_rows, num_local_experts, program, num_programs, E: tl.constexpr):
     """Writes this program's share of the zeros behind each expert's rows."""
     recv_count = address(op, Region.EXPERT_RECV_COUNT, tl.int32)
@@ -217,7 +207,12 @@ def expand_kernel(
     for unit in range(program, total * num_blocks, num_programs):
         row = row_of(unit // num_blocks, received)
         slots = topk_of(slots_at, row, S.TOPK)
-        copy_block(op, row, slots, unit % num_blocks, block_rows, E)
+        block = unit % num_blocks
+        copy_words(op, row, slots, block * E.BLOCK_WORDS, E)
+        if block == 0:
+            if E.SCALE_WIDTH > 0:
+                copy_scales(op, row, slots, block_rows, E)
+            place_weights(op, row, slots)
     # E3
     if E.ALIGNMENT > 1:
         clear_padding(op, block_rows, num_local_experts, program, num_programs, E)

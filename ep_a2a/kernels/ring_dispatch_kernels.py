@@ -26,22 +26,6 @@ from ep_a2a.kernels.ring_send_kernels import Source, send_chunk
 from ep_a2a.kernels.routing_kernels import count_by_rank, record_routes
 
 
-@portable
-def post_totals(ids, op, num_tokens, wire_word, first_row, epoch, OWNERS: tl.constexpr, N: tl.constexpr):
-    """Posts to all ranks how many rows this rank sends to each."""
-    tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
-    counts = count_by_rank(ids, 0, num_tokens, op, OWNERS, N.MANY_TOKENS)
-    post_counts(op, counts, first_row, wire_word, epoch)
-
-
-@portable
-def number_rows(ids, op, first, last, OWNERS: tl.constexpr, N: tl.constexpr):
-    """Records the rows that tokens first ... last - 1 get at every rank, among those that this rank sends there."""
-    index = count_by_rank(ids, 0, first, op, OWNERS, N.MANY_TOKENS)
-    for start in range(first, last, N.TOKENS):
-        _, _, index = record_routes(ids, op, start, last, index, OWNERS, N.TOKENS)
-
-
 @portable(do_not_specialize=["num_tokens", "wire_word", "first_row", "rank"], do_not_specialize_on_alignment=["ids"])
 def number_rows_kernel(
     ids, table, num_tokens, wire_word, first_row, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr
@@ -58,11 +42,15 @@ def number_rows_kernel(
     # D1
     if poison == 0:
         if program == 0:
-            post_totals(ids, op, num_tokens, wire_word, first_row, epoch, OWNERS, N)
+            tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
+            counts = count_by_rank(ids, 0, num_tokens, op, OWNERS, N.MANY_TOKENS)
+            post_counts(op, counts, first_row, wire_word, epoch)
         share = (num_tokens + num_programs - 1) // num_programs
         first = tl.minimum(program * share, num_tokens)
         last = tl.minimum(first + share, num_tokens)
-        number_rows(ids, op, first, last, OWNERS, N)
+        index = count_by_rank(ids, 0, first, op, OWNERS, N.MANY_TOKENS)
+        for start in range(first, last, N.TOKENS):
+            _, _, index = record_routes(ids, op, start, last, index, OWNERS, N.TOKENS)
     if N.FINISHES:
         finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
 

@@ -56,15 +56,6 @@ def store_to_rows(
 
 
 @portable
-def first_row_at_each(op, slot, source):
-    """[WORLD_LANES] where the rows of rank `source`, whose chunk is at `slot`, begin at every rank."""
-    bases = full_like(tl.arange(0, op.WORLD_LANES), tl.load(words_at(slot, ChunkWord.FIRST_ROW, tl.int32)))
-    if op.COMPACT:
-        bases = rows_before(op, source)
-    return bases
-
-
-@portable
 def rows_of_line(line, bases, first_rank, row_limit, op, R: tl.constexpr, LINE: tl.constexpr):
     """The line's row at each rank of the node, -1 for none, as a tuple."""
     rows = ()
@@ -111,7 +102,10 @@ def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: t
 def copy_lines(op, slot, source_node, chunk, places, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
     source = source_node * R.GPUS + op.rank % R.GPUS
-    bases = first_row_at_each(op, slot, source)
+    # where the source's rows begin at every rank
+    bases = full_like(tl.arange(0, op.WORLD_LANES), tl.load(words_at(slot, ChunkWord.FIRST_ROW, tl.int32)))
+    if op.COMPACT:
+        bases = rows_before(op, source)
     record = address(op, Region.FORWARDED_ROWS, tl.int32)
     num_lines = tl.load(words_at(slot, ChunkWord.NUM_LINES, tl.int32))
     for number in range(num_lines):
