@@ -357,7 +357,7 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.poison.masked = 0
+        self.poison.masked, self.poison.is_masked = 0, False
         self.peers.forgive()
         self.set_timeouts(self.timeouts)
         self.steps.zero_()
