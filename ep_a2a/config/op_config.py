@@ -130,7 +130,7 @@ class EpDispatchCombineConfig:
             go on without it; slots of its experts count as dropped. Of 31 ranks at most that reach each other's memory,
             and not in layout compact, where rows of each rank follow those of the ranks before it.
         mask_after_secs: with on_rank_loss="mask", seconds of a wait after which a rank that lives, and waits for nobody
-            itself, is masked, too; not in an op's first step.
+            itself, is masked, too; not in an op's first two steps.
     """
 
     data_type: torch.dtype
@@ -230,18 +230,9 @@ class EpDispatchCombineConfig:
     def _check_masks(self) -> None:
         checked_seconds("mask_after_secs", self.mask_after_secs)
         if self.masks:
-            require(
-                self.layout != Layout.COMPACT,
-                "layout",
-                "'rank_major' or 'expert_major' with on_rank_loss='mask'",
-                "'compact'",
-            )
-            require(
-                self.world_size <= MAX_MASKED_RANKS,
-                "world_size",
-                f"<= {MAX_MASKED_RANKS} with on_rank_loss='mask'",
-                str(self.world_size),
-            )
+            most = f"<= {MAX_MASKED_RANKS} with on_rank_loss='mask'"
+            require(self.layout != Layout.COMPACT, "layout", "another one with on_rank_loss='mask'", "'compact'")
+            require(self.world_size <= MAX_MASKED_RANKS, "world_size", most, str(self.world_size))
             require(not self.uses_rings, "on_rank_loss", "'fail' between nodes", "'mask'")
 
     @functools.cached_property

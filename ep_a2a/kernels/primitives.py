@@ -394,12 +394,12 @@ def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr):
     if polls == POLLS_PER_CLOCK:
         deadline = now + PATIENCE * time_limit(op)
     if op.MASKS:
-        # the host decides whether to mask it; in the first step ranks may still be loading
+        # the host decides whether to mask it; who is in the second step may wait for one that loads in its first
         limit = PATIENCE * time_limit(op)
         mask_after = tl.load(address(op, Region.LIMITS, tl.int64) + 2)
         record = address(op, Region.ERROR_RECORD, tl.int32)
         tl.store(record + Record.WAITS, 1)
-        if (now > deadline - limit + mask_after) & (limit > mask_after) & (num_steps(op) > 0):
+        if (now > deadline - limit + mask_after) & (limit > mask_after) & (num_steps(op) > 1):
             tl.store(record + Record.SUSPECT, 1 + accused)
     verdict = tl.where(now > deadline, (FailureCode.TIMEOUT << 16) | accused, 0)
     poison_word = address(op, Region.POISON, tl.int32)

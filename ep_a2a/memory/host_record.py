@@ -104,12 +104,19 @@ class HostRecord:
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the process of `rank` stands still, by a signal or a debugger; False where /proc does not say."""
+        return self._state(rank) in (b"t", b"T")
+
+    def computes(self, rank: int) -> bool:
+        """Whether the process of `rank` runs, or would if it had a core; False where /proc does not say."""
+        return self._state(rank) == b"R"
+
+    def _state(self, rank: int) -> bytes:
         holder = self._holder(rank)
         try:
             # the state follows the name in brackets, which may hold any character
-            return bool(holder) and Path(f"/proc/{holder}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"tT"
+            return Path(f"/proc/{holder}/stat").read_bytes().rpartition(b")")[2].split()[0] if holder else b""
         except (OSError, IndexError):
-            return False
+            return b""
 
     def _holder(self, byte: int) -> int | None:
         """The process that holds the lock of a byte; None without one, 0 where this process cannot see it."""

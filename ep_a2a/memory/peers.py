@@ -226,7 +226,11 @@ class Peers:
             if self._has_waited:
                 self.give_up(GivenUp(trial, "a step", suspects, waited=True, at=now))
         if found is None and now >= self._trial_over_at:
-            found = self.record(trial, judge_trial(trial, self.see(), self._masked | self._fallen.keys()))
+            spared = self._masked | self._fallen.keys()
+            if all(each.device.type == "cpu" for each in list(self.alarms)):
+                # interpreted kernels are slow beside a busy host; one that waits for a GPU may compute, too
+                spared |= set(filter(self.host_record.computes, self._joined))
+            found = self.record(trial, judge_trial(trial, self.see(), spared))
         if found is None:
             return set()
         self._num_trials, self._trial_over_at, self._has_waited = self._num_trials + 1, math.inf, False

@@ -185,8 +185,8 @@ def judge_meeting(rank: int, meeting: GivenUp, seen: Seen, since: float) -> Verd
     return Verdict(late=alive, calls=tuple(sorted({**calls, rank: meeting.call}.items())))
 
 
-def judge_trial(trial: str, seen: Seen, masked: set[int]) -> Verdict:
+def judge_trial(trial: str, seen: Seen, spared: set[int]) -> Verdict:
     """Returns which ranks are to be masked: those that ranks on trial await for too long, and that await nobody."""
     waiting = {rank: each for rank, each in seen.given_up.items() if each.failure == trial and each.waited}
     awaited = {rank for each in waiting.values() for rank in each.awaited}
-    return Verdict(late=tuple(sorted(awaited - waiting.keys() - seen.blocked - masked)))
+    return Verdict(late=tuple(sorted(awaited - waiting.keys() - seen.blocked - spared)))

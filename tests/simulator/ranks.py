@@ -92,6 +92,9 @@ class Record:
     def is_stopped(self, rank: int) -> bool:
         return self._scheduler.now < self._scheduler.stopped.get(rank, 0.0)
 
+    def computes(self, _: int) -> bool:
+        return False
+
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

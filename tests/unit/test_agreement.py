@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ep_a2a import clock
@@ -23,7 +24,7 @@ from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict, judge, judge
 from tests.waiting import await_until
 
 ALIVE, UNHEARD, GONE = Presence.ALIVE, Presence.UNHEARD, Presence.GONE
-BOUND_SECS = 10.0
+BOUND_SECS, CPU = 10.0, torch.device("cpu")
 HERE, THERE = "the step", "a step of another op"
 
 
@@ -230,13 +231,31 @@ def test_who_is_masked(name: str, view: Any, time: Time) -> None:
     for rank, each in enumerate(ranks):
         found = awaited[rank]
         lose = functools.partial(lambda told, *lost: told.append(lost), losses[rank])
-        arena = SimpleNamespace(awaited=lambda found=found: [] if found is None else [found], lose=lose)
+        arena = SimpleNamespace(awaited=lambda found=found: [] if found is None else [found], lose=lose, device=CPU)
         each.alarms = [arena]  # type: ignore[assignment]
     for _ in range(6):
         for each in ranks:
             each.watch()
         time.sleep(peers.BEAT_SECS)
     assert losses == dict.fromkeys(range(3), [((), {*expected})] if expected else [])
+
+
+def test_a_rank_that_computes_on_the_cpu_is_not_masked(view: Any, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy host may leave it no core for long."""
+    first, *_ = all_of(view)
+    losses: list[Any] = []
+    arena = SimpleNamespace(awaited=lambda: [{2}], lose=lambda *lost: losses.append(lost), device=CPU)
+    first.alarms = [arena]  # type: ignore[assignment]
+    monkeypatch.setattr(host_record.HostRecord, "computes", lambda _, rank: rank == 2)
+    for _ in range(6):
+        first.watch()
+        time.sleep(peers.BEAT_SECS)
+    assert losses == []
+    monkeypatch.setattr(host_record.HostRecord, "computes", lambda *_: False)
+    for _ in range(6):
+        first.watch()
+        time.sleep(peers.BEAT_SECS)
+    assert losses == [((), {2})]
 
 
 def test_a_death_masks_at_once(view: Any, time: Time) -> None:
