@@ -158,8 +158,6 @@ SHARED_WARPS, SHARED_REGISTERS = 4, 96
 tile of 128 x 256 sums (65,536 - 256 x 208 = 128 x 96)."""
 SHARED_SEND_ELEMENTS, SHARED_PROGRAMS_PER_SENDER = 4096, 3
 """Elements of a row that a program of a combine sends at once, and programs for each that sends."""
-SHARED_ADD_ELEMENTS = 512
-"""Elements that it adds at once. 1024, which were timed, take 24 bytes of a thread's stack (8 ranks, bf16)."""
 
 # Limits.
 
@@ -287,7 +285,7 @@ def _made_small(wish: Launch, phase: Phase, most: int) -> Launch:
     """Returns the wish with programs that run beside those of a product, one for each of `most` multiprocessors."""
     small = replace(wish, num_warps=SHARED_WARPS, send_rows=1, shares_sm=True)
     if phase is Phase.COMBINE:
-        small = replace(small, send_elements=SHARED_SEND_ELEMENTS, add_elements=SHARED_ADD_ELEMENTS, read_ahead=True)
+        small = replace(small, send_elements=SHARED_SEND_ELEMENTS, add_elements=BLOCK_ELEMENTS, read_ahead=True)
     if phase is Phase.BULK_DISPATCH or small.by_all:
         return fit(small, phase, most)
     num_programs = max(FLAG_PROGRAMS[phase] + 2, most)
