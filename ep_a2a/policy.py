@@ -114,13 +114,13 @@ SEND_NS, ADD_NS = 0.047, 0.045
 """Nanoseconds of one multiprocessor for an element of a row that it sends, and of one that it adds. The sum of a token
 takes as long as one more row. Combine of 2 ranks with T = 4096, 30 November; the programs that send as in brackets:
 
-    SEND_NS / ADD_NS     0.81      1.05*
+    SEND_NS / ADD_NS     0.81      1.05* (0.060 / 0.057)
     N = 16            441 (3)    359 (4)
     N = 24            272 (5)    237 (6)
     N = 32            200 (7)    181 (8)
 """
 CAST_NS, ADD_CAST_NS = 0.060, 0.046
-"""The same for rows that are cast to fp8 on the way: 1637 by these, 1648 measured. Casting takes less on 2 ranks with
+"""The same for rows that are cast to fp8 on the way. Casting takes less on 2 ranks with
 T = 512, perhaps since the rows fit into the L2. N = 8, 28 November:
 
     programs that send    3     4
@@ -132,8 +132,8 @@ November: 525 where 0.3 of the programs only send*, 538 where those also add."""
 MOST_ADDING_ARRIVED, MOST_ADDING_ARRIVED_CASTS = 16, 32
 """The largest config.max_sms with which all programs of a combine send, and add when all rows have arrived; and of rows
 that are cast. Rows need no looks and no marks then, but while they are added nothing is on the links, which more
-programs would fill, and a step of few tokens waits for a fence. Combines of two H200s, 30 November; a launch without
-a bound took 2 µs more with T = 32 and 20 % more with T = 4096:
+programs would fill, and a step of few tokens waits for a fence. Combines of two H200s, 30 November; launches without
+a bound took 4 µs more with T = 32, and bf16 18 % more with T = 4096:
 
                        bf16                  casts
     T =                32    512    4096     512    4096

@@ -88,6 +88,10 @@ CASES = {
     "bounded_fp8_results": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise"),
     "bounded_marks": replace(BOUNDED, options=MARKS),
     "bounded_fp8_marks": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise", options=MARKS),
+    # more rows of a token than a turn reads ahead
+    "bounded_marks_six": replace(
+        BOUNDED, world_size=6, topk=5, num_experts=12, tokens=((3, 2, 0, 1, 3, 4), (4, 0, 1, 3, 2, 2)), options=MARKS
+    ),
     "bounded_compact_cast": replace(BOUNDED, layout="compact", hidden_dim=256, quant_type="fp8_per_1x128"),
     "bounded_look_back": replace(BOUNDED, max_tokens=1100, tokens=((35, 20),), num_steps=1, scale_dim=3),
     "small_room": replace(SMALL, layout="compact", routing="all_to_one", options={"max_total_recv_tokens": 2}),

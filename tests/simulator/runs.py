@@ -23,7 +23,7 @@ CONDITIONS = {
     "random-halves": Conditions(landing="random", num_sms=4, halves=True),
     "random": Conditions(landing="random", num_sms=4, switches=0.05, staleness=0.5),
     # more multiprocessors than an op with max_sms may use
-    "many-sms": Conditions(num_sms=32),
+    "many-sms": Conditions(num_sms=40),
     # the flag is new, what it announces is old
     "fresh-looks": Conditions(num_sms=4, fresh_looks=True),
     # others wait for a rank that stands still, not as long as they may wait, or longer

@@ -21,6 +21,7 @@ QUICK = {
     ("bounded", "steps", "many-sms"),
     ("bounded_fp8_results", "steps", "many-sms"),
     ("bounded_marks", "steps", "many-sms"),
+    ("bounded_marks_six", "steps", "many-sms"),
     ("bounded_fp8_marks", "steps", "many-sms"),
     ("bounded_compact_cast", "steps", "many-sms"),
     ("bounded_look_back", "steps", "many-sms"),

@@ -153,12 +153,14 @@ def test_warps_are_a_power_of_two_up_to_a_thousand_threads(phase, asked, given_)
 
 @pytest.mark.parametrize("phase", policy.Phase)
 @pytest.mark.parametrize("max_sms", [1, 4, 20, 64])
-def test_max_sms_bounds_programs(phase, max_sms):
+@pytest.mark.parametrize(("quant_type", "most"), [("none", 16), ("fp8_blockwise", 32)])
+def test_max_sms_bounds_programs(phase, max_sms, quant_type, most):
     """The GPU spreads programs over all multiprocessors, so a bound on those is a bound on programs."""
-    for config in (config_of(max_sms=max_sms), config_of(max_sms=max_sms, launch="manual", block_num=1000)):
+    given = {"max_sms": max_sms, "quant_type": quant_type}
+    for config in (config_of(**given), config_of(**given, launch="manual", block_num=1000)):
         for block_num in (-1, 1000):
             launch = policy.choose_launch(config, phase, 4096, 4096, H200_SMS, block_num)
-            by_all = phase is policy.Phase.COMBINE and max_sms <= policy.MOST_ADDING_ARRIVED
+            by_all = phase is policy.Phase.COMBINE and max_sms <= most
             assert launch.by_all == by_all
             assert launch.num_programs == max(least(phase, by_all=by_all), max_sms)
             called = policy.choose_launch(
