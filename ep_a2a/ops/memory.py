@@ -135,14 +135,13 @@ class PoisonWord:
     Attributes:
         word: [1]. Work that is enqueued behind a kernel reads there what this kernel has met.
         masked_there, reported: [1], as of Poison.
-        masked: ranks that are masked, as bits. is_masked: whether the other ranks go on without this one.
+        masked: ranks that are masked, as bits.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, words: torch.Tensor, record_words: Any) -> None:
         self._config, self._record_words = config, record_words
         self.word, self.masked_there, self.reported = words[:, None]
-        self.masked, self.is_masked = 0, False
-        on_gpu = words.is_cuda
+        self.masked, on_gpu = 0, words.is_cuda
         self._stream = torch.cuda.Stream(words.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._seen, self._posted, self._masks = (
             torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(3)
@@ -191,8 +190,7 @@ class PoisonWord:
 
     def _mask(self, ranks: set[int]) -> None:
         self.masked |= sum(1 << rank for rank in ranks)
-        self.is_masked = bool(self.masked >> self._config.rank & 1)
-        if self.is_masked:
+        if self.masked >> self._config.rank & 1:
             self.post(self._config.rank)
         with torch.inference_mode():
             self._masks.numpy()[0] = self.masked
@@ -357,7 +355,7 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.poison.masked, self.poison.is_masked = 0, False
+        self.poison.masked = 0
         self.peers.forgive()
         self.set_timeouts(self.timeouts)
         self.steps.zero_()
