@@ -252,6 +252,15 @@ def is_live(masked, ranks):
 
 
 @portable
+def present_ranks(op, lanes, masked):
+    """Return which lanes are ranks that are not masked. masked: from masked_of."""
+    present = lanes < op.WORLD_SIZE
+    if op.MASKS:
+        present = present & is_live(masked, lanes)
+    return present
+
+
+@portable
 def begin_launch(op, stage: tl.constexpr, phase: tl.constexpr, POISON_LANES: tl.constexpr):
     """Return (epoch, poison word) with which a program begins: begin_stage, load_poison and initial_poison in turn."""
     epoch, out_of_order = begin_stage(op, stage)
@@ -316,9 +325,7 @@ def post_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, masked=0):
         masked: from masked_of. A masked rank that wakes must not take a step for whole that others took without it.
     """
     peers = tl.arange(0, op.WORLD_LANES)
-    present = peers < op.WORLD_SIZE
-    if op.MASKS:
-        present = present & is_live(masked, peers)
+    present = present_ranks(op, peers, masked)
     flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
     epochs = tl.full((op.WORLD_LANES,), 0, tl.int32) + epoch
     if ORDERS:
@@ -336,9 +343,7 @@ def post_arrival(op, region: tl.constexpr, program, num_programs, masked=0):
     additions before it have released. masked: as of post_all.
     """
     peers = tl.arange(0, op.WORLD_LANES)
-    present = peers < op.WORLD_SIZE
-    if op.MASKS:
-        present = present & is_live(masked, peers)
+    present = present_ranks(op, peers, masked)
     flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
     share = share_of(ARRIVAL_UNIT, program, num_programs)
     barrier()
@@ -417,9 +422,7 @@ def wait_all(
     masked: from masked_of; nobody waits for a rank that is masked.
     """
     lanes = tl.arange(0, op.WORLD_LANES)
-    present = lanes < op.WORLD_SIZE
-    if op.MASKS:
-        present = present & is_live(masked, lanes)
+    present = present_ranks(op, lanes, masked)
     if WITHIN:
         present = present & (lanes // WITHIN == op.rank // WITHIN)
     flags = address(op, region, tl.int32) + lanes

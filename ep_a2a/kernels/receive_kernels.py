@@ -88,7 +88,7 @@ class Received(NamedTuple):
 PADDED_IDS = tl.constexpr(512)
 # More rows than a rank can have received.
 MOVED = tl.constexpr((1 << 31) - 1)
-# What a masked rank has not told.
+# This stands for a word that a masked rank has not told.
 UNTOLD = tl.constexpr(-(1 << 31))
 # Words of COUNTS that are added at once: not timed.
 MOST_COUNTS = tl.constexpr(256)
