@@ -33,7 +33,6 @@ ARRIVAL_UNIT = tl.constexpr(1 << layout.ARRIVAL_SHIFT)
 NUM_REGIONS = tl.constexpr(len(Region))
 NUM_STAGES = tl.constexpr(len(Stage))
 
-
 # A step counter moves on by this when all programs of a launch have arrived; the arrivals count in the lower bits.
 STEP_UNIT = tl.constexpr(1 << layout.STEP_SHIFT)
 STEP_SHIFT = tl.constexpr(layout.STEP_SHIFT)
