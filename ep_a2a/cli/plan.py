@@ -1,8 +1,8 @@
-"""`ep-a2a plan`: computes an op's memory on each GPU, and predicts exchanges between nodes, without a GPU."""
+"""`ep-a2a plan`: computes an op's memory on each GPU, without a GPU."""
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,6 @@ SHARED = "With --vllm: tensor-parallel ranks share their replica's tokens; defau
 COMBINE_QUANT = "Cast of combine: none (default), fp8_blockwise, fp8_direct_cast."
 RECV = "Cap on received rows; default: none."
 FLAGGED = "Most tokens of a rank in the low-latency dispatch; default: 128."
-NODES = "Predict exchanges between numbers of nodes, separated by commas."
 TRAINING = "Also what a layer of ep_a2a.autograd keeps."
 DTYPE = "bfloat16, float16, float32; default: the model's, else bfloat16."
 
@@ -29,7 +28,7 @@ def plan(
     sequence_parallel: Annotated[bool | None, typer.Option(help=SHARED)] = None,
     ranks: Annotated[int | None, opt.number("GPUs; default: 8.", opt.MOST_RANKS)] = None,
     gpus_per_node: Annotated[
-        int | None, opt.number("GPUs of a node; default: all, with --nodes or --vllm 8.", opt.MOST_RANKS)
+        int | None, opt.number("GPUs of a node; default: all, with --vllm 8.", opt.MOST_RANKS)
     ] = None,
     max_tokens: Annotated[int | None, opt.number("Tokens per rank; default: 4096.", opt.MOST_TOKENS)] = None,
     topk: Annotated[int | None, opt.number("Experts per token; default: 8.", opt.MOST_TOPK)] = None,
@@ -40,19 +39,11 @@ def plan(
     max_total_recv_tokens: Annotated[int | None, opt.number(RECV, opt.MOST_TOKENS, least=0)] = None,
     flagged_max_tokens: Annotated[int | None, opt.number(FLAGGED, opt.MOST_TOKENS, least=0)] = None,
     training: Annotated[bool, typer.Option("--training", help=TRAINING)] = False,
-    nodes: Annotated[Any, opt.numbers(NODES)] = None,
-    nic_gbps: Annotated[
-        float | None, typer.Option(help="With --nodes: rate of each GPU's NIC, Gb/s; default: 400.")
-    ] = None,
-    published: Annotated[bool, typer.Option("--published", help="Predict other libraries' published times.")] = False,
     hidden: Annotated[int | None, opt.number("Hidden size; default: the model's, else 7168.", opt.MOST_PLANNED)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
     quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,
     as_json: opt.AsJson = False,
     output: opt.Output = None,
-    seed: Annotated[
-        int | None, opt.number("With --nodes: seed of the routing; default: 0.", opt.MOST_SEED, least=0)
-    ] = None,
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,
 ) -> None:
@@ -60,9 +51,6 @@ def plan(
 
     With --vllm it plans for a model, else for the sizes that are named. It needs no GPU and starts nothing. The total
     is exactly what the op allocates when it is built.
-
-    With --nodes it prints what dispatch and combine between nodes are predicted to take, and with --published how far
-    such predictions are off, instead.
     """
     options = SimpleNamespace(**locals())
     from ep_a2a.commands.plan.command import execute

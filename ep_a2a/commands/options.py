@@ -37,7 +37,6 @@ OPTIONS_OF_FIELDS = {
     "max_num_inp_token_per_rank": ("max_tokens", "tokens"),
     "world_size": ("ranks",),
     "num_ep_ranks": ("ranks",),
-    "num_nodes": ("nodes",),
     "gpu_per_node": ("gpus_per_node",),
     "quant_type": ("quant",),
     "dispatch_quant_type": ("quant",),

@@ -94,7 +94,7 @@ def test_ctrl_c_is_said_in_one_word(num_children: int, arguments: tuple[str, ...
     "module", ["typer", "rich.console", "ep_a2a.commands.plan.command", "torch", "torch.distributed", "numpy"]
 )
 def test_ctrl_c_is_not_lost_in_an_import(module: str) -> None:
-    process = start(module, "plan", "--published", program=("-c", INTERRUPTED))
+    process = start(module, "plan", program=("-c", INTERRUPTED))
     printed, said = process.communicate(timeout=PROGRAM_TIMEOUT_SECS)
     assert (process.returncode, said, printed) == (130, "interrupted\n", "")
 

@@ -56,17 +56,7 @@ def metadata_of(wheel: Path) -> Message:
 def test_it_is_for_any_python_and_machine(wheel, names):
     assert wheel.name == f"ep_a2a-{ep_a2a.__version__}-py3-none-any.whl"
     assert "Root-Is-Purelib: true" in text_of(wheel, "WHEEL")
-    assert {Path(name).suffix for name in names} <= {
-        ".py",
-        ".cu",
-        ".csv",
-        ".json",
-        ".toml",
-        ".yaml",
-        ".typed",
-        ".txt",
-        "",
-    }
+    assert {Path(name).suffix for name in names} <= {".py", ".cu", ".json", ".toml", ".yaml", ".typed", ".txt", ""}
 
 
 def test_all_that_is_needed_is_in_it_and_nothing_else(names):
@@ -74,7 +64,7 @@ def test_all_that_is_needed_is_in_it_and_nothing_else(names):
     assert modules == {name for name in names if name.endswith(".py")}
     assert {f"ep_a2a/configs/{name}" for name in SHIPPED} <= set(names)
     assert {"ep_a2a/py.typed", "ep_a2a/integrations/vllm/contract.toml"} <= set(names)
-    assert {"ep_a2a/commands/measure/push.cu", "ep_a2a/commands/plan/published.csv"} <= set(names)
+    assert {"ep_a2a/commands/measure/push.cu", "ep_a2a/commands/plan/families.toml"} <= set(names)
     assert {name.split("/")[0] for name in names} == {"ep_a2a", f"ep_a2a-{ep_a2a.__version__}.dist-info"}
 
 

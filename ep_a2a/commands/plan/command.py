@@ -35,7 +35,6 @@ OF_AN_OP = (
     *("ranks", "max_tokens", "topk", "experts", "layout", "combine_quant", "scale_format", "max_total_recv_tokens"),
     "flagged_max_tokens",
 )
-BETWEEN_NODES = ("nic_gbps", "seed")
 """Options that act in every kind of plan, and those that act in one kind only."""
 MAX_GPU_BYTES = 512 << 30
 """More than any GPU has."""
@@ -53,17 +52,8 @@ def execute(options: SimpleNamespace) -> None:
     if options.dtype not in (None, *DTYPES):
         raise UnknownNameError(f"to be one of {', '.join(DTYPES)}", repr(options.dtype), field="dtype")
     typed = vars(options) | {"dtype": DTYPES.get(options.dtype), "quant": options.quant and options.quant.value}
-    kinds = (OF_ANY, OF_A_MODEL, OF_AN_OP, BETWEEN_NODES)
-    for_any, for_model, for_op, between = ({name: typed[name] for name in names} for names in kinds)
+    for_any, for_model, for_op = ({name: typed[name] for name in names} for names in (OF_ANY, OF_A_MODEL, OF_AN_OP))
     check_can_write(options.output)
-    if options.nodes is not None or options.published:
-        from ep_a2a.commands.plan.nodes import show_nodes
-
-        without_effect = {"vllm": options.vllm, "training": options.training or None, **for_model}
-        refuse(without_effect, "with --nodes or --published", "Leave it out.")
-        show_nodes(options, {"nodes": options.nodes, **between, **for_op, **for_any})
-        return
-    refuse(between, "without --nodes", "Say --nodes.")
     if options.vllm is None:
         refuse(for_model, "without --vllm", "Name the model's config.json by --vllm.")
         if for_any["quant"] in (None, QuantType.NONE.value):
