@@ -47,9 +47,6 @@ def bench(
     as_json: opt.AsJson = False,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines, a header and a line per row.")] = None,
     seed: opt.Seed = None,
-    plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Draw round trip over tokens, or bounds (PNG, SVG).")
-    ] = None,
     layer: Annotated[bool, typer.Option("--layer", help=LAYER)] = False,
     intermediate: Annotated[
         Any, opt.numbers("With --layer: intermediate sizes of an expert; default: 2048 on GPUs.", least=1)

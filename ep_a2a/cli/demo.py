@@ -27,7 +27,6 @@ def demo(
     quant: opt.Cast = Quant.NONE,
     gpus_per_node: Annotated[int | None, opt.number(GPUS_PER_NODE, opt.MOST_PROCESSES)] = None,
     backend: Annotated[str | None, typer.Option(help=BACKENDS)] = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the traffic as a heat map (PNG).")] = None,
     as_json: opt.AsJson = False,
     output: opt.Output = None,
     seed: opt.Seed = None,
@@ -41,11 +40,10 @@ def demo(
     options = SimpleNamespace(**locals())
     from ep_a2a.commands.demo.model import read_text
     from ep_a2a.commands.demo.run import DemoSettings, execute
-    from ep_a2a.commands.files import check_can_write, different_files
+    from ep_a2a.commands.files import check_can_write
     from ep_a2a.commands.ranks import choose_device, default_ranks
 
     check_can_write(output)
-    different_files(output, plot)
     kind = choose_device(device)
     name, reason = named_backend(backend)
     sizes = given({"gpus_per_node": gpus_per_node, "seed": seed})

@@ -1,4 +1,4 @@
-"""`ep-a2a trace`: records spans inside the kernels of dispatch and combine, for Perfetto and as a picture."""
+"""`ep-a2a trace`: records spans inside the kernels of dispatch and combine, for Perfetto."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,6 @@ def trace(
     output: Annotated[Path, typer.Option(file_okay=False, help="Folder to write into; made if need be.")] = Path(
         "prof"
     ),
-    plot: Annotated[bool, typer.Option(help="Draw the last step (needs matplotlib).")] = True,
     as_json: opt.AsJson = False,
     seed: opt.Seed = None,
     quiet: opt.Quiet = False,
@@ -39,8 +38,7 @@ def trace(
 ) -> None:
     """Run kernels that note what they do, and write traces.
 
-    Writes trace_RANK_<rank>.json for each rank and trace.json with all of them, which Perfetto opens, and
-    timeline.png.
+    Writes trace_RANK_<rank>.json for each rank and trace.json with all of them, which Perfetto opens.
     Files of these names that an earlier run has left in the folder are removed.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
@@ -52,4 +50,4 @@ def trace(
     typed = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk, "seed": seed}
     sizes = SIZES[kind] | {"ranks": default_ranks(kind, SIZES[kind]["ranks"])} | given(typed)
     workload = Workload(**sizes, quant=quant.value, layout=layout)
-    execute(workload, kind, steps, output, plot=plot, as_json=as_json)
+    execute(workload, kind, steps, output, as_json=as_json)

@@ -14,13 +14,6 @@ from ep_a2a.whole_files import resolved
 REMEDY = "Name another file, or make room and permissions for this one."
 
 
-def different_files(*paths: Path | None) -> None:
-    """Raises ConfigError where two outputs would go to one file."""
-    resolved = [path.resolve() for path in paths if path is not None]
-    if len(set(resolved)) < len(resolved):
-        raise ConfigError("a file of its own for each output", ", ".join(map(str, resolved)), "Name another.")
-
-
 def check_can_write(path: Path | None) -> None:
     """Checks, before any work, that `path` can be written; leaves nothing behind.
 

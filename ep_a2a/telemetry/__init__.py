@@ -1,4 +1,4 @@
-"""Traces of dispatch and combine: spans inside the kernels and on the host, as JSON for Perfetto and as a picture."""
+"""Traces of dispatch and combine: spans inside the kernels and on the host, as JSON for Perfetto."""
 
 from ep_a2a.telemetry.profiler import StepProfiler
 from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, TraceSpan

@@ -42,9 +42,6 @@ def _cases() -> list[Case]:
     for command in ("demo", "plan", "backends", "doctor", "bench"):
         found += [((command, "--output", path), 2, "expected") for path in (NONE, LONG, FOLDER, f"{FILE}/x")]
     found += [(("trace", "--device", "cpu", "--output", path), 2, "expected") for path in (LONG, f"{FILE}/x")]
-    for command in ("demo", "bench"):
-        pictures = ("x.gif", f"{NONE}.png", f"{LONG}.png", f"{FILE}/x.png", "x")
-        found += [((command, "--plot", path), 2, "expected") for path in pictures]
     return found
 
 

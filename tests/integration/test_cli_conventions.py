@@ -73,7 +73,7 @@ DEMO = ("demo", "--device", "cpu", "--tokens", "20000")
         (2, DEMO),
         (5, DEMO),
         (5, ("bench", "--device", "cpu", "--ranks", "4", "--tokens", "4000")),
-        (5, ("trace", "--device", "cpu", "--ranks", "4", "--steps", "1000", "--no-plot")),
+        (5, ("trace", "--device", "cpu", "--ranks", "4", "--steps", "1000")),
         (5, ("doctor", "--selftest", "--ranks-per-node", "4", "--pair-secs", "60")),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
@@ -116,14 +116,6 @@ def test_without_standard_output() -> None:
     )
     assert done.returncode == 2
     assert "standard output" in done.stderr
-
-
-def test_without_matplotlib(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
-    done = run_cli("demo", "--plot", "x.png", PYTHONPATH=f"{tmp_path}:.")
-    assert done.returncode == 2
-    assert "matplotlib" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("columns", ["20", "80"])

@@ -32,7 +32,7 @@ def test_the_command(tmp_path: Path) -> None:
         (tmp_path / "out" / name).write_text("earlier")
     done = run_cli("trace", *sizes, "--device", "cpu", "--output", str(tmp_path / "out"))
     out = succeeded(done)
-    names = ["timeline.png", "trace.json", "trace_RANK_0.json", "trace_RANK_1.json"]
+    names = ["trace.json", "trace_RANK_0.json", "trace_RANK_1.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert "topk_reduce" in out
     assert "of an earlier run: trace_RANK_2.json\n" in done.stderr

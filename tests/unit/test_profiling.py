@@ -1,4 +1,4 @@
-"""Traces and pictures of given spans, and what recording them does to the kernels."""
+"""Traces of given spans, and what recording them does to the kernels."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.commands.trace import last_step, plot_timeline, remove_earlier
+from ep_a2a.commands.trace import remove_earlier
 from ep_a2a.kernels.layout import Span
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.telemetry.profiler import clock_offset
@@ -30,10 +30,9 @@ KINDS = {
 SPAN = TraceSpan("wait", "rows", "dispatch", 1, 0, 2_000, 5_000)
 
 
-def some_spans(steps: int = 2) -> list[TraceSpan]:
+def some_spans() -> list[TraceSpan]:
     return [
-        TraceSpan(name, "part", "dispatch", step, program, 1000 * (10 * step + place), 1000 * (10 * step + place) + 500)
-        for step in range(1, steps + 1)
+        TraceSpan(name, "part", "dispatch", 1, program, 1000 * place, 1000 * place + 500)
         for place, name in enumerate((*DISPATCH_NAMES, *COMBINE_NAMES))
         for program in (HOST, 0, 3)
     ]
@@ -62,23 +61,13 @@ def test_a_file_holds_the_ranks_it_is_given(tmp_path: Path):
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 2}
 
 
-def test_the_last_step_is_drawn(tmp_path: Path):
-    chosen = last_step({0: some_spans(3), 1: []})
-    assert {each.step for each in chosen[0]} == {3}
-    assert {each.program for each in chosen[0]} == {HOST, 0, 3}
-    for name in ("timeline.png", "timeline.svg"):
-        plot_timeline(chosen, tmp_path / name, "a note")
-        assert (tmp_path / name).stat().st_size > 1000
-    plot_timeline({0: []}, tmp_path / "empty.png")
-
-
 def test_only_the_commands_own_files_are_removed(tmp_path: Path):
-    own = {"timeline.png", "trace.json", "trace_RANK_0.json", "trace_RANK_12.json"}
-    others = {"trace_RANK_0.json.gz", "trace_RANK_a.json", "my_trace.json", "ll_dispatch_RANK_0.json", "timeline.svg"}
+    own = {"trace.json", "trace_RANK_0.json", "trace_RANK_12.json"}
+    others = {"trace_RANK_0.json.gz", "trace_RANK_a.json", "my_trace.json", "ll_dispatch_RANK_0.json"}
     for name in own | others:
         (tmp_path / name).touch()
     (tmp_path / "trace_RANK_3.json").mkdir()
-    written = {"timeline.png", "trace_RANK_0.json"}
+    written = {"trace_RANK_0.json"}
     assert set(remove_earlier(tmp_path, written)) == own - written
     assert {each.name for each in tmp_path.iterdir()} == others | written | {"trace_RANK_3.json"}
 

@@ -12,14 +12,12 @@ import torch.distributed as dist
 
 from ep_a2a.commands import messages
 from ep_a2a.commands.bench import contenders as known
-from ep_a2a.commands.bench.picture import plot_bench
 from ep_a2a.commands.bench.report import compare, describe, reasons, show, write_lines
 from ep_a2a.commands.bench.runner import JoinedRunner, Runner, Status, main_us
-from ep_a2a.commands.files import check_can_write, different_files
+from ep_a2a.commands.files import check_can_write
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload, make_workloads
 from ep_a2a.commands.options import given, refuse
-from ep_a2a.commands.plots import check_can_plot
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
@@ -83,9 +81,6 @@ def run(options: SimpleNamespace) -> bool:
     if not options.micro_batches:
         known.check_names(options.contenders, (*known.LAYERS, known.PACKED) if options.layer else known.CONTENDERS)
     check_can_write(options.output)
-    different_files(options.output, options.plot)
-    if options.plot is not None:
-        check_can_plot(options.plot)
     joins = dist.is_torchelastic_launched()
     runner = JoinedRunner(device) if joins else Runner(device, shared_gpu=options.shared_gpu)
     with contextlib.closing(runner):
@@ -97,8 +92,6 @@ def run(options: SimpleNamespace) -> bool:
                 messages.print_json({"header": header, "rows": records})
             else:
                 show(messages.output(), header, records)
-            if options.plot is not None:
-                plot_bench(records, options.plot, header)
             if output is not None:
                 messages.confirm(output)
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
@@ -115,7 +108,6 @@ def refuse_combinations(options: SimpleNamespace, device: str) -> None:
         refuse(refused, "with --micro-batches, which run this package's op on equal ranks", "Say one.")
     shares = {"shared_gpu": options.shared_gpu or None}
     if device == "cpu":
-        refuse({"plot": options.plot}, "on CPU, whose times say nothing about GPUs", "Leave it out.")
         refuse(shares, "on CPU", "Leave it out.")
     if dist.is_torchelastic_launched():
         remedy = "Start bench without torchrun, or set CUDA_VISIBLE_DEVICES to one GPU in place of --shared-gpu."

@@ -9,10 +9,9 @@ import torch
 
 from ep_a2a.commands import messages
 from ep_a2a.commands.demo.model import INTERMEDIATE_DIM, SEED, DemoText, embed, expert_weights, route
-from ep_a2a.commands.demo.view import plot_traffic, show_report
+from ep_a2a.commands.demo.view import show_report
 from ep_a2a.commands.files import give_json
 from ep_a2a.commands.options import check_topk
-from ep_a2a.commands.plots import check_can_plot
 from ep_a2a.commands.ranks import call_ranks, joined_pool
 from ep_a2a.config import FP8_DTYPE, num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
@@ -122,10 +121,8 @@ def execute(settings: DemoSettings, text: DemoText, options: SimpleNamespace) ->
 
     Args:
         settings: sizes and choices. text: settings.tokens tokens.
-        options: what to print, write and draw, by name, as cli/demo.py declares them.
+        options: what to print and write, by name, as cli/demo.py declares them.
     """
-    if options.plot is not None:
-        check_can_plot(options.plot)
     settings.check()
     # On stderr, whose ends the ranks share; shown only to somebody who watches both.
     progress = messages.notices()
@@ -136,8 +133,6 @@ def execute(settings: DemoSettings, text: DemoText, options: SimpleNamespace) ->
             results = call_ranks(pool, run_rank, settings, text.tokens)
         status.update("comparing with the dense layer")
         report = make_report(settings, text, pool.note, results)
-    if options.plot is not None:
-        plot_traffic(report, options.plot)
     give_json(report, options.output, as_json=options.as_json)
     if not options.as_json:
         show_report(messages.output(), report, verbose=options.verbose)

@@ -1,6 +1,5 @@
-"""Shows the demo's report: on a terminal the verdict, the traffic between ranks, then details; the traffic as a map."""
+"""Shows the demo's report: on a terminal the verdict, the traffic between ranks, then details."""
 
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -8,8 +7,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-import ep_a2a
-from ep_a2a.commands import plots
 from ep_a2a.commands.tables import bytes_text
 
 Report = dict[str, Any]
@@ -114,22 +111,3 @@ def _details(it: Report) -> list[tuple[str, str]]:
 def _wire(wire: dict[str, int]) -> str:
     total, dispatch, combine = (bytes_text(wire[name]) for name in ("total", "dispatch", "combine"))
     return f"{total} between ranks: dispatch {dispatch}, combine {combine}"
-
-
-def plot_traffic(report: Report, path: Path) -> None:
-    """Writes a heat map of the rows that each rank sends to each rank; raises as `plots.write`.
-
-    Args:
-        report: of the demo. path: *.png or *.svg.
-    """
-    rows: list[list[int]] = report["rows"]
-    total = sum(map(sum, rows))
-    crossing = total - sum(row[rank] for rank, row in enumerate(rows))
-    layer = f"EP {report['ranks']}, top-{report['topk']} of {report['experts']} experts"
-    caption = plots.Caption(
-        f"Dispatch sends {crossing:,} of {total:,} rows to another rank",
-        "Rows from each rank (down) to each rank (across); the diagonal stays on its rank",
-        f"backend {report['backend']}, {sum(report['tokens_per_rank'])} tokens, {layer} · "
-        f"ep_a2a {ep_a2a.__version__}, ep-a2a demo",
-    )
-    plots.write(path, plots.cells, rows, caption, "rows")
