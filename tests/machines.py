@@ -46,11 +46,9 @@ H200_HOST = replace(
 """Two H200s on NVLink, with vLLM: nothing to complain about."""
 
 
-def choice_of(
-    machine: Machine, backend: str | None = None, ranks_per_node: tuple[int, ...] = (), **sizes: Any
-) -> Choice:
+def choice_of(machine: Machine, backend: str | None = None, ranks_per_node: tuple[int, ...] = ()) -> Choice:
     """What a request gets on a machine, before its backend is asked."""
-    return choose(machine.num_gpus, backend, None, ranks_per_node, **sizes)
+    return choose(machine.num_gpus, backend, None, ranks_per_node)
 
 
 def findings_of(

@@ -1,6 +1,5 @@
 """Options that commands share, and helpers to declare others, in typer's words."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,6 @@ MOST_RANKS = 1 << 12
 MOST_PROCESSES = 1 << 10
 MOST_ITERATIONS = 1 << 24
 MOST_DIGITS = 18
-MOST_SECS = 1e6
 MOST_SEED = (1 << 31) - 1
 """Bounds of options: far above what any machine can do, so that a slip of the keyboard is an error at once."""
 
@@ -24,11 +22,6 @@ MOST_SEED = (1 << 31) - 1
 def number(text: str, most: int, *, least: int = 1) -> Any:
     """Declares an option that takes a whole number from `least` to `most`."""
     return typer.Option(help=text, min=least, max=most, metavar="N")
-
-
-def seconds(text: str, *, least: float = 0.0) -> Any:
-    """Declares an option that takes seconds from `least` to MOST_SECS. nan passes the bounds of some typers."""
-    return typer.Option(help=text, metavar="SECS", parser=lambda value: read_seconds(value, least))
 
 
 def numbers(text: str, most: int = MOST_TOKENS, *typed: str, least: int = 0) -> Any:
@@ -39,17 +32,6 @@ def numbers(text: str, most: int = MOST_TOKENS, *typed: str, least: int = 0) -> 
 def names(text: str) -> Any:
     """Declares an option that takes names separated by commas, each once."""
     return typer.Option(help=text, metavar="NAME,...", parser=read_names)
-
-
-def read_seconds(text: str | float, least: float) -> float:
-    """Returns the seconds, a number from `least` to MOST_SECS."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= MOST_SECS:
-        raise typer.BadParameter(f"{str(text)[:80]!r} is no number of seconds from {least:g} to {MOST_SECS:g}")
-    return value
 
 
 def read_numbers(text: str, least: int, most: int) -> tuple[int, ...]:

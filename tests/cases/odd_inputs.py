@@ -14,7 +14,6 @@ SIZES = {
     "demo": ("ranks", "tokens", "hidden", "experts", "topk"),
     "trace": ("ranks", "tokens", "hidden", "experts", "topk", "steps"),
     "plan": ("ranks", "max-tokens", "hidden", "experts", "topk", "gpus-per-node"),
-    "doctor": ("hidden", "max-tokens"),
 }
 LISTS = ("ranks", "tokens", "hidden", "topk", "experts", "max-sms", "gpus-per-node")
 NUMBERS = ("0", "-1", "1.5", "abc", "", "99999999999999999999")

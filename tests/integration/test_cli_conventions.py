@@ -74,7 +74,7 @@ DEMO = ("demo", "--device", "cpu", "--tokens", "20000")
         (5, DEMO),
         (5, ("bench", "--device", "cpu", "--ranks", "4", "--tokens", "4000")),
         (5, ("trace", "--device", "cpu", "--ranks", "4", "--steps", "1000")),
-        (5, ("doctor", "--selftest", "--ranks-per-node", "4", "--pair-secs", "60")),
+        (5, ("doctor", "--selftest", "--ranks-per-node", "4")),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
 )

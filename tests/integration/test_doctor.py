@@ -1,6 +1,7 @@
 """`ep-a2a doctor` as a user runs it, on machines that work and on some that do not."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,11 +37,10 @@ def errors_of(report: dict[str, Any]) -> list[str]:
 
 
 def test_a_machine_that_works() -> None:
-    done = run_cli("doctor", "--max-tokens", "64", "--hidden", "256")
+    done = run_cli("doctor")
     printed = " ".join(succeeded(done).split())
     for fact in FACTS:
         assert fact in printed
-    assert "bytes needed on this host" in printed
     assert "Nothing found that prevents use." in printed
     assert done.stderr == ""
 
@@ -63,8 +63,8 @@ def test_without_typer(command: str) -> None:
 
 
 def test_the_self_test_measures() -> None:
-    done = run_cli("doctor", "--selftest", "--ranks-per-node", "2", "--pair-secs", "0")
+    done = run_cli("doctor", "--selftest", "--ranks-per-node", "2")
     printed = " ".join(succeeded(done).split())
-    assert "ranks 0, 1 6 pushes with flags and 3 steps of the op, all right" in printed
+    assert re.search(r"ranks 0, 1 \d+ pushes with flags and 3 steps of the op, all right", printed)
     assert "says nothing about GPUs" in printed
     assert "GB/s" not in printed

@@ -18,12 +18,12 @@ from tests.machines import CPU_HOST, with_facts
 def doctor(monkeypatch, capsys):
     """`doctor(*arguments, machine=..., backend=...)`: the exit code and what was printed.
 
-    A backend is one of that kernel and bytes, whatever is asked of it.
+    A backend is one of that kernel, whatever is asked of it.
     """
 
     def run(*arguments: str, machine: Any = CPU_HOST, **backend: Any) -> tuple[int, str]:
-        monkeypatch.setattr(doctor_report, "find_machine", lambda ask_secs: machine)
-        monkeypatch.setattr(doctor_report, "ask_backend", lambda choice, ask_secs: replace(choice, **backend))
+        monkeypatch.setattr(doctor_report, "find_machine", lambda: machine)
+        monkeypatch.setattr(doctor_report, "ask_backend", lambda choice: replace(choice, **backend))
         with pytest.raises(SystemExit) as ended:
             app(["doctor", *arguments])
         return ended.value.code, capsys.readouterr().out
@@ -41,8 +41,6 @@ def test_the_exit_code_says_whether_it_can_be_used(doctor):
     assert doctor("--ranks-per-node", "2,1")[0] == 1
     assert doctor("--ranks-per-node", "2,1", "--backend", "naive")[0] == 0
     assert doctor("--backend", "mroi")[0] == 1
-    assert doctor("--max-tokens", "64", needed_bytes=1 << 60)[0] == 1
-    assert doctor("--max-tokens", "64", needed_bytes=1 << 10)[0] == 0
 
 
 def test_all_is_in_the_json(doctor):

@@ -2,16 +2,15 @@
 
     ask.py torch                          fields of Machine about torch, its GPUs and the CUDA driver
     ask.py triton                         fields of Machine about Triton and its cache
-    ask.py backend FOLDER BACKEND SIZES   fields of Choice
+    ask.py backend FOLDER BACKEND RANKS   fields of Choice
 
 Each line of facts is MARK and a Python dictionary; the last one has `{name}_problem` or `problems`. FOLDER is the one
-that the package ep_a2a lies in, SIZES a dictionary in JSON. What a backend's manager says is printed before its library
-is imported, which may hang.
+that the package ep_a2a lies in, RANKS those of each node, as in "8,8". What a backend's manager says is printed before
+its library is imported, which may hang.
 """
 
 import ctypes
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,7 @@ MARK = "ep_a2a_facts:"
 WAYS = {"peer access": 2, "native atomics": 3}
 """Ways to reach another GPU's memory, as CUdevice_P2PAttribute of cuda.h."""
 EXPERTS_PER_RANK, TOKENS = 32, 128
-"""Of a rank, where the request names none: as many as every backend takes."""
+"""Of a rank: as many as every backend takes."""
 
 
 def library_facts(name: str) -> Facts:
@@ -73,12 +72,12 @@ def _unreachable(numbers: range) -> dict[str, tuple[str, ...]]:
     }
 
 
-def backend_facts(folder: str, name: str, sizes: str) -> Iterator[Facts]:
+def backend_facts(folder: str, name: str, ranks_per_node: str) -> Iterator[Facts]:
     """Yield what a backend's manager says of a request, then why the backend cannot be used here.
 
     Args:
         folder: where the package ep_a2a lies. name: of the backend.
-        sizes: `ranks_per_node`, and `hidden`, `max_tokens` and `quant` where the request names them.
+        ranks_per_node: ranks of each node, with commas between.
     """
     try:
         # The same package as in the process that asks, whatever the import path has.
@@ -93,41 +92,27 @@ def backend_facts(folder: str, name: str, sizes: str) -> Iterator[Facts]:
         manager = manager_type(name)
         if manager is None:
             raise LookupError("it has no manager class")
-        yield request_facts(manager, **json.loads(sizes))
+        yield request_facts(manager, list(map(int, ranks_per_node.split(","))))
         yield {"problems": problems(manager, "cuda" if torch.cuda.is_available() else "cpu")}
     except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
         yield {"problems": (f"{type(error).__name__}: {error}",)}
 
 
-def request_facts(manager: Any, ranks_per_node: list[int], **sizes: Any) -> Facts:
-    """Return what a manager says of a request: its kernel, why it refuses sizes, the bytes that ep_a2a takes.
+def request_facts(manager: Any, ranks_per_node: list[int]) -> Facts:
+    """Return what a manager says of so many ranks: its kernel, and why it refuses them.
 
     Args:
         manager: the backend's class.
         ranks_per_node: ranks of each node.
-        sizes: as options of `ep-a2a plan`; for those that are not named it gets some that every backend takes.
     """
-    from ep_a2a.commands.options import OPTIONS_OF_FIELDS
     from ep_a2a.commands.plan.command import plan_op
-    from ep_a2a.config.file import DEFAULT_BACKEND
-    from ep_a2a.errors import EpA2AError
 
     num_nodes, num_ranks = len(ranks_per_node), sum(ranks_per_node)
-    kernel, reason = manager.kernel_for(num_nodes, sizes.get("max_tokens"))
+    kernel, reason = manager.kernel_for(num_nodes, None)
     found: Facts = {"kernel": kernel, "kernel_reason": reason}
-    others = {"experts": EXPERTS_PER_RANK * num_ranks, "layout": manager.capabilities.layouts[0]}
-    try:
-        plan, _ = plan_op(ranks=num_ranks, **{"max_tokens": TOKENS, **others, **sizes})
-        refusal = manager.capabilities.refusal(manager.backend, plan.config, num_nodes)
-    except EpA2AError as error:
-        # The reader knows the field as an option.
-        option = OPTIONS_OF_FIELDS.get(error.field or "", ("",))[0].replace("_", "-")
-        error.field, error.remedy = f"--{option}" if option else error.field, "Correct the option."
-        refusal = error
-    else:
-        if manager.backend == DEFAULT_BACKEND and num_nodes == 1 and "max_tokens" in sizes:
-            found["needed_bytes"] = plan.bytes_by_rank[0]
-    if refusal is not None:
+    sizes = {"max_tokens": TOKENS, "experts": EXPERTS_PER_RANK * num_ranks, "layout": manager.capabilities.layouts[0]}
+    config = plan_op(ranks=num_ranks, **sizes)[0].config
+    if refusal := manager.capabilities.refusal(manager.backend, config, num_nodes):
         found |= {"refusal": f"expected {refusal.expected}; got {refusal.got}", "remedy": refusal.remedy}
     return found
 

@@ -5,7 +5,6 @@ A check names a failure that users have had. It looks at facts only, so that tes
 
 import enum
 import functools
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ OTHER_LIBRARY = f"Unset LD_LIBRARY_PATH and LD_PRELOAD, by which a library of an
 IMPORT_REMEDIES = {
     "undefined symbol": OTHER_LIBRARY,
     "version `": OTHER_LIBRARY,
-    "had not answered": "Look at the disk that it lies on, or give it time: --ask-secs.",
+    "had not answered": "Look at the disk that it lies on, and ask again: the second import is faster.",
     "": REINSTALL,
 }
 """By what an import's error says."""
@@ -145,8 +144,14 @@ def gpus(m: Machine) -> Iterator[Finding]:
         ranks = f"{gpu.num_sms} multiprocessors, enough for {gpu.num_sms // LEAST_PROGRAMS} ranks"
         memory = f"{free}{gpu.total_bytes / GIB:.1f} GiB"
         found = f"{gpu.name}, compute capability {dotted(gpu.capability)}, {memory}, {ranks}"
-        is_old, remedy = gpu.capability < BF16_CAPABILITY, f"Use the {PORTABLE} backend."
-        yield error(f"GPU {number}", f"{found}: too old for bf16", remedy) if is_old else ok(f"GPU {number}", found)
+        if gpu.capability < BF16_CAPABILITY:
+            yield error(f"GPU {number}", f"{found}: too old for bf16", f"Use the {PORTABLE} backend.")
+        elif gpu.capability < FP8_CAPABILITY:
+            yield note(
+                f"GPU {number}", f"{found}: no fp8 casts, which need compute capability {dotted(FP8_CAPABILITY)}"
+            )
+        else:
+            yield ok(f"GPU {number}", found)
     visible, num_hidden = m.environment.get("CUDA_VISIBLE_DEVICES"), m.num_gpus_of_host - m.num_gpus
     if m.num_gpus:
         hidden = f", {num_hidden} of the host hidden (CUDA_VISIBLE_DEVICES={visible})" if num_hidden > 0 else ""
@@ -274,18 +279,12 @@ def group(m: Machine, choice: Choice) -> Iterator[Finding]:
     where = f"{sum(choice.ranks_per_node)} ranks on {num_nodes} node{'s' if num_nodes > 1 else ''}, on {place}"
     yield ok("kernel", f"{choice.kernel}: {choice.kernel_reason}; {where}")
     if choice.refusal:
-        yield error("sizes", choice.refusal, choice.remedy)
-    old = [gpu.name for gpu in m.gpus if gpu.capability < FP8_CAPABILITY]
-    if choice.quant != "none" and old:
-        found = f"no fp8 casts on {old[0]}, which need compute capability {dotted(FP8_CAPABILITY)}"
-        yield error("fp8", found, "Use no cast.")
+        yield error("ranks", choice.refusal, choice.remedy)
     for way, pairs in m.unreachable.items() if choice.backend == DEFAULT_BACKEND else ():
         if pairs:
             found = f"missing between GPUs {', '.join(pairs)}; ep_a2a's kernels need it (NVLink)"
             yield error(way, found, USE_PORTABLE)
     yield from ranks(m, choice)
-    if choice.max_tokens is not None:
-        yield memory(m, choice)
 
 
 def ranks(m: Machine, choice: Choice) -> Iterator[Finding]:
@@ -301,21 +300,3 @@ def ranks(m: Machine, choice: Choice) -> Iterator[Finding]:
         yield note("ranks", f"{most} on a node share {m.num_gpus} GPUs: right, and slower than with a GPU each")
     elif 0 < m.num_gpus < most:
         yield error("ranks", f"{most} on a node, {m.num_gpus} GPUs here", "Start one rank per GPU.")
-
-
-def memory(m: Machine, choice: Choice) -> Finding:
-    """Check that the memory an op needs is free."""
-    most, needed = max(choice.ranks_per_node), choice.needed_bytes
-    if needed is None:
-        return note("memory", "not known: `ep-a2a plan` counts what ep_a2a takes on one node, with --vllm for a model")
-    if m.num_gpus:
-        needed *= math.ceil(most / m.num_gpus)
-        free = min((gpu.free_bytes for gpu in m.gpus if gpu.free_bytes is not None), default=None)
-        where, place = "each GPU", "on the fullest GPU"
-    else:
-        needed, free, where, place = needed * most, m.shared_memory_free_bytes, "this host", "in /dev/shm"
-    if free is None:
-        return note("memory", f"{needed:,} bytes needed on {where}")
-    found = f"{needed:,} bytes needed on {where}, {free:,} free {place}"
-    remedy = "Lower max_num_inp_token_per_rank, or free memory."
-    return ok("memory", found) if needed <= free else error("memory", found, remedy)

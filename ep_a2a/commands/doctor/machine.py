@@ -74,23 +74,17 @@ class Choice:
     Attributes:
         backend, backend_reason: the name, and who chose it; "" where there is no such backend.
         device, ranks_per_node: as asked, or as the machine is.
-        hidden, quant, max_tokens: as asked; None is not judged.
         kernel, kernel_reason: what moves tokens, and why.
         problems: why the backend cannot be used here: its library, the GPUs.
-        refusal, remedy: why there is no such backend or why it refuses the sizes, and what to do; "" where it does not.
-        needed_bytes: memory that each rank takes; None where it is not known.
+        refusal, remedy: why there is no such backend or why it refuses the ranks, and what to do; "" where it does not.
     """
 
     backend: str = ""
     backend_reason: str = ""
     device: str = "cpu"
     ranks_per_node: tuple[int, ...] = (1,)
-    hidden: int | None = None
-    quant: str = "none"
-    max_tokens: int | None = None
     kernel: str = "not known"
     kernel_reason: str = "its manager could not be asked"
     problems: tuple[str, ...] = ()
     refusal: str = ""
     remedy: str = ""
-    needed_bytes: int | None = None

@@ -6,7 +6,6 @@ field of Machine.
 
 import ast
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -25,7 +24,7 @@ import ep_a2a
 from ep_a2a import env
 from ep_a2a.commands.doctor import ask
 from ep_a2a.commands.doctor.machine import Choice, Gpu, Machine
-from ep_a2a.commands.options import given, named_backend
+from ep_a2a.commands.options import named_backend
 from ep_a2a.commands.programs import command_output, package_version
 from ep_a2a.errors import EnvironmentVariableError, EpA2AError, UnsupportedError
 from ep_a2a.integrations.contract import folder_of
@@ -38,10 +37,10 @@ CPU_RANKS = 4
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def find_machine(ask_secs: float = ASK_SECS) -> Machine:
-    """Return the description of this machine; a library may take `ask_secs` to import."""
+def find_machine() -> Machine:
+    """Return the description of this machine."""
     with ThreadPoolExecutor() as asking:
-        torch, triton = asking.map(lambda name: ask_library(name, ask_secs), ("torch", "triton"))
+        torch, triton = asking.map(ask_library, ("torch", "triton"))
     facts = torch | triton | find_free_memory([Gpu(*gpu) for gpu in torch.get("gpus", ())])
     if cache := triton.get("triton_cache"):
         facts["triton_cache_problem"] = folder_problem(Path(cache), holds_code=True)
@@ -50,9 +49,7 @@ def find_machine(ask_secs: float = ASK_SECS) -> Machine:
     return Machine(**facts)
 
 
-def choose(
-    num_gpus: int, backend: str | None, config: str | None, ranks: tuple[int, ...] | None, **sizes: Any
-) -> Choice:
+def choose(num_gpus: int, backend: str | None, config: str | None, ranks: tuple[int, ...] | None) -> Choice:
     """Return the backend of a request, by the rule of init_dist_env, and its ranks.
 
     Args:
@@ -60,10 +57,9 @@ def choose(
         backend: None takes the config file's, then EP_A2A_BACKEND's, then the default.
         config: a TOML file; None takes EP_A2A_CONFIG.
         ranks: of each node; None is one node with a rank per GPU, or CPU_RANKS without one.
-        sizes: `hidden`, `quant` and `max_tokens` of Choice.
     """
     ranks = ranks or (num_gpus or CPU_RANKS,)
-    choice = Choice(device="cuda" if num_gpus else "cpu", ranks_per_node=ranks, **sizes)
+    choice = Choice(device="cuda" if num_gpus else "cpu", ranks_per_node=ranks)
     try:
         name, reason = named_backend(backend, config)
     except EpA2AError as error:
@@ -74,7 +70,7 @@ def choose(
 # --- programs of their own ---
 
 
-def ask_library(name: str, timeout_secs: float, *arguments: str) -> dict[str, Any]:
+def ask_library(name: str, *arguments: str, timeout_secs: float = ASK_SECS) -> dict[str, Any]:
     """Return the facts that ask.py prints; `{name}_problem` is why the program ended before it had printed all."""
     # -P: the folder of ask.py must not be on the import path, where its modules could stand for others.
     flags = ["-P"] + ["-S"] * bool(sys.flags.no_site) + ["-E"] * bool(sys.flags.ignore_environment)
@@ -99,13 +95,12 @@ def _end_of(done: subprocess.CompletedProcess[bytes]) -> str:
     return f"the process {how}: {lines[-1] if lines else 'nothing on stderr'}"
 
 
-def ask_backend(choice: Choice, timeout_secs: float = ASK_SECS) -> Choice:
+def ask_backend(choice: Choice) -> Choice:
     """Add what the manager of the chosen backend says of the request, and its library of itself."""
     if not choice.backend:
         return choice
-    sizes = given({"hidden": choice.hidden, "max_tokens": choice.max_tokens, "quant": choice.quant})
-    asked = json.dumps({"ranks_per_node": choice.ranks_per_node, **sizes})
-    found = ask_library("backend", timeout_secs, str(Path(ep_a2a.__file__).parents[1]), choice.backend, asked)
+    ranks = ",".join(map(str, choice.ranks_per_node))
+    found = ask_library("backend", str(Path(ep_a2a.__file__).parents[1]), choice.backend, ranks)
     problem = found.pop("backend_problem")
     return replace(choice, **{"problems": (problem,), **found})
 

@@ -34,13 +34,12 @@ def execute(options: SimpleNamespace) -> int:
     Args:
         options: by name, as cli/doctor.py declares them.
     """
-    sizes = {"hidden": options.hidden, "quant": options.quant.value, "max_tokens": options.max_tokens}
-    machine, test = find_machine(options.ask_secs), None
-    choice = choose(machine.num_gpus, options.backend, options.config, options.ranks_per_node, **sizes)
-    choice = ask_backend(choice, options.ask_secs)
+    machine, test = find_machine(), None
+    choice = choose(machine.num_gpus, options.backend, options.config, options.ranks_per_node)
+    choice = ask_backend(choice)
     sections = run_checks(machine, choice)
     if options.selftest:
-        test, sections["self-test"] = _selftest(machine, choice, options.pair_secs)
+        test, sections["self-test"] = _selftest(machine, choice)
     prevented = any(each.level is Level.ERROR for findings in sections.values() for each in findings)
     report = {
         "ep_a2a": ep_a2a.__version__,
@@ -56,7 +55,7 @@ def execute(options: SimpleNamespace) -> int:
     return messages.EXIT_MISMATCH if prevented else messages.EXIT_OK
 
 
-def _selftest(machine: Machine, choice: Choice, pair_secs: float | None) -> tuple[SelfTest | None, list[Finding]]:
+def _selftest(machine: Machine, choice: Choice) -> tuple[SelfTest | None, list[Finding]]:
     if machine.lacks:
         return None, [error("self-test", f"not run: it needs {machine.lacks}", "See above.")]
     try:
@@ -64,7 +63,7 @@ def _selftest(machine: Machine, choice: Choice, pair_secs: float | None) -> tupl
         with interrupts_held():
             from ep_a2a.commands.doctor.selftest import judge, run_selftest
 
-        test = run_selftest(choice.device, choice.ranks_per_node[0], pair_secs)
+        test = run_selftest(choice.device, choice.ranks_per_node[0])
     except ImportError as problem:
         return None, [error("self-test", f"not run: {problem}", "See above.")]
     except EpA2AError as problem:

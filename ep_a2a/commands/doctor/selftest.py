@@ -24,7 +24,7 @@ from ep_a2a.testing.launch import RankFailure, RankPool
 from ep_a2a.testing.worker import RankContext
 
 PAIR_SECS = 2.0
-"""Seconds to test a pair, unless --pair-secs says otherwise."""
+"""Seconds to test a pair."""
 LIMIT_SECS = 240.0
 """For one pair, compilation included. EP_A2A_TIMEOUT_SECS bounds the wait for a flag or row that never comes."""
 PUSH_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -151,7 +151,9 @@ def _require(right: bool, what: str, rank: int) -> None:
 # --- in the command ---
 
 
-def run_selftest(device: str, num_ranks: int, secs: float | None, body: Callable[..., Any] = check_ranks) -> SelfTest:
+def run_selftest(
+    device: str, num_ranks: int, secs: float = PAIR_SECS, body: Callable[..., Any] = check_ranks
+) -> SelfTest:
     """Test all pairs of ranks one after another, then all ranks together; show progress.
 
     A pair that fails ends the processes; the next one gets new ones, so that failures do not spread.
@@ -159,10 +161,9 @@ def run_selftest(device: str, num_ranks: int, secs: float | None, body: Callable
     Args:
         device: "cpu" or "cuda".
         num_ranks: processes.
-        secs: how long to push between a pair; None is PAIR_SECS.
+        secs: how long to push between a pair.
         body: what a rank does for a pair, and for all.
     """
-    secs = PAIR_SECS if secs is None else secs
     pairs = itertools.combinations(range(num_ranks), 2)
     parts = {f"ranks {', '.join(map(str, ranks))}": ranks for ranks in (*pairs, tuple(range(num_ranks)))}
     results = {}
