@@ -5,9 +5,8 @@
 OLD and NEW are folders with a checkout. `--set FILE:NAME=VALUE`, which may be repeated, gives NEW another value of a
 constant, in a copy: so a checkout is compared with itself. Everything behind `--` goes to `ep-a2a bench`. The first run
 of each checkout compiles its kernels; its times do not count. Then every round runs OLD and NEW once, in alternating
-order. Each figure of a checkout is its median over the rounds. With `-- --shared-gpu` all ranks of both use one GPU,
-one checkout at a time. The script exits with 1 where NEW is slower than OLD by more than `--tolerance` per cent, or
-where nothing could be compared.
+order. Each figure of a checkout is its median over the rounds. The script exits with 1 where NEW is slower than OLD by
+more than `--tolerance` per cent, or where nothing could be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +62,8 @@ def with_constants(checkout: Path, settings: list[str], copy: Path) -> Path:
 
 def compare(options: argparse.Namespace, folders: dict[str, Path], bench: list[str]) -> int:
     """Times both folders in turn; the exit code."""
-    # Nothing is timed yet, and compilation takes the host; on a shared GPU the two would fill each other's share.
-    with ThreadPoolExecutor(1 if "--shared-gpu" in bench else len(NAMES)) as both:
-        list(both.map(lambda folder: run_bench(folder, bench), folders.values()))
+    for folder in folders.values():
+        run_bench(folder, bench)
     rows: list[dict[str, Any]] = []
     for number in range(options.rounds):
         for name in NAMES if number % 2 == 0 else NAMES[::-1]:

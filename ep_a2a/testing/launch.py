@@ -116,7 +116,6 @@ class RankPool:
         device: "cpu" or "cuda".
         timeout_secs: seconds that one `run` may take before all processes are killed.
         grace_secs: seconds that the other ranks may go on after one has failed (they may wait for it for ever).
-        num_gpus: GPUs that ranks use, the first of those that torch sees; None takes all.
         mps: whether ranks that share a GPU use MPS. Without it they take turns, which is slow, but a rank that dies
             inside a kernel leaves the others' contexts alone.
 
@@ -137,18 +136,14 @@ class RankPool:
         device: str = "cpu",
         timeout_secs: float = 120.0,
         grace_secs: float = 10.0,
-        num_gpus: int | None = None,
         mps: bool = True,
     ) -> None:
         checked_integer("world_size", world_size, 1)
         if device not in _BACKENDS:
             raise ConfigError("to be 'cpu' or 'cuda'", shown(device), field="device")
-        if num_gpus is not None:
-            checked_integer("num_gpus", num_gpus, 1)
-        visible = torch.cuda.device_count() if device == "cuda" else 0
-        if device == "cuda" and visible == 0:
+        num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+        if device == "cuda" and num_gpus == 0:
             raise UnsupportedError("a GPU", "none that torch can use", "Use device='cpu'.")
-        num_gpus = visible if num_gpus is None else min(num_gpus, visible)
         self.world_size, self._num_gpus = world_size, num_gpus
         self.ranks_per_gpu = ranks_per_gpu(world_size, num_gpus)
         self._mps = (find_mps() if mps else Mps.UNWANTED) if self.ranks_per_gpu > 1 else None

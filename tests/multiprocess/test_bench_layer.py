@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_a2a.cli.app import app
-from ep_a2a.commands.bench import runner
+from ep_a2a.commands.bench import command, runner
 from ep_a2a.commands.bench.contenders import LAYERS, micro_batch_names
 from ep_a2a.commands.bench.layer import Layer, require_rows
 from ep_a2a.commands.bench.report import compare, make_table
@@ -46,6 +46,14 @@ def test_each_layer_is_the_dense_layer(ranks: Any, quant: str, combine_quant: st
     assert all(min(each["layer_us"], each["experts_us"], each["exchange_us"]) > 0 for each in (own, gloo))
     assert [len(each["rounds_us"]) for each in (push, own, gloo)] == [2] * 3
     assert push["least_us"] == push["most_us"] == push["exchange_us"], "timed once"
+
+
+def test_one_rank_has_a_prompt_and_the_others_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Workload] = []
+    monkeypatch.setattr(command, "measure", lambda sweep, *_: asked.extend(sweep.workloads))
+    CliRunner().invoke(app, ["bench", "--device", "cpu", "--ranks", "3", "--layer", "--uneven"])
+    assert [each.counts for each in asked] == [(8, 1, 1)]
+    assert replace(asked[0], tokens=8192).counts == (8192, 64, 64)
 
 
 def test_layers_of_unequal_ranks_are_the_dense_layer(ranks: Any) -> None:

@@ -21,14 +21,11 @@ from ep_a2a.commands.options import given, refuse
 from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
-from ep_a2a.ops.sm_share import share_of
-from ep_a2a.policy import LEAST_PROGRAMS
-from ep_a2a.topology.gpu_share import ranks_per_gpu
 
 Record = dict[str, Any]
 
 DEFAULT_RANKS = 2
-"""On CPU, and with --shared-gpu."""
+"""On CPU."""
 LAYER_OPTIONS = ("rounds", "intermediate", "micro_batches", "uneven")
 """Options that say nothing without --layer."""
 ONE_NODE = tuple(name for name in known.CONTENDERS if name not in known.BETWEEN_NODES)
@@ -76,13 +73,13 @@ def run(options: SimpleNamespace) -> bool:
         EpA2AError: what is asked for cannot be measured or written.
     """
     device = choose_device(options.device.value)
-    refuse_combinations(options, device)
+    refuse_combinations(options)
     options = with_defaults(options, device)
     if not options.micro_batches:
         known.check_names(options.contenders, (*known.LAYERS, known.PACKED) if options.layer else known.CONTENDERS)
     check_can_write(options.output)
     joins = dist.is_torchelastic_launched()
-    runner = JoinedRunner(device) if joins else Runner(device, shared_gpu=options.shared_gpu)
+    runner = JoinedRunner(device) if joins else Runner(device)
     with contextlib.closing(runner):
         sweep = sweep_of(options, device, runner)
         output = options.output if runner.shows_results else None
@@ -97,8 +94,8 @@ def run(options: SimpleNamespace) -> bool:
     return all(record["status"] in (Status.OK, Status.UNAVAILABLE) for record in records)
 
 
-def refuse_combinations(options: SimpleNamespace, device: str) -> None:
-    """Raises ConfigError where options exclude each other, or cannot be had on "cpu" or "cuda"."""
+def refuse_combinations(options: SimpleNamespace) -> None:
+    """Raises ConfigError where options exclude each other."""
     if options.layer:
         refuse({"cold_cache": options.cold_cache or None}, "with --layer, whose layers flush the L2", "Leave it out.")
     else:
@@ -106,12 +103,6 @@ def refuse_combinations(options: SimpleNamespace, device: str) -> None:
     if options.micro_batches:
         refused = {"contenders": options.contenders, "uneven": options.uneven or None}
         refuse(refused, "with --micro-batches, which run this package's op on equal ranks", "Say one.")
-    shares = {"shared_gpu": options.shared_gpu or None}
-    if device == "cpu":
-        refuse(shares, "on CPU", "Leave it out.")
-    if dist.is_torchelastic_launched():
-        remedy = "Start bench without torchrun, or set CUDA_VISIBLE_DEVICES to one GPU in place of --shared-gpu."
-        refuse(shares, "under torchrun, whose ranks have started", remedy)
 
 
 def with_defaults(options: SimpleNamespace, device: str) -> SimpleNamespace:
@@ -133,25 +124,20 @@ def sweep_of(options: SimpleNamespace, device: str, runner: Runner) -> Sweep:
     """Returns what options, which all have values but --ranks and --seed, ask for.
 
     Raises:
-        ConfigError: --ranks is not the number of ranks that torchrun has started, or one would share with nobody.
+        ConfigError: --ranks is not the number of ranks that torchrun has started.
         EpA2AError: nothing can move a workload.
     """
-    usual = torch.cuda.device_count() if device == "cuda" and not options.shared_gpu else DEFAULT_RANKS
+    usual = torch.cuda.device_count() if device == "cuda" else DEFAULT_RANKS
     joined = runner.world_size
     ranks: tuple[int, ...] = options.ranks or (joined or usual,)
     if joined is not None and ranks != (joined,):
         raise ConfigError(f"--ranks {joined}, which torchrun has started", str(ranks), "Leave --ranks out.")
-    if options.shared_gpu and min(ranks) < 2:
-        raise ConfigError("--ranks of 2 or more with --shared-gpu", str(min(ranks)), "Raise --ranks.")
     values = {field: getattr(options, field) for field in FIELDS} | {"ranks": ranks}
     if options.seed is not None:
         values["seed"] = (options.seed,)
     if options.layer:
         values |= {"intermediate": options.intermediate, "uneven": (options.uneven,)}
     workloads = make_workloads(values)
-    if device == "cuda" and joined is None:
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        check_budgets(options.max_sms, ranks, runner.num_gpus, num_sms)
     num_warmups, num_in_a_row = (0, 1) if device == "cpu" else (2, 4) if options.layer else (20, 10)
     settings = TimingSettings(
         num_warmups, options.iterations, num_in_a_row, cold_cache=options.cold_cache, num_rounds=options.rounds
@@ -201,25 +187,3 @@ def _result_text(record: Record) -> str:
     if record["status"] != Status.OK:
         return str(record["status"])
     return "right" if record["device"] == "cpu" else f"{main_us(record):.1f} µs"
-
-
-def check_budgets(budgets: Sequence[int], num_ranks: Sequence[int], num_gpus: int, num_sms: int) -> None:
-    """Checks that every number of ranks fits on the GPUs with every budget, where ranks share GPUs.
-
-    Args:
-        budgets: of --max-sms, multiprocessors of each rank; 0 = the rank's share.
-        num_ranks: of --ranks. num_gpus: that they use. num_sms: multiprocessors of one GPU.
-
-    Raises:
-        ConfigError: a budget is too small for a launch, or too large for all ranks of a GPU together.
-        UnsupportedError: no budget would do.
-    """
-    for sharing in sorted({ranks_per_gpu(each, num_gpus) for each in num_ranks} - {0, 1}, reverse=True):
-        most = share_of(num_sms, sharing, known.OPS_AT_ONCE)
-        wrong = [budget for budget in budgets if budget and not LEAST_PROGRAMS <= budget <= most]
-        if wrong:
-            raise ConfigError(
-                f"--max-sms from {LEAST_PROGRAMS} to {most}: {sharing} ranks share a GPU of {num_sms} multiprocessors",
-                ", ".join(map(str, wrong)),
-                f"Lower --max-sms to {most}, or start fewer --ranks; 0 takes the share.",
-            )

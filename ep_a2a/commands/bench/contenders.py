@@ -38,8 +38,6 @@ BETWEEN_NODES: dict[str, dict[str, Any]] = {
 """Kernels and transports that only several nodes have: fields of the op's config."""
 ONLY_WHEN_NAMED = ("ep_a2a_nvshmem",)
 """Contenders that no default includes."""
-OPS_AT_ONCE = 1
-"""Ops of different index in one row: a contender's ops have ended when the next contender starts."""
 
 
 @dataclass(frozen=True)

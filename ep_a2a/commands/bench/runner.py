@@ -179,7 +179,6 @@ class Runner:
 
     Args:
         device: "cpu" or "cuda".
-        shared_gpu: whether all ranks use the first GPU, however many there are.
 
     Attributes:
         shows_results: whether this process is the one that prints and writes.
@@ -190,10 +189,9 @@ class Runner:
     shows_results: bool = True
     world_size: int | None = None
 
-    def __init__(self, device: str, *, shared_gpu: bool = False) -> None:
+    def __init__(self, device: str) -> None:
         self._device = device
-        visible = torch.cuda.device_count() if device == "cuda" else 0
-        self.num_gpus = min(visible, 1) if shared_gpu else visible
+        self.num_gpus = torch.cuda.device_count() if device == "cuda" else 0
         self._pool: RankPool | None = None
 
     def note(self, num_ranks: int) -> Record:
@@ -205,12 +203,8 @@ class Runner:
         """Returns what `run_in_turn` does; status ERROR for all where ranks died or did not finish."""
         if self._pool is None or self._pool.world_size != workload.ranks:
             self.close()
-            self._pool = RankPool(
-                workload.ranks,
-                device=self._device,
-                timeout_secs=CONTENDER_TIMEOUT_SECS * len(names),
-                num_gpus=self.num_gpus or None,
-            )
+            timeout_secs = CONTENDER_TIMEOUT_SECS * len(names)
+            self._pool = RankPool(workload.ranks, device=self._device, timeout_secs=timeout_secs)
         try:
             found: list[Record] = self._pool.run(run_in_turn, workload, names, settings)[0]
         except RankFailure as failure:
