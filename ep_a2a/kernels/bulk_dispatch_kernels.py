@@ -15,35 +15,13 @@ land in (source rank, source token) order. The steps of a launch, by which the c
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
+from ep_a2a.kernels import receive_kernels as receive
 from ep_a2a.kernels.bulk_send_kernels import load_beside, send_one_by_one
 from ep_a2a.kernels.layout import Region, Span, Stage, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    address,
-    after_previous_launch,
-    begin_stage,
-    dispatch_flag,
-    fail_behind,
-    finish_stage,
-    full_like,
-    initial_poison,
-    load_poison,
-    masked_of,
-    poison_address,
-    post_arrival,
-    wait_all,
-)
-from ep_a2a.kernels.receive_kernels import (
-    STEP_NUMBERS,
-    DispatchInputs,
-    DispatchStep,
-    accept_counts,
-    post_counts,
-    receive_nothing,
-    rows_before,
-    wait_all_counts,
-)
+from ep_a2a.kernels.receive_kernels import STEP_NUMBERS
 from ep_a2a.kernels.routing_kernels import count_by_rank, list_destinations, record_routes, rows_of_programs_before
 from ep_a2a.kernels.send_kernels import load_row
 from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_cast_tiles, send_tiles
@@ -54,22 +32,22 @@ from ep_a2a.kernels.target import barrier
 @portable
 def receive_rows(step, poison, masked, BULK: tl.constexpr, FORM: tl.constexpr):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
-    op, flag = step.op, dispatch_flag(step.op)
+    op, flag = step.op, prim.dispatch_flag(step.op)
     begin_span(FORM.SPANS, op, Span.ACCEPT_ROWS)
     # D6
     if poison == 0:
-        poison = accept_counts(step, masked, BULK.COUNT_LANES)
+        poison = receive.accept_counts(step, masked, BULK.COUNT_LANES)
     next_span(FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
-        poison = wait_all(op, Region.DISPATCH_FLAGS, flag, True, patience, 0, masked)
+        poison = prim.wait_all(op, Region.DISPATCH_FLAGS, flag, True, patience, 0, masked)
     next_span(FORM.SPANS, op, Span.WAIT, Span.FINISH)
     # D7
     if poison != 0:
-        fail_behind(op, poison, StepPhase.DISPATCH, step.epoch, Region.DISPATCH_FLAGS, flag)
-        receive_nothing(op)
-    finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1, FORM.DEPENDENT_LAUNCH)
+        prim.fail_behind(op, poison, StepPhase.DISPATCH, step.epoch, Region.DISPATCH_FLAGS, flag)
+        receive.receive_nothing(op)
+    prim.finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1, FORM.DEPENDENT_LAUNCH)
     end_span(FORM.SPANS, op, Span.FINISH)
 
 
@@ -80,7 +58,7 @@ def rows_before_program(ids, step, first, last, OWNERS: tl.constexpr, BULK: tl.c
     Where programs count alone (redundant scan), own rows are 0.
     """
     op = step.op
-    own_counts = full_like(tl.arange(0, op.WORLD_LANES), 0)
+    own_counts = prim.full_like(tl.arange(0, op.WORLD_LANES), 0)
     if BULK.COUNTS_ALONE:
         first_index = count_by_rank(ids, 0, first, op, OWNERS, BULK.MANY_TOKENS)
     else:
@@ -104,7 +82,7 @@ def publish_counts(
         begin_span(FORM.SPANS, op, Span.COUNT_PUT)
         if op.COMPACT or BULK.COUNTS_ALONE:
             own_counts = count_by_rank(ids, first, step.num_tokens, op, OWNERS, BULK.MANY_TOKENS)
-        post_counts(op, first_index + own_counts, step.first_row, step.wire_word, step.epoch)
+        receive.post_counts(op, first_index + own_counts, step.first_row, step.wire_word, step.epoch)
         end_span(FORM.SPANS, op, Span.COUNT_PUT)
 
 
@@ -153,16 +131,16 @@ def send_rows(
     # D2
     first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, BULK)
     if program == 0:
-        tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, step.num_tokens)
-    bases = full_like(tl.arange(0, op.WORLD_LANES), step.first_row)
-    poison = initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
-    masked = masked_of(op, answer)
+        tl.store(prim.address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, step.num_tokens)
+    bases = prim.full_like(tl.arange(0, op.WORLD_LANES), step.first_row)
+    poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
+    masked = prim.masked_of(op, answer)
     # D3
     if poison == 0:
         publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, BULK, FORM)
         if op.COMPACT:
-            poison = wait_all_counts(op, step.epoch, BULK.COUNT_LANES)
-            bases = rows_before(op, op.rank)
+            poison = receive.wait_all_counts(op, step.epoch, BULK.COUNT_LANES)
+            bases = receive.rows_before(op, op.rank)
     next_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4
     if poison == 0:
@@ -182,9 +160,9 @@ def finish_sending(step, poison, masked, FORM: tl.constexpr):
     op = step.op
     # D5
     if poison == 0:
-        post_arrival(op, Region.DISPATCH_FLAGS, step.program, step.num_programs, masked)
+        prim.post_arrival(op, Region.DISPATCH_FLAGS, step.program, step.num_programs, masked)
     end_span(FORM.SPANS, op, Span.POST)
-    finish_stage(op, Stage.DISPATCH_SEND, step.program, step.num_programs)
+    prim.finish_stage(op, Stage.DISPATCH_SEND, step.program, step.num_programs)
 
 
 @portable(do_not_specialize=[*STEP_NUMBERS, "rank"], do_not_specialize_on_alignment=["scales", "weights", "ids"])
@@ -206,26 +184,26 @@ def bulk_dispatch_kernel(
     """
     op = OpContext(table, rank, S)
     # an address never changes, so it may be read before the launch before this one has ended
-    poison_word = poison_address(op)
+    poison_word = prim.poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
-        after_previous_launch()
+        prim.after_previous_launch()
     if FORM.SEND:
         begin_span(FORM.SPANS, op, Span.PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
-    answer = load_poison(poison_word, BULK.POISON_LANES)
-    step = DispatchStep(
+    epoch, out_of_order = prim.begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
+    answer = prim.load_poison(poison_word, BULK.POISON_LANES)
+    step = receive.DispatchStep(
         op, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
         num_region_rows, first_position, program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
-        given = DispatchInputs(x, scales, weights, ids)
+        given = receive.DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, answer, out_of_order, OWNERS, ROW, LINE, BULK, TILE, FORM)
-        masked = masked_of(op, answer)
+        masked = prim.masked_of(op, answer)
         finish_sending(step, poison, masked, FORM)
         if FORM.RECEIVE:
             if program == num_programs - 1:
                 receive_rows(step, poison, masked, BULK, FORM)
     else:
-        poison = initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
-        receive_rows(step, poison, masked_of(op, answer), BULK, FORM)
+        poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
+        receive_rows(step, poison, prim.masked_of(op, answer), BULK, FORM)

@@ -18,41 +18,13 @@ share of the rows and adds a share to its rank's flag at every peer, then waits 
 
 import triton.language as tl
 
+from ep_a2a.kernels import combine_send_kernels as send
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.combine_receive_kernels import add_results, clear_results
-from ep_a2a.kernels.combine_send_kernels import (
-    CombineStep,
-    Operands,
-    Share,
-    first_row_from,
-    first_unit,
-    push_results,
-    unlike_dispatch,
-)
 from ep_a2a.kernels.layout import FailureCode, Region, Span, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    NOBODY,
-    address,
-    address_at,
-    after_previous_launch,
-    begin_stage,
-    dispatch_flag,
-    fail,
-    fail_behind,
-    finish_stage,
-    full_like,
-    initial_poison,
-    is_live,
-    load_poison,
-    masked_now,
-    masked_of,
-    poison_address,
-    post_all,
-    post_arrival,
-    reduce_max,
-    wait_all,
-)
+from ep_a2a.kernels.primitives import NOBODY
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 from ep_a2a.kernels.target import volatile_load
 
@@ -65,8 +37,8 @@ def tell_weights(op, epoch):
     """Tell every peer, to be ordered by a later post, that this rank brings weights to this combine."""
     lanes = tl.arange(0, op.WORLD_LANES)
     present = lanes < op.WORLD_SIZE
-    epochs_at = address_at(op, Region.WEIGHT_EPOCHS, tl.where(present, lanes, op.rank), tl.int32) + op.rank
-    tl.store(epochs_at, full_like(lanes, epoch), mask=present)
+    epochs_at = prim.address_at(op, Region.WEIGHT_EPOCHS, tl.where(present, lanes, op.rank), tl.int32) + op.rank
+    tl.store(epochs_at, prim.full_like(lanes, epoch), mask=present)
 
 
 @portable
@@ -77,7 +49,7 @@ def post_to_peers(op, epoch, HAS_WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, ma
     """
     if HAS_WEIGHTS:
         tell_weights(op, epoch)
-    post_all(op, Region.COMBINE_FLAGS, epoch, ORDERS, masked)
+    prim.post_all(op, Region.COMBINE_FLAGS, epoch, ORDERS, masked)
 
 
 @portable
@@ -88,18 +60,18 @@ def await_peers(
 
     ORDERS, PATIENCE, masked: as of wait_all.
     """
-    poison = wait_all(op, Region.COMBINE_FLAGS, flag, ORDERS, PATIENCE, 0, masked)
+    poison = prim.wait_all(op, Region.COMBINE_FLAGS, flag, ORDERS, PATIENCE, 0, masked)
     if HAS_WEIGHTS:
         if poison == 0:
             lanes = tl.arange(0, op.WORLD_LANES)
-            epochs_at = address(op, Region.WEIGHT_EPOCHS, tl.int32) + lanes
+            epochs_at = prim.address(op, Region.WEIGHT_EPOCHS, tl.int32) + lanes
             brought = volatile_load(epochs_at, mask=lanes < op.WORLD_SIZE, other=0)
             missing = ((brought != epoch) & (lanes < op.WORLD_SIZE)).to(tl.int32)
             if op.MASKS:
-                missing = tl.where(is_live(masked_now(op), lanes), missing, 0)
-            if reduce_max(missing, 0) > 0:
+                missing = tl.where(prim.is_live(prim.masked_now(op), lanes), missing, 0)
+            if prim.reduce_max(missing, 0) > 0:
                 poison = tl.full((), NOBODY | (FailureCode.WEIGHTS_MISSING << 16), tl.int32)
-                fail(op, poison, StepPhase.COMBINE, epoch, 1, missing)
+                prim.fail(op, poison, StepPhase.COMBINE, epoch, 1, missing)
     return poison
 
 
@@ -118,9 +90,9 @@ def send_results(
     # C3
     if step.is_sender & (poison == 0):
         begin_span(FORM.SPANS, op, Span.COPY_AND_PUT)
-        push_results(first, given, step, share, SENT, FORM.HAS_WEIGHTS, COMBINE)
+        send.push_results(first, given, step, share, SENT, FORM.HAS_WEIGHTS, COMBINE)
         if not COMBINE.MARKED:
-            post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs, masked)
+            prim.post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs, masked)
         end_span(FORM.SPANS, op, Span.COPY_AND_PUT)
 
 
@@ -132,7 +104,7 @@ def receive_results(
     """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
     op, epoch = step.op, step.epoch
     adds = share.program >= 0
-    flag = epoch if COMBINE.MARKED else dispatch_flag(op)
+    flag = epoch if COMBINE.MARKED else prim.dispatch_flag(op)
     if step.signals | adds:
         begin_span(FORM.SPANS, op, Span.RECV_WAIT)
     if step.signals | (not COMBINE.MARKED):
@@ -141,16 +113,16 @@ def receive_results(
             ordered: tl.constexpr = FORM.HAS_WEIGHTS or not COMBINE.MARKED
             poison = await_peers(op, flag, epoch, FORM.HAS_WEIGHTS, ordered, 1, masked)
             if op.MASKS:
-                masked = masked_now(op)
+                masked = prim.masked_now(op)
         end_span(FORM.SPANS, op, Span.RECV_WAIT)
     # C5
     if adds & (poison == 0):
-        own_row = first_row_from(step, op.rank)
+        own_row = send.first_row_from(step, op.rank)
         poison = add_results(given, step, share, own_row, masked, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
         end_span(FORM.SPANS, op, Span.TOPK_REDUCE)
     # C6
     if poison != 0:
-        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, flag)
+        prim.fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, flag)
         if adds:
             clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
 
@@ -185,37 +157,37 @@ def combine_kernel(
     """
     op = OpContext(table, rank, S)
     # addresses never change, so they may be read before the launch before this one has ended
-    recv_counts = address(op, Region.RECV_COUNTS, tl.int32)
-    state = address(op, Region.STATE, tl.int32)
-    poison_word = poison_address(op)
+    recv_counts = prim.address(op, Region.RECV_COUNTS, tl.int32)
+    state = prim.address(op, Region.STATE, tl.int32)
+    poison_word = prim.poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
-        after_previous_launch()
+        prim.after_previous_launch()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     signals = program == FLAG_PROGRAM
     lanes = tl.arange(0, S.WORLD_LANES)
     counts = tl.load(recv_counts + lanes, mask=lanes < S.WORLD_SIZE, other=0)
-    epoch, out_of_order = begin_stage(op, Stage.COMBINE_SEND if FORM.SEND else Stage.COMBINE_RECEIVE)
-    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(poison_word, WEIGHTS.GROUPS_LANES)
-    given = Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
+    epoch, out_of_order = prim.begin_stage(op, Stage.COMBINE_SEND if FORM.SEND else Stage.COMBINE_RECEIVE)
+    out_of_order = out_of_order | send.unlike_dispatch(state, num_tokens, step_tokens)
+    answer = prim.load_poison(poison_word, WEIGHTS.GROUPS_LANES)
+    given = send.Operands(rows_in, weights_in, result, ids, bias_0, bias_1)
     first_sender = (num_receivers > 0).to(tl.int32)
     first_receiver = num_programs - num_receivers if FORM.RECEIVE else num_programs
     sender = program - first_sender
     is_sender = (sender >= 0) & (program < first_receiver)
-    step = CombineStep(op, epoch, num_tokens, step_tokens, M, recv_counts, counts, signals, is_sender, pause_ns)
-    sends = Share(sender, first_receiver - first_sender)
+    step = send.CombineStep(op, epoch, num_tokens, step_tokens, M, recv_counts, counts, signals, is_sender, pause_ns)
+    sends = send.Share(sender, first_receiver - first_sender)
     if FORM.SEND:
         # C1; in flight together with what decides whether it is sent
-        first = first_unit(rows_in, step, sends, SENT, COMBINE.OWN_IN_PLACE)
-    poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
-    masked = masked_of(op, answer)
+        first = send.first_unit(rows_in, step, sends, SENT, COMBINE.OWN_IN_PLACE)
+    poison = prim.initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
+    masked = prim.masked_of(op, answer)
     if FORM.SEND:
         send_results(first, given, step, sends, poison, masked, SENT, COMBINE, FORM)
     if FORM.RECEIVE:
-        adds = Share(program, num_programs)
+        adds = send.Share(program, num_programs)
         if num_receivers > 0:
-            adds = Share(program - first_receiver, num_receivers)
+            adds = send.Share(program - first_receiver, num_receivers)
         receive_results(given, step, adds, poison, masked, ADDED, WEIGHTS, COMBINE, FORM)
-        finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        prim.finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(op, Stage.COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        prim.finish_stage(op, Stage.COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

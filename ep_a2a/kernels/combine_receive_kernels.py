@@ -4,23 +4,12 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.cast_kernels import elements_of, plus_biases, round_to
 from ep_a2a.kernels.combine_send_kernels import SCALED_WORDS, ReturnPlaces, block_offsets, return_places
 from ep_a2a.kernels.layout import FailureCode, Record, Region, Span, State, StepPhase
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    EMPTY,
-    POLLS_PER_CLOCK,
-    address,
-    full_like,
-    is_live,
-    masked_now,
-    next_poll,
-    overdue,
-    pause,
-    reduce_max,
-    reduce_min,
-)
+from ep_a2a.kernels.primitives import EMPTY, POLLS_PER_CLOCK
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 from ep_a2a.kernels.target import volatile_load
 
@@ -42,12 +31,12 @@ def note_foreign_indices(op, ids, token, epoch):
     """Record a failure for the host when a token's ids differ from those of dispatch; the result stays the same."""
     slots = tl.arange(0, op.TOPK_LANES)
     where = tl.cast(token, tl.int64) * op.TOPK + slots
-    sent = tl.load(address(op, Region.SENT_INDICES, tl.int32) + where, mask=slots < op.TOPK, other=0)
+    sent = tl.load(prim.address(op, Region.SENT_INDICES, tl.int32) + where, mask=slots < op.TOPK, other=0)
     given = tl.load(ids + where, mask=slots < op.TOPK, other=0)
-    if reduce_max((sent != given).to(tl.int32), 0) > 0:
-        state = address(op, Region.STATE, tl.int32)
+    if prim.reduce_max((sent != given).to(tl.int32), 0) > 0:
+        state = prim.address(op, Region.STATE, tl.int32)
         if tl.atomic_cas(state + State.ERROR_CLAIMED, 0, 1, sem="relaxed", scope="gpu") == 0:
-            record = address(op, Region.ERROR_RECORD, tl.int32)
+            record = prim.address(op, Region.ERROR_RECORD, tl.int32)
             tl.store(record + Record.PHASE, StepPhase.COMBINE)
             tl.store(record + Record.EPOCH, epoch)
             tl.store(record + Record.DETAIL, token)
@@ -80,7 +69,7 @@ def routes_of(routes, token, step):
     else:
         # as many as a warp has threads: it finds their least in one instruction
         lanes = tl.arange(0, max(op.WORLD_LANES, 32))
-        there = (lanes < op.WORLD_SIZE) & (full_like(lanes, token) < step.num_tokens)
+        there = (lanes < op.WORLD_SIZE) & (prim.full_like(lanes, token) < step.num_tokens)
         found = tl.load(line + lanes, mask=there, other=-1)
     return found
 
@@ -97,13 +86,13 @@ def slots_of(found, step, masked, MARKED: tl.constexpr):
         for peer in tl.static_range(step.op.WORLD_SIZE):
             comes = found[peer] >= 0
             if skips:
-                comes = comes & is_live(masked, peer)
+                comes = comes & prim.is_live(masked, peer)
             slots = slots + (tl.where(comes, peer * step.M + found[peer], -1),)
     else:
         lanes = tl.arange(0, found.shape[0])
         comes = found >= 0
         if skips:
-            comes = comes & is_live(masked, lanes)
+            comes = comes & prim.is_live(masked, lanes)
         slots = tl.where(comes, lanes * step.M + found, NEVER)
     return slots
 
@@ -119,7 +108,7 @@ def next_rows(found, step, ROWS: tl.constexpr):
     if op.WORLD_SIZE > ROWS_AT_ONCE:
         slots = ()
         for _ in tl.static_range(min(ROWS, op.TOPK)):
-            slot = reduce_min(found, 0)
+            slot = prim.reduce_min(found, 0)
             found = tl.where(found == slot, NEVER, found)
             slots = slots + (tl.where(slot < NEVER, slot, -1),)
     return slots, found
@@ -182,12 +171,12 @@ def read_block(places, own, slots, first, B: tl.constexpr, MARKED: tl.constexpr)
     for each in tl.static_range(len(slots)):
         slot = slots[each]
         line = line_of(tl.where(is_own(slot, own), own.base, places.rows), slot, B.WIDTH)
-        present = (offsets < B.WIDTH) & (full_like(offsets, slot) >= 0)
+        present = (offsets < B.WIDTH) & (prim.full_like(offsets, slot) >= 0)
         seen = seen + (load_result(line + offsets, present, MARKED),)
         if B.SCALED:
             scales, _ = scales_of(first, B)
             scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
-            there = (scales < num_scales) & (full_like(scales, slot) >= 0)
+            there = (scales < num_scales) & (prim.full_like(scales, slot) >= 0)
             seen = seen + (load_result(scale_line + scales, there, MARKED),)
     return seen
 
@@ -215,13 +204,13 @@ def slot_missing(seen, own, slots, lost, B: tl.constexpr, HAS_LOST: tl.constexpr
         nobody = is_own(slots[each], own)
         if HAS_LOST:
             nobody = nobody | (((lost >> each) & 1) > 0)
-        awaited = full_like(missing, tl.where(nobody, NEVER, slots[each]))
+        awaited = prim.full_like(missing, tl.where(nobody, NEVER, slots[each]))
         # a line has arrived when none of its words is EMPTY, the largest
-        late = reduce_max(seen[each * per_row].to(tl.uint32, bitcast=True), 1) == EMPTY_UNSIGNED
+        late = prim.reduce_max(seen[each * per_row].to(tl.uint32, bitcast=True), 1) == EMPTY_UNSIGNED
         if B.SCALED:
             late = late | (seen[each * per_row + 1] == EMPTY)
         missing = tl.minimum(missing, tl.where(late, awaited, NEVER))
-    return reduce_min(missing, 0)
+    return prim.reduce_min(missing, 0)
 
 
 @portable
@@ -230,7 +219,7 @@ def lost_rows(step, slots, masked):
     lost = tl.full((), 0, tl.int32)
     for each in tl.static_range(len(slots)):
         source = tl.maximum(slots[each], 0) // step.M
-        lost = lost | (tl.where(is_live(masked, source), 0, 1) << each)
+        lost = lost | (tl.where(prim.is_live(masked, source), 0, 1) << each)
     return lost
 
 
@@ -253,18 +242,18 @@ def plus_rows(sums, seen, B: tl.constexpr):
 def empty_block(places, own, slots, first, B: tl.constexpr):
     """Leave EMPTY in a block of rows; this rank's own row, which was never sent, stays as it is."""
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
-    empty = full_like(offsets, EMPTY)
+    empty = prim.full_like(offsets, EMPTY)
     num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
     for each in tl.static_range(len(slots)):
         slot = slots[each]
         came = tl.where(is_own(slot, own), -1, slot)
-        arrived = (offsets < B.WIDTH) & (full_like(offsets, came) >= 0)
+        arrived = (offsets < B.WIDTH) & (prim.full_like(offsets, came) >= 0)
         tl.store(line_of(places.rows, slot, B.WIDTH) + offsets, empty, mask=arrived)
         if B.SCALED:
             scales, is_first = scales_of(first, B)
-            there = is_first & (scales < num_scales) & (full_like(scales, slot) >= 0)
+            there = is_first & (scales < num_scales) & (prim.full_like(scales, slot) >= 0)
             scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
-            tl.store(scale_line + scales, full_like(scales, EMPTY), mask=there)
+            tl.store(scale_line + scales, prim.full_like(scales, EMPTY), mask=there)
 
 
 @portable
@@ -278,17 +267,17 @@ def take_block(seen, step, places, own, slots, first, sums, masked, B: tl.conste
     missing = slot_missing(seen, own, slots, lost, B, step.op.MASKS)
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (missing < NEVER) & (poison == 0):
-        pause(step.pause_ns)
+        prim.pause(step.pause_ns)
         seen = read_block(places, own, slots, first, B, True)
         if step.op.MASKS:
             lost = lost | lost_rows(step, slots, masked)
         missing = slot_missing(seen, own, slots, lost, B, step.op.MASKS)
-        polls = next_poll(polls)
+        polls = prim.next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
             late = missing // step.M
             if step.op.MASKS:
-                lost = lost_rows(step, slots, masked_now(step.op))
-            poison, deadline = overdue(step.op, polls, deadline, late, 1)
+                lost = lost_rows(step, slots, prim.masked_now(step.op))
+            poison, deadline = prim.overdue(step.op, polls, deadline, late, 1)
     empty_block(places, own, slots, first, B)
     if step.op.MASKS:
         seen = without_lost(seen, lost, B)
@@ -331,7 +320,7 @@ def add_weights(given, step, places, slots, own_row, token, sums, masked, WEIGHT
         sums, poison = take_block(seen, step, lines, own, slots, 0, sums, masked, WEIGHTS)
     else:
         sums = plus_rows(sums, seen, WEIGHTS)
-    sums_out = address(op, Region.RESULT_WEIGHTS, tl.float32)
+    sums_out = prim.address(op, Region.RESULT_WEIGHTS, tl.float32)
     sums_out += tl.cast(token, tl.int64) * op.TOPK
     weights_at = block_offsets(0, WEIGHTS.GROUPS_LANES, 1)
     tl.store(sums_out + weights_at, sums[0], mask=weights_at < op.TOPK)
@@ -354,7 +343,7 @@ def next_turn(unit, others, following, routes, step, share, masked, COMBINE: tl.
     slots, others = next_rows(others, step, most_rows)
     ends, next_unit = tl.full((), 1, tl.int1), unit + share.num_programs
     if not one_turn:
-        ends = reduce_min(others, 0) == NEVER
+        ends = prim.reduce_min(others, 0) == NEVER
         next_unit = tl.where(ends, next_unit, unit)
     others = slots_left(ends, following, others, step, masked, one_turn, COMBINE.MARKED)
     following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step)
@@ -394,7 +383,7 @@ def add_results(
     # whether the next turn's rows are read, or found, before this one's are awaited
     early: tl.constexpr = COMBINE.MARKED or not COMBINE.READ_AHEAD
     num_turns: tl.constexpr = 1 if early else max(2, ROWS_UNDER_WAY // min(op.WORLD_SIZE, op.TOPK))
-    routes = address(op, Region.ROUTES, tl.int32)
+    routes = prim.address(op, Region.ROUTES, tl.int32)
     places = return_places(op, op.rank, B.ELEMENT)
     own = own_rows(given.rows, places.rows, own_row, step, B.WIDTH, COMBINE.OWN_IN_PLACE)
     poison = tl.full((), 0, tl.int32)
@@ -457,7 +446,7 @@ def slots_left(ends, following, others, step, masked, ONE_TURN: tl.constexpr, MA
     """Return the slots of the rows that the next turn takes: those of the next unit where this one ends."""
     found = slots_of(following, step, masked, MARKED)
     if not ONE_TURN:
-        found = tl.where(full_like(others, ends.to(tl.int32)) > 0, found, others)
+        found = tl.where(prim.full_like(others, ends.to(tl.int32)) > 0, found, others)
     return found
 
 

@@ -14,28 +14,12 @@ them passes the weights of all nodes on to the ranks of its own. The steps of a 
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.combine_send_kernels import unlike_dispatch
 from ep_a2a.kernels.layout import Region, Span, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    POLLS_PER_CLOCK,
-    address,
-    begin_stage,
-    epoch_of,
-    fail,
-    flagged,
-    initial_poison,
-    is_live,
-    load_poison,
-    masked_now,
-    next_poll,
-    overdue,
-    pause,
-    payload_of,
-    poison_address,
-    reduce_sum,
-)
+from ep_a2a.kernels.primitives import POLLS_PER_CLOCK
 from ep_a2a.kernels.span_kernels import begin_span, end_span
 from ep_a2a.kernels.staged_kernels import AFTER_COMBINING_HOST
 from ep_a2a.kernels.target import volatile_load
@@ -47,7 +31,7 @@ def push_weights(weights, inbox, num_words, epoch, BLOCK_WORDS: tl.constexpr):
     for first in range(0, num_words, BLOCK_WORDS):
         at = first + tl.arange(0, BLOCK_WORDS)
         values = tl.load(weights + at, mask=at < num_words, other=0)
-        tl.store(inbox + at, flagged(values, epoch), mask=at < num_words, cache_modifier=".wt")
+        tl.store(inbox + at, prim.flagged(values, epoch), mask=at < num_words, cache_modifier=".wt")
 
 
 @portable
@@ -61,17 +45,17 @@ def await_words(op, words_at, wanted, epoch, sender, PATIENCE: tl.constexpr):
         sender: the rank to be named when time is up. PATIENCE: as in overdue.
     """
     words = volatile_load(words_at, mask=wanted, other=0)
-    num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
+    num_late = prim.reduce_sum(prim.reduce_sum(((prim.epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
-        pause(0)
+        prim.pause(0)
         words = volatile_load(words_at, mask=wanted, other=0)
-        num_late = reduce_sum(reduce_sum(((epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
-        polls = next_poll(polls)
+        num_late = prim.reduce_sum(prim.reduce_sum(((prim.epoch_of(words) != epoch) & wanted).to(tl.int32), 1), 0)
+        polls = prim.next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0):
             if op.MASKS:
-                num_late = tl.where(is_live(masked_now(op), sender), num_late, 0)
-            poison, deadline = overdue(op, polls, deadline, sender, PATIENCE)
+                num_late = tl.where(prim.is_live(prim.masked_now(op), sender), num_late, 0)
+            poison, deadline = prim.overdue(op, polls, deadline, sender, PATIENCE)
     return words, poison
 
 
@@ -83,9 +67,9 @@ def place_weights_of(
 
     Writes them to WEIGHTS, and returns the poison word. PATIENCE: as in overdue.
     """
-    count = tl.load(address(op, Region.RECV_COUNTS, tl.int32) + source)
-    positions = address(op, Region.SOURCE_POSITIONS, tl.int32)
-    targets = address(op, Region.WEIGHTS, tl.int32)
+    count = tl.load(prim.address(op, Region.RECV_COUNTS, tl.int32) + source)
+    positions = prim.address(op, Region.SOURCE_POSITIONS, tl.int32)
+    targets = prim.address(op, Region.WEIGHTS, tl.int32)
     topk = tl.arange(0, op.TOPK_LANES)
     poison = tl.full((), 0, tl.int32)
     for first in range(0, count, BLOCK_ROWS):
@@ -102,7 +86,7 @@ def place_weights_of(
             # W2
             words, poison = await_words(op, words_at, wanted, epoch, sender, PATIENCE)
             # W3
-            tl.store(targets + rows[:, None] * op.TOPK + topk[None, :], payload_of(words), mask=wanted)
+            tl.store(targets + rows[:, None] * op.TOPK + topk[None, :], prim.payload_of(words), mask=wanted)
     return poison
 
 
@@ -131,11 +115,11 @@ def exchange_weights_kernel(
     op = OpContext(table, rank, S)
     begin_span(SPANS, op, Span.EXCHANGE_WEIGHTS)
     peer = tl.program_id(0)
-    epoch, out_of_order = begin_stage(op, Stage.COMBINE_SEND)
-    state = address(op, Region.STATE, tl.int32)
+    epoch, out_of_order = prim.begin_stage(op, Stage.COMBINE_SEND)
+    state = prim.address(op, Region.STATE, tl.int32)
     out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(poison_address(op), BLOCK_WORDS)
-    poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
+    answer = prim.load_poison(prim.poison_address(op), BLOCK_WORDS)
+    poison = prim.initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:
         node = peer // GPUS
@@ -150,5 +134,5 @@ def exchange_weights_kernel(
         poison = place_weights_of(op, own, peer, partner, step_tokens, M, epoch, BLOCK_ROWS, patience)
         if poison != 0:
             late = (tl.arange(0, S.WORLD_LANES) == partner).to(tl.int32)
-            fail(op, poison, StepPhase.COMBINE, epoch, 0, late)
+            prim.fail(op, poison, StepPhase.COMBINE, epoch, 0, late)
     end_span(SPANS, op, Span.EXCHANGE_WEIGHTS)

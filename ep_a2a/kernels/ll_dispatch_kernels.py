@@ -20,36 +20,14 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
+from ep_a2a.kernels import receive_kernels as receive
 from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage, State, StepPhase
 from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
 from ep_a2a.kernels.ll_send_kernels import SendPlaces, SentToken, send_token
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    address,
-    after_previous_launch,
-    begin_stage,
-    dispatch_flag,
-    fail_behind,
-    finish_stage,
-    full_like,
-    initial_poison,
-    load_poison,
-    masked_of,
-    poison_address,
-    post_all,
-)
-from ep_a2a.kernels.receive_kernels import (
-    STEP_NUMBERS,
-    DispatchInputs,
-    DispatchStep,
-    Received,
-    accept_rows,
-    last_received,
-    post_counts,
-    receive_nothing,
-    wait_counts,
-)
+from ep_a2a.kernels.receive_kernels import STEP_NUMBERS
 from ep_a2a.kernels.routing_kernels import ranks_of_tokens, rows_before_token
 from ep_a2a.kernels.send_kernels import load_choices, load_row
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
@@ -89,17 +67,17 @@ def send_rows(
     tiles = load_row(given.x, sender, end, 0, ROW)
     token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, op, FORM.HAS_WEIGHTS)
     going = ranks_of_tokens(given.ids, num_tokens, op, OWNERS, LL.TOKEN_LANES)
-    poison = initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
-    masked = masked_of(op, answer)
+    poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
+    masked = prim.masked_of(op, answer)
     # D2
     if roles.is_poster & (poison == 0):
-        post_all(op, Region.DISPATCH_FLAGS, dispatch_flag(op), False, masked)
+        prim.post_all(op, Region.DISPATCH_FLAGS, prim.dispatch_flag(op), False, masked)
     # D3
     if roles.is_publisher & (poison == 0):
         begin_span(FORM.SPANS, op, Span.COUNT_PUT)
-        tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
+        tl.store(prim.address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
         counts = rows_before_token(going, num_tokens, tl.arange(0, op.WORLD_LANES), LL.TOKEN_LANES)
-        post_counts(op, counts, step.first_row, step.wire_word, step.epoch)
+        receive.post_counts(op, counts, step.first_row, step.wire_word, step.epoch)
         end_span(FORM.SPANS, op, Span.COUNT_PUT)
     if (sender >= 0) & (sender < num_senders):
         next_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
@@ -126,24 +104,24 @@ def receive_rows(step, places, roles, poison, masked, ROW: tl.constexpr, LL: tl.
     counts_needed = roles.is_publisher
     if op.COMPACT or step.step_tokens < 0:
         counts_needed = waits
-    words = full_like(tl.arange(0, LL.COUNT_LANES), 0)
+    words = prim.full_like(tl.arange(0, LL.COUNT_LANES), 0)
     old_rows, old_pad_id = words, step.pad_id
     if counts_needed & (poison == 0):
         if roles.is_publisher:
-            old_rows, old_pad_id = last_received(op, LL.COUNT_LANES)
+            old_rows, old_pad_id = receive.last_received(op, LL.COUNT_LANES)
         # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
-        words, poison = wait_counts(op, epoch, LL.COUNT_LANES, 1, 0, masked)
+        words, poison = receive.wait_counts(op, epoch, LL.COUNT_LANES, 1, 0, masked)
     if roles.is_publisher:
         if poison == 0:
-            poison = accept_rows(step, Received(old_rows, old_pad_id), words, LL.COUNT_LANES)
+            poison = receive.accept_rows(step, receive.Received(old_rows, old_pad_id), words, LL.COUNT_LANES)
         # D6
         if poison != 0:
-            receive_nothing(op)
+            receive.receive_nothing(op)
     elif (receiver >= 0) & (poison == 0):
         # D7
         poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, masked, ROW, LL, FORM)
     if poison != 0:
-        fail_behind(op, poison, StepPhase.DISPATCH, epoch, Region.DISPATCH_FLAGS, dispatch_flag(op))
+        prim.fail_behind(op, poison, StepPhase.DISPATCH, epoch, Region.DISPATCH_FLAGS, prim.dispatch_flag(op))
     if waits:
         end_span(FORM.SPANS, op, Span.WAIT)
 
@@ -171,31 +149,31 @@ def ll_dispatch_kernel(
     # addresses never change, so they may be read before the launch before this one has ended
     places = SendPlaces(
         received_places(op, tl.uint8 if ROW.BYTE_SCALES else tl.int32),
-        address(op, Region.ROUTES, tl.int32),
-        address(op, Region.SENT_INDICES, tl.int32),
+        prim.address(op, Region.ROUTES, tl.int32),
+        prim.address(op, Region.SENT_INDICES, tl.int32),
     )
-    poison_word = poison_address(op)
+    poison_word = prim.poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
-        after_previous_launch()
+        prim.after_previous_launch()
     if FORM.SEND:
         begin_span(FORM.SPANS, op, Span.PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     roles = Roles(
         program == FlagProgram.COUNT_PUBLISHER, program == FlagProgram.FLAG_POSTER, num_senders, num_receivers
     )
-    epoch, out_of_order = begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
-    answer = load_poison(poison_word, LL.POISON_LANES)
-    step = DispatchStep(
+    epoch, out_of_order = prim.begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
+    answer = prim.load_poison(poison_word, LL.POISON_LANES)
+    step = receive.DispatchStep(
         op, epoch, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
         num_region_rows, first_position, program, num_programs,
     )  # fmt: skip
     if FORM.SEND:
-        given = DispatchInputs(x, scales, weights, ids)
+        given = receive.DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, roles, places, answer, out_of_order, OWNERS, ROW, LL, FORM)
     else:
-        poison = initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
+        poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
     if FORM.RECEIVE:
-        receive_rows(step, places.own, roles, poison, masked_of(op, answer), ROW, LL, FORM)
-        finish_stage(op, Stage.DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        receive_rows(step, places.own, roles, poison, prim.masked_of(op, answer), ROW, LL, FORM)
+        prim.finish_stage(op, Stage.DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
-        finish_stage(op, Stage.DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)
+        prim.finish_stage(op, Stage.DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -4,23 +4,10 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    EMPTY,
-    POLLS_PER_CLOCK,
-    address,
-    epoch_of,
-    full_like,
-    is_live,
-    masked_now,
-    next_poll,
-    overdue,
-    pause,
-    payload_of,
-    reduce_max,
-    reduce_sum,
-)
+from ep_a2a.kernels.primitives import EMPTY, POLLS_PER_CLOCK
 from ep_a2a.kernels.target import barrier, volatile_load
 
 POSITION_MASK = tl.constexpr(0x7FFFFFFF)
@@ -39,26 +26,26 @@ def read_beside(sides, count_word, sides_at, sent, SIDE_WORDS: tl.constexpr):
         sent: which of the lanes below SIDE_WORDS are sent.
     """
     is_count = sides_at == SIDE_WORDS
-    where = tl.where(is_count, count_word + full_like(sides_at, 0), sides + sides_at)
+    where = tl.where(is_count, count_word + prim.full_like(sides_at, 0), sides + sides_at)
     return volatile_load(where, mask=sent | is_count, other=0)
 
 
 @portable
 def judge_beside(side, epoch, index, sides_at, sent, SIDE_WORDS: tl.constexpr):
     """(number of words beside the row that have not arrived, non-zero when the source sends no row `index`)."""
-    has_epoch = epoch_of(side) == epoch
-    absent = (sides_at == SIDE_WORDS) & has_epoch & (payload_of(side) <= index)
+    has_epoch = prim.epoch_of(side) == epoch
+    absent = (sides_at == SIDE_WORDS) & has_epoch & (prim.payload_of(side) <= index)
     late = tl.where(absent, NO_ROW, (sent & (has_epoch == 0)).to(tl.int32))
-    num_late = reduce_sum(late, 0)
+    num_late = prim.reduce_sum(late, 0)
     return num_late & (NO_ROW - 1), num_late & NO_ROW
 
 
 @portable
 def judge_row(words, side, sides_at, num_late_sides, SIDE_WORDS: tl.constexpr, IS_CAST: tl.constexpr):
     """The number of words of a row that have not arrived. No word of a cast row is EMPTY."""
-    num_late = reduce_sum((words == EMPTY).to(tl.int32), 0)
+    num_late = prim.reduce_sum((words == EMPTY).to(tl.int32), 0)
     if not IS_CAST:
-        position = reduce_sum(tl.where(sides_at == SIDE_WORDS - 1, payload_of(side), 0), 0)
+        position = prim.reduce_sum(tl.where(sides_at == SIDE_WORDS - 1, prim.payload_of(side), 0), 0)
         num_late = tl.where((position < 0) & (num_late_sides == 0), 0, num_late)
     return num_late
 
@@ -101,7 +88,7 @@ def take_row_block(step, row, words_at, sides_at, sent, masked, ROW: tl.constexp
     num_late = num_late_sides + judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (no_row == 0) & (poison == 0):
-        pause(0)
+        prim.pause(0)
         side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
         if not LL.SPARSE_POLLS:
             words = volatile_load(row.words + words_at, mask=inside, other=0)
@@ -111,15 +98,15 @@ def take_row_block(step, row, words_at, sides_at, sent, masked, ROW: tl.constexp
             if LL.SPARSE_POLLS:
                 words = volatile_load(row.words + words_at, mask=inside, other=0)
             num_late = judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
-        polls = next_poll(polls)
+        polls = prim.next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
             if step.op.MASKS:
-                masked = masked_now(step.op)
-                no_row = tl.where(is_live(masked, row.source), no_row, NO_ROW)
-            poison, deadline = overdue(step.op, polls, deadline, row.source, 1)
+                masked = prim.masked_now(step.op)
+                no_row = tl.where(prim.is_live(masked, row.source), no_row, NO_ROW)
+            poison, deadline = prim.overdue(step.op, polls, deadline, row.source, 1)
     if not is_cast:
         # a row written in full may have been read before its last word came: read it behind the fence
-        position = reduce_sum(tl.where(sides_at == side_words - 1, payload_of(side), 0), 0)
+        position = prim.reduce_sum(tl.where(sides_at == side_words - 1, prim.payload_of(side), 0), 0)
         if (position < 0) & (poison == 0) & (no_row == 0):
             tl.atomic_add(row.beside + side_words - 1, tl.cast(0, tl.int64), sem="acquire", scope="sys")
             words = volatile_load(row.words + words_at, mask=inside, other=0)
@@ -142,18 +129,18 @@ class ReceivedPlaces(NamedTuple):
 def received_places(op, SCALE_DTYPE: tl.constexpr):
     """Where the experts of this rank read (ReceivedPlaces)."""
     return ReceivedPlaces(
-        address(op, Region.TOKENS, tl.int32),
-        address(op, Region.SCALES, SCALE_DTYPE),
-        address(op, Region.WEIGHTS, tl.int32),
-        address(op, Region.INDICES, tl.int32),
-        address(op, Region.SOURCE_POSITIONS, tl.int32),
+        prim.address(op, Region.TOKENS, tl.int32),
+        prim.address(op, Region.SCALES, SCALE_DTYPE),
+        prim.address(op, Region.WEIGHTS, tl.int32),
+        prim.address(op, Region.INDICES, tl.int32),
+        prim.address(op, Region.SOURCE_POSITIONS, tl.int32),
     )
 
 
 @portable
 def place_side(places, side, sides_at, row, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
     """Writes what travelled beside a row where the experts read it; places: from received_places."""
-    values = payload_of(side)
+    values = prim.payload_of(side)
     line = tl.cast(row, tl.int64)
     if LL.HAS_SCALES:
         scale_values = values.to(places.scales.dtype.element_ty)
@@ -193,10 +180,10 @@ def receive_row(
         words, side, exists, late, masked = take_row_block(step, row, words_at, sides_at, sent, masked, ROW, LL)
         poison = tl.where(poison == 0, late, poison)
         if exists:
-            has_room = full_like(words_at, row.number) < step.row_limit
-            wanted = (words_at < ROW.ROW_WORDS) & has_room & (full_like(words_at, poison) == 0)
+            has_room = prim.full_like(words_at, row.number) < step.row_limit
+            wanted = (words_at < ROW.ROW_WORDS) & has_room & (prim.full_like(words_at, poison) == 0)
             tl.store(tl.multiple_of(target, 16) + words_at, words, mask=wanted)
-            tl.store(row.words + words_at, full_like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
+            tl.store(row.words + words_at, prim.full_like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
             if first_word == 0:
                 if (row.number < step.row_limit) & (poison == 0):
                     place_side(places, side, sides_at, row.number, step.op.TOPK, LL, FORM.HAS_WEIGHTS)
@@ -228,22 +215,22 @@ def receive_low_latency_rows(
     lanes = tl.arange(0, LL.COUNT_LANES)
     counts = tl.where(lanes < op.WORLD_SIZE, told, 0)
     if op.COMPACT or step.step_tokens < 0:
-        num_units = reduce_max(counts, 0) * num_sources
-    count_words = address(op, Region.COUNTS, tl.int64) + op.rank
-    all_rows = address(op, Region.LOW_LATENCY_ROWS, tl.int32)
-    all_sides = address(op, Region.LOW_LATENCY_SIDES, tl.int64)
+        num_units = prim.reduce_max(counts, 0) * num_sources
+    count_words = prim.address(op, Region.COUNTS, tl.int64) + op.rank
+    all_rows = prim.address(op, Region.LOW_LATENCY_ROWS, tl.int32)
+    all_sides = prim.address(op, Region.LOW_LATENCY_SIDES, tl.int64)
     for unit in range(receiver, num_units, num_receivers):
         index = unit // max(1, num_sources)
         source = (op.rank + first_source + unit % max(1, num_sources)) % op.WORLD_SIZE
         goes_on = poison == 0
         if op.MASKS:
-            goes_on = goes_on & is_live(masked, source)
+            goes_on = goes_on & prim.is_live(masked, source)
         if goes_on:
             number = source * step.step_tokens + index
             if op.COMPACT:
-                number = reduce_sum(tl.where(lanes < source, counts, 0), 0) + index
+                number = prim.reduce_sum(tl.where(lanes < source, counts, 0), 0) + index
             elif step.step_tokens < 0:
-                number = reduce_sum(tl.where(lanes == op.WORLD_SIZE + source, told, 0), 0) + index
+                number = prim.reduce_sum(tl.where(lanes == op.WORLD_SIZE + source, told, 0), 0) + index
             slot = tl.cast(source * LL.SLOTS + index, tl.int64)
             words = tl.multiple_of(all_rows + slot * ROW.ROW_WORDS, 16)
             beside = all_sides + slot * (LL.SCALE_WORDS + 2 * op.TOPK + 1)

@@ -97,9 +97,10 @@ class PortableFunction(JITFunction):
 
         Triton 3.6 takes a callee's globals into the key only if the callee has got its own key earlier. So the
         same kernel had another key in a process that compiled its kernels in another order, and was compiled again.
-        Here the callees get their keys first. The functions of `target.py`, the class of `op_context.py` and the
-        numbers of `layout.py` and `ring_shape.py` are builtins, at which Triton does not look. So the text of these
-        modules is in every key.
+        Here the callees get their keys first. A function may be named by its module (`prim.address`). A constant so
+        named would not be in the key, so device code imports constants by name. The functions of `target.py`, the
+        class of `op_context.py` and the numbers of `layout.py` and `ring_shape.py` are builtins, at which Triton does
+        not look. So the text of these modules is in every key.
         """
         if self.hash is None:
             super().cache_key  # noqa: B018 - for its effect: the callees have their keys afterwards

@@ -5,29 +5,11 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ep_a2a.kernels import layout
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.layout import FailureCode, Region, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    NOBODY,
-    POLLS_PER_CLOCK,
-    address,
-    address_at,
-    epoch_of,
-    fail,
-    flagged,
-    full_like,
-    is_live,
-    masked_now,
-    next_poll,
-    overdue,
-    pause,
-    payload_of,
-    reduce_max,
-    reduce_min,
-    reduce_sum,
-    running_sum,
-)
+from ep_a2a.kernels.primitives import NOBODY, POLLS_PER_CLOCK
 from ep_a2a.kernels.target import barrier, volatile_load
 
 BOUND_SHIFT = tl.constexpr(layout.BOUND_SHIFT)
@@ -103,19 +85,21 @@ def post_counts(op, counts, first_row, wire_word, epoch):
     """
     lanes = tl.arange(0, op.WORLD_LANES)
     present = lanes < op.WORLD_SIZE
-    words = flagged(counts, epoch)
-    nothing = full_like(lanes, 0)
-    lines = address_at(op, Region.COUNTS, tl.where(present, lanes, op.rank), tl.int64) + op.rank * (op.WORLD_SIZE + 2)
-    tl.store(lines + op.WORLD_SIZE, flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
-    tl.store(lines + op.WORLD_SIZE + 1, flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
+    words = prim.flagged(counts, epoch)
+    nothing = prim.full_like(lanes, 0)
+    lines = prim.address_at(op, Region.COUNTS, tl.where(present, lanes, op.rank), tl.int64) + op.rank * (
+        op.WORLD_SIZE + 2
+    )
+    tl.store(lines + op.WORLD_SIZE, prim.flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
+    tl.store(lines + op.WORLD_SIZE + 1, prim.flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
     if op.COMPACT:
         num_peers: tl.constexpr = min(op.WORLD_LANES, max(1, MOST_COUNTS // op.WORLD_LANES))
         for first in range(0, op.WORLD_SIZE, num_peers):
             peers = first + tl.arange(0, num_peers)
-            regions = address_at(op, Region.COUNTS, tl.where(peers < op.WORLD_SIZE, peers, op.rank), tl.int64)
+            regions = prim.address_at(op, Region.COUNTS, tl.where(peers < op.WORLD_SIZE, peers, op.rank), tl.int64)
             where = regions[:, None] + op.rank * (op.WORLD_SIZE + 2) + lanes[None, :]
             mask = (peers < op.WORLD_SIZE)[:, None] & present[None, :]
-            tl.store(where, words[None, :] + full_like(peers, 0)[:, None], mask=mask, cache_modifier=".wt")
+            tl.store(where, words[None, :] + prim.full_like(peers, 0)[:, None], mask=mask, cache_modifier=".wt")
     else:
         tl.store(lines + lanes, words, mask=present, cache_modifier=".wt")
 
@@ -136,8 +120,8 @@ def look_at_counts(lines, epoch, index, op, ALL: tl.constexpr, WITHIN: tl.conste
     if WITHIN:
         inside = inside & (source // WITHIN == op.rank // WITHIN)
     seen = volatile_load(lines + where, mask=inside, other=0)
-    late = ((epoch_of(seen) != epoch) & inside).to(tl.int32)
-    return late, payload_of(seen), source
+    late = ((prim.epoch_of(seen) != epoch) & inside).to(tl.int32)
+    return late, prim.payload_of(seen), source
 
 
 @portable
@@ -154,24 +138,24 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
         not come.
     """
     index = tl.arange(0, COUNT_LANES)
-    lines = address(op, Region.COUNTS, tl.int64)
-    words = full_like(index, 0)
+    lines = prim.address(op, Region.COUNTS, tl.int64)
+    words = prim.full_like(index, 0)
     num_late, gone = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32) + masked
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while (num_late > 0) & (poison == 0):
         late, words, source = look_at_counts(lines, epoch, index, op, False, WITHIN)
         if op.MASKS:
             words = tl.where(late > 0, UNTOLD, words)
-            late = tl.where(is_live(gone, source), late, 0)
-        num_late = reduce_sum(late, 0)
+            late = tl.where(prim.is_live(gone, source), late, 0)
+        num_late = prim.reduce_sum(late, 0)
         if num_late > 0:
-            pause(0)
-            polls = next_poll(polls)
+            prim.pause(0)
+            polls = prim.next_poll(polls)
             if polls % POLLS_PER_CLOCK == 0:
                 if op.MASKS:
-                    gone = masked_now(op)
-                accused = reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
-                poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
+                    gone = prim.masked_now(op)
+                accused = prim.reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
+                poison, deadline = prim.overdue(op, polls, deadline, accused, PATIENCE)
     return words, poison
 
 
@@ -182,19 +166,19 @@ def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr
     Only who needs rows_before waits for so many words. Arguments: as in wait_counts.
     """
     lanes = tl.arange(0, COUNT_LANES)
-    lines = address(op, Region.COUNTS, tl.int64)
+    lines = prim.address(op, Region.COUNTS, tl.int64)
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     first = tl.full((), 0, tl.int32)
     while (first < op.WORLD_SIZE * (op.WORLD_SIZE + 2)) & (poison == 0):
         late, _, source = look_at_counts(lines, epoch, first + lanes, op, True, WITHIN)
-        if reduce_sum(late, 0) == 0:
+        if prim.reduce_sum(late, 0) == 0:
             first += COUNT_LANES
         else:
-            pause(0)
-            polls = next_poll(polls)
+            prim.pause(0)
+            polls = prim.next_poll(polls)
             if polls % POLLS_PER_CLOCK == 0:
-                accused = reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
-                poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
+                accused = prim.reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
+                poison, deadline = prim.overdue(op, polls, deadline, accused, PATIENCE)
     return poison
 
 
@@ -202,10 +186,10 @@ def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr
 def absent_rank(op, epoch, otherwise):
     """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
     lanes = tl.arange(0, op.WORLD_LANES)
-    lines = address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
+    lines = prim.address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
     words = volatile_load(lines + op.WORLD_SIZE + 1, mask=lanes < op.WORLD_SIZE, other=0)
-    absent = (epoch_of(words) != epoch) & (lanes < op.WORLD_SIZE)
-    first = reduce_min(tl.where(absent, lanes, op.WORLD_SIZE), 0)
+    absent = (prim.epoch_of(words) != epoch) & (lanes < op.WORLD_SIZE)
+    first = prim.reduce_min(tl.where(absent, lanes, op.WORLD_SIZE), 0)
     return tl.where(first < op.WORLD_SIZE, first, otherwise)
 
 
@@ -217,21 +201,21 @@ def counts_from(step):
     """
     op = step.op
     lanes = tl.arange(0, op.WORLD_LANES)
-    lines = address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
+    lines = prim.address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
     present = lanes < op.WORLD_SIZE
     counts = volatile_load(lines + op.rank, mask=present, other=0)
     starts = volatile_load(lines + op.WORLD_SIZE, mask=present, other=0)
     wire_words = volatile_load(lines + op.WORLD_SIZE + 1, mask=present, other=0)
     if op.MASKS:
         # with a common bound all ranks have the same wire word
-        stands_for = full_like(lanes, 0), lanes * step.step_tokens, full_like(lanes, step.wire_word)
+        stands_for = prim.full_like(lanes, 0), lanes * step.step_tokens, prim.full_like(lanes, step.wire_word)
         told = (
-            tl.where(epoch_of(counts) == step.epoch, payload_of(counts), stands_for[0]),
-            tl.where(epoch_of(starts) == step.epoch, payload_of(starts), stands_for[1]),
-            tl.where(epoch_of(wire_words) == step.epoch, payload_of(wire_words), stands_for[2]),
+            tl.where(prim.epoch_of(counts) == step.epoch, prim.payload_of(counts), stands_for[0]),
+            tl.where(prim.epoch_of(starts) == step.epoch, prim.payload_of(starts), stands_for[1]),
+            tl.where(prim.epoch_of(wire_words) == step.epoch, prim.payload_of(wire_words), stands_for[2]),
         )
     else:
-        told = payload_of(counts), payload_of(starts), payload_of(wire_words)
+        told = prim.payload_of(counts), prim.payload_of(starts), prim.payload_of(wire_words)
     return told
 
 
@@ -243,13 +227,13 @@ def rows_before(op, source):
     """
     lanes = tl.arange(0, op.WORLD_LANES)
     num_lines: tl.constexpr = max(1, MOST_COUNTS // op.WORLD_LANES)
-    first_line = address(op, Region.COUNTS, tl.int64)
-    rows = full_like(lanes, 0)
+    first_line = prim.address(op, Region.COUNTS, tl.int64)
+    rows = prim.full_like(lanes, 0)
     for first in range(0, source, num_lines):
         sources = first + tl.arange(0, num_lines)
         lines = first_line + sources[:, None] * (op.WORLD_SIZE + 2) + lanes[None, :]
         mask = (sources < source)[:, None] & (lanes < op.WORLD_SIZE)[None, :]
-        rows += reduce_sum(payload_of(volatile_load(lines, mask=mask, other=0)), 0)
+        rows += prim.reduce_sum(prim.payload_of(volatile_load(lines, mask=mask, other=0)), 0)
     return rows
 
 
@@ -257,14 +241,14 @@ def rows_before(op, source):
 def last_rows(op, LANES: tl.constexpr):
     """[LANES]: the previous step's rows by source, behind them where each source's begin, until accept_rows."""
     lanes = tl.arange(0, LANES)
-    rows = address(op, Region.RECV_COUNTS, tl.int32)
+    rows = prim.address(op, Region.RECV_COUNTS, tl.int32)
     return tl.load(rows + lanes, mask=lanes < 2 * op.WORLD_SIZE, other=0)
 
 
 @portable
 def last_received(op, LANES: tl.constexpr):
     """State of the previous step (Received), loaded before the wait for this one."""
-    state = address(op, Region.STATE, tl.int32)
+    state = prim.address(op, Region.STATE, tl.int32)
     return Received(last_rows(op, LANES), tl.load(state + State.LAST_PAD_ID))
 
 
@@ -300,16 +284,16 @@ def disagrees(step, words, COUNT_LANES: tl.constexpr):
     is_wire_word = (lanes >= 2 * op.WORLD_SIZE) & (lanes < 3 * op.WORLD_SIZE)
     compared = tl.where(step.step_tokens < 0, ~step.bound_mask, -1)
     differs = is_wire_word & (((words ^ step.wire_word) & compared) != 0)
-    found = reduce_max(differs.to(tl.int32), 0)
+    found = prim.reduce_max(differs.to(tl.int32), 0)
     if step.step_tokens < 0:
         ranks = tl.arange(0, op.WORLD_LANES)
         _, _, wire_words = counts_from(step)
         bounds = (wire_words & step.bound_mask) >> BOUND_SHIFT
-        first_row = reduce_sum(tl.where(ranks < op.rank, bounds, 0), 0)
-        num_rows = tl.minimum(reduce_sum(bounds, 0), step.num_region_rows)
+        first_row = prim.reduce_sum(tl.where(ranks < op.rank, bounds, 0), 0)
+        num_rows = tl.minimum(prim.reduce_sum(bounds, 0), step.num_region_rows)
         mixed = ((ranks + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
         weights = mixed ^ (mixed >> BOUNDS_SHIFT) | 1
-        checksum = -1 - (reduce_sum(bounds.to(tl.int64) * weights, 0) & BOUNDS_MASK)
+        checksum = -1 - (prim.reduce_sum(bounds.to(tl.int64) * weights, 0) & BOUNDS_MASK)
         places = (first_row != step.first_row) | (num_rows != step.row_limit)
         found = found | (places | (checksum != step.step_tokens)).to(tl.int32)
     return found
@@ -330,26 +314,26 @@ def accept_rows(step, old, words, COUNT_LANES: tl.constexpr):
         stands_for = tl.where(lanes < op.WORLD_SIZE, 0, tl.where(lanes < 2 * op.WORLD_SIZE, start, step.wire_word))
         words = tl.where(words == UNTOLD, stands_for, words)
     is_count = lanes < op.WORLD_SIZE
-    received = address(op, Region.RECV_COUNTS, tl.int32) + lanes
+    received = prim.address(op, Region.RECV_COUNTS, tl.int32) + lanes
     counts = tl.where(is_count, words, 0)
-    total = reduce_sum(counts, 0)
+    total = prim.reduce_sum(counts, 0)
     mismatch = disagrees(step, words, COUNT_LANES) != 0
     poison = tl.where(total > step.row_limit, (op.rank | (FailureCode.CAPACITY << 16)).to(tl.int32), 0)
     poison = tl.where(mismatch, NOBODY | (FailureCode.STEP_TOKENS_MISMATCH << 16), poison)
     if poison != 0:
         sent, _, wire_words = counts_from(step)
         found, by_rank = tl.where(mismatch, 1, total), tl.where(mismatch, wire_words, sent)
-        fail(op, poison, StepPhase.DISPATCH, step.epoch, found, by_rank)
+        prim.fail(op, poison, StepPhase.DISPATCH, step.epoch, found, by_rank)
     else:
         pad_unused_rows(step, old, words, total, COUNT_LANES)
     # every thread has read the previous rows before they are replaced
     barrier()
     tl.store(received, tl.where(poison == 0, counts, 0), mask=is_count)
     if op.COMPACT:
-        tl.store(received + op.WORLD_SIZE, running_sum(counts, 0) - counts, mask=is_count)
+        tl.store(received + op.WORLD_SIZE, prim.running_sum(counts, 0) - counts, mask=is_count)
     else:
         tl.store(received, words, mask=(lanes >= op.WORLD_SIZE) & (lanes < 2 * op.WORLD_SIZE))
-    tl.store(address(op, Region.TOTAL_RECV, tl.int32), tl.where(poison == 0, total, 0))
+    tl.store(prim.address(op, Region.TOTAL_RECV, tl.int32), tl.where(poison == 0, total, 0))
     return poison
 
 
@@ -360,8 +344,10 @@ def receive_nothing(op):
     Whoever has read the previous counts has taken part in a reduction since.
     """
     lanes = tl.arange(0, op.WORLD_LANES)
-    tl.store(address(op, Region.RECV_COUNTS, tl.int32) + lanes, full_like(lanes, 0), mask=lanes < op.WORLD_SIZE)
-    tl.store(address(op, Region.TOTAL_RECV, tl.int32), 0)
+    tl.store(
+        prim.address(op, Region.RECV_COUNTS, tl.int32) + lanes, prim.full_like(lanes, 0), mask=lanes < op.WORLD_SIZE
+    )
+    tl.store(prim.address(op, Region.TOTAL_RECV, tl.int32), 0)
 
 
 @portable
@@ -370,7 +356,7 @@ def pad_rows(ids, first, num_rows, pad_id, TOPK: tl.constexpr):
     lanes = tl.arange(0, PADDED_IDS)
     end = tl.cast(num_rows, tl.int64) * TOPK
     for start in range(tl.cast(first, tl.int64) * TOPK, end, PADDED_IDS):
-        tl.store(ids + start + lanes, full_like(lanes, pad_id), mask=start + lanes < end)
+        tl.store(ids + start + lanes, prim.full_like(lanes, pad_id), mask=start + lanes < end)
 
 
 @portable
@@ -383,18 +369,18 @@ def pad_unused_rows(step, old, words, total, COUNT_LANES: tl.constexpr):
         step: DispatchStep. old: Received of the previous step. words: from wait_counts. total: rows of all.
     """
     op = step.op
-    state = address(op, Region.STATE, tl.int32)
-    ids = address(op, Region.INDICES, tl.int32)
+    state = prim.address(op, Region.STATE, tl.int32)
+    ids = prim.address(op, Region.INDICES, tl.int32)
     lanes = tl.arange(0, COUNT_LANES)
     if op.COMPACT:
-        last = reduce_sum(tl.where(lanes < op.WORLD_SIZE, old.rows, 0), 0)
+        last = prim.reduce_sum(tl.where(lanes < op.WORLD_SIZE, old.rows, 0), 0)
         if old.pad_id != step.pad_id:
             last = step.num_region_rows + 0
         pad_rows(ids, total, last, step.pad_id, op.TOPK)
     else:
         has_moved = ((old.rows != words) & (lanes < 2 * op.WORLD_SIZE)) | (old.pad_id != step.pad_id)
         left = tl.where(lanes < op.WORLD_SIZE, old.rows - words, tl.where(has_moved, MOVED, 0))
-        most_left = reduce_max(left, 0)
+        most_left = prim.reduce_max(left, 0)
         # steps of equal counts, the common case, have nothing to do
         if most_left > 0:
             pad_gaps(step, old, ids, most_left == MOVED)
@@ -413,23 +399,23 @@ def pad_gaps(step, old, ids, moved):
     lanes = tl.arange(0, op.WORLD_LANES)
     num_ids: tl.constexpr = max(1, PADDED_IDS // op.WORLD_LANES)
     present = lanes < op.WORLD_SIZE
-    rows_at = address(op, Region.RECV_COUNTS, tl.int32) + lanes
+    rows_at = prim.address(op, Region.RECV_COUNTS, tl.int32) + lanes
     old_counts = tl.load(rows_at, mask=present, other=0)
     counts, starts, words = counts_from(step)
     ends = starts + old_counts
     if moved:
         old_ends = tl.load(rows_at + op.WORLD_SIZE, mask=present, other=0) + old_counts
-        last = reduce_max(tl.where(old_counts > 0, old_ends, 0), 0)
+        last = prim.reduce_max(tl.where(old_counts > 0, old_ends, 0), 0)
         if old.pad_id != step.pad_id:
             last = step.num_region_rows + 0
         ends = starts + ((words & step.bound_mask) >> BOUND_SHIFT)
-        pad_rows(ids, reduce_max(ends, 0), last, step.pad_id, op.TOPK)
+        pad_rows(ids, prim.reduce_max(ends, 0), last, step.pad_id, op.TOPK)
         ends = tl.minimum(ends, last)
     num_left = (ends - starts - counts)[:, None] * op.TOPK
     gaps = ids + tl.cast(starts + counts, tl.int64)[:, None] * op.TOPK
-    for first in range(0, reduce_max(ends - starts - counts, 0) * op.TOPK, num_ids):
+    for first in range(0, prim.reduce_max(ends - starts - counts, 0) * op.TOPK, num_ids):
         index = first + tl.arange(0, num_ids)[None, :]
-        tl.store(gaps + index, full_like(num_left + index, step.pad_id), mask=index < num_left)
+        tl.store(gaps + index, prim.full_like(num_left + index, step.pad_id), mask=index < num_left)
 
 
 @portable(do_not_specialize=["rank", "first_expert"], do_not_specialize_on_alignment=["counts_out"])
@@ -437,8 +423,8 @@ def count_local_experts_kernel(table, rank, first_expert, counts_out, S: tl.cons
     """counts_out[e] = slots of received rows with the id of this rank's expert e; one program per expert."""
     op = OpContext(table, rank, S)
     expert = first_expert + tl.program_id(0)
-    ids = address(op, Region.INDICES, tl.int32)
-    received = address(op, Region.RECV_COUNTS, tl.int32)
+    ids = prim.address(op, Region.INDICES, tl.int32)
+    received = prim.address(op, Region.RECV_COUNTS, tl.int32)
     slots = tl.arange(0, S.TOPK_LANES)
     found = tl.full((BLOCK_ROWS, S.TOPK_LANES), 0, tl.int32)
     for source in range(S.WORLD_SIZE):
@@ -449,4 +435,4 @@ def count_local_experts_kernel(table, rank, first_expert, counts_out, S: tl.cons
             where = tl.cast(start + rows, tl.int64)[:, None] * S.TOPK + slots[None, :]
             values = tl.load(ids + where, mask=mask, other=-1)
             found += (values == expert).to(tl.int32)
-    tl.store(counts_out + tl.program_id(0), reduce_sum(reduce_sum(found, 1), 0))
+    tl.store(counts_out + tl.program_id(0), prim.reduce_sum(prim.reduce_sum(found, 1), 0))

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
+from ep_a2a.kernels import ring_kernels as ring
 from ep_a2a.kernels.cast_kernels import plus_biases, round_to, widened
 from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.combine_receive_kernels import note_foreign_indices
@@ -22,32 +24,6 @@ from ep_a2a.kernels.combine_send_kernels import block_offsets
 from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    address,
-    address_at,
-    begin_launch,
-    fail_behind,
-    finish_stage,
-    full_like,
-    pick,
-    reduce_sum,
-)
-from ep_a2a.kernels.ring_kernels import (
-    before_reading,
-    counter_of,
-    give_room_to_all,
-    hand_over,
-    has_reached,
-    idle,
-    load_channel,
-    num_own_chunks,
-    row_at,
-    slot_of,
-    slot_to_fill,
-    store_channel,
-    tokens_of_chunk,
-    words_at,
-)
 from ep_a2a.kernels.target import barrier, fp8_dtype
 
 
@@ -71,8 +47,8 @@ def places_of_rows(
     """Where a node's ranks keep those rows of a region with WIDTH elements per row, a tuple; of -1 it is row 0."""
     places = ()
     for local in tl.static_range(R.GPUS):
-        base = address_at(op, region, first_rank + local, ELEMENT)
-        places = places + (row_at(base, tl.maximum(rows[local], 0), WIDTH, ELEMENT),)
+        base = prim.address_at(op, region, first_rank + local, ELEMENT)
+        places = places + (ring.row_at(base, tl.maximum(rows[local], 0), WIDTH, ELEMENT),)
     return places
 
 
@@ -95,11 +71,11 @@ def sum_of(
     at = tile_offsets(first, LANES, SCALE_GROUP)
     total = tl.full(at.shape, 0, tl.float32)
     for index in tl.static_range(COUNT):
-        is_there = (at < WIDTH) & (full_like(at, numbers[index]) >= 0)
+        is_there = (at < WIDTH) & (prim.full_like(at, numbers[index]) >= 0)
         values = widened(tl.load(places[index] + at, mask=is_there, other=0), DTYPE)
         if SCALE_GROUP:
             groups = first // SCALE_GROUP + tl.arange(0, LANES // SCALE_GROUP)
-            has_scale = (groups < WIDTH // SCALE_GROUP) & (full_like(groups, numbers[index]) >= 0)
+            has_scale = (groups < WIDTH // SCALE_GROUP) & (prim.full_like(groups, numbers[index]) >= 0)
             values *= tl.load(scales[index] + groups, mask=has_scale, other=0)[:, None]
         total += values
     return total
@@ -124,16 +100,16 @@ def add_line(op, line, rows, R: tl.constexpr, A: tl.constexpr):
     for first in tl.static_range(0, A.HIDDEN, A.BLOCK):
         at = tile_offsets(first, A.BLOCK, A.SCALE_GROUP)
         total = sum_of(places, scales, rows, first, R.GPUS, A.HIDDEN, A.BLOCK, offered, A.SCALE_GROUP)
-        tl.store(words_at(line, 0, A.DTYPE) + at, round_to(total, A.DTYPE), mask=at < A.HIDDEN)
+        tl.store(ring.words_at(line, 0, A.DTYPE) + at, round_to(total, A.DTYPE), mask=at < A.HIDDEN)
     if A.HAS_WEIGHTS:
-        tl.store(words_at(line, A.WEIGHTS_AT, tl.float32) + choices, sums, mask=choices < op.TOPK)
+        tl.store(ring.words_at(line, A.WEIGHTS_AT, tl.float32) + choices, sums, mask=choices < op.TOPK)
 
 
 @portable
 def add_ranks(op, slot, source_node, chunk, R: tl.constexpr, A: tl.constexpr):
     """Writes the node's sums for the lines of a chunk that was forwarded, at an address; returns the words written."""
-    lines = address(op, Region.FORWARDED_LINES, tl.int32)
-    record = address(op, Region.FORWARDED_ROWS, tl.int32)
+    lines = prim.address(op, Region.FORWARDED_LINES, tl.int32)
+    record = prim.address(op, Region.FORWARDED_ROWS, tl.int32)
     num_lines = tl.load(lines + source_node * R.NUM_CHUNKS + chunk)
     for number in range(num_lines):
         line = slot + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
@@ -152,13 +128,13 @@ def return_chunk(op, channel, peer, count, before, R: tl.constexpr, A: tl.conste
     Args:
         count, before: chunks of the channel that went back there in this step, and before it.
     """
-    room = counter_of(op, Region.CHUNKS_TAKEN, op.rank, peer, channel, R)
-    has_room = has_reached(room, before + count + 1 - R.SLOTS)
+    room = ring.counter_of(op, Region.CHUNKS_TAKEN, op.rank, peer, channel, R)
+    has_room = ring.has_reached(room, before + count + 1 - R.SLOTS)
     if has_room:
-        slot, written = slot_to_fill(op, peer, channel, before + count, R)
+        slot, written = ring.slot_to_fill(op, peer, channel, before + count, R)
         num_words = add_ranks(op, written, peer, channel + count * R.CHANNELS, R, A)
         # a put has bytes (give_room), also that of a chunk without lines
-        hand_over(op, slot, written, tl.maximum(num_words, 1), peer, channel, before + count + 1, R)
+        ring.hand_over(op, slot, written, tl.maximum(num_words, 1), peer, channel, before + count + 1, R)
     return has_room
 
 
@@ -168,7 +144,7 @@ def places_in_slots(slots, numbers, offset_words: tl.constexpr, R: tl.constexpr,
     places = ()
     for node in tl.static_range(R.NODES):
         line = slots[node] + tl.cast(tl.maximum(numbers[node], 0), tl.int64) * (R.LINE_WORDS * 4)
-        places = places + (words_at(line, offset_words, ELEMENT),)
+        places = places + (ring.words_at(line, offset_words, ELEMENT),)
     return places
 
 
@@ -176,8 +152,8 @@ def places_in_slots(slots, numbers, offset_words: tl.constexpr, R: tl.constexpr,
 def add_token(out, slots, bias_0, bias_1, token, R: tl.constexpr, A: tl.constexpr):
     """Adds the nodes' sums of one token, and those of its weights. out: Results. slots: as of add_nodes."""
     op = out.op
-    lines = address(op, Region.OWN_LINES, tl.int32)
-    sums_out = address(op, Region.RESULT_WEIGHTS, tl.float32)
+    lines = prim.address(op, Region.OWN_LINES, tl.int32)
+    sums_out = prim.address(op, Region.RESULT_WEIGHTS, tl.float32)
     numbers = ()
     for node in tl.static_range(R.NODES):
         numbers = numbers + (tl.load(lines + tl.cast(token, tl.int64) * R.NODES + node),)
@@ -190,7 +166,7 @@ def add_token(out, slots, bias_0, bias_1, token, R: tl.constexpr, A: tl.constexp
         at = tile_offsets(first, A.BLOCK, 0)
         total = sum_of(places, places, numbers, first, R.NODES, A.HIDDEN, A.BLOCK, A.DTYPE, 0)
         total = plus_biases(total, bias_0, bias_1, token, at, A.HIDDEN)
-        tl.store(row_at(out.result, token, A.HIDDEN, A.DTYPE) + at, round_to(total, A.DTYPE), mask=at < A.HIDDEN)
+        tl.store(ring.row_at(out.result, token, A.HIDDEN, A.DTYPE) + at, round_to(total, A.DTYPE), mask=at < A.HIDDEN)
     if A.HAS_WEIGHTS:
         tl.store(sums_out + tl.cast(token, tl.int64) * op.TOPK + choices, sums, mask=choices < op.TOPK)
 
@@ -202,7 +178,7 @@ def add_nodes(out, slots, bias_0, bias_1, channel, count, R: tl.constexpr, A: tl
     Args:
         out: Results. slots: by node, the address of the chunk.
     """
-    first_token, end = tokens_of_chunk(out.num_tokens, channel, count, R)
+    first_token, end = ring.tokens_of_chunk(out.num_tokens, channel, count, R)
     for token in range(first_token, end):
         add_token(out, slots, bias_0, bias_1, token, R, A)
         if A.CHECK_INDICES:
@@ -212,13 +188,13 @@ def add_nodes(out, slots, bias_0, bias_1, channel, count, R: tl.constexpr, A: tl
 @portable
 def clear_results(result, num_tokens, channel, R: tl.constexpr, A: tl.constexpr):
     """Zeros in place of the sums of a channel's tokens."""
-    for count in range(num_own_chunks(num_tokens, channel, R)):
-        first_token, end = tokens_of_chunk(num_tokens, channel, count, R)
+    for count in range(ring.num_own_chunks(num_tokens, channel, R)):
+        first_token, end = ring.tokens_of_chunk(num_tokens, channel, count, R)
         for token in range(first_token, end):
             for first in tl.static_range(0, A.HIDDEN, A.BLOCK):
                 at = first + tl.arange(0, A.BLOCK)
                 zeros = round_to(tl.full((A.BLOCK,), 0.0, tl.float32), A.DTYPE)
-                tl.store(row_at(result, token, A.HIDDEN, A.DTYPE) + at, zeros, mask=at < A.HIDDEN)
+                tl.store(ring.row_at(result, token, A.HIDDEN, A.DTYPE) + at, zeros, mask=at < A.HIDDEN)
 
 
 @portable
@@ -235,21 +211,21 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, R: tl.constexpr, A: 
     nodes = tl.arange(0, R.NODE_LANES)
     present = nodes < R.NODES
     safe = tl.where(present, nodes, 0)
-    arrived = counter_of(op, Region.CHUNKS_ARRIVED, op.rank, safe, channel, R)
+    arrived = ring.counter_of(op, Region.CHUNKS_ARRIVED, op.rank, safe, channel, R)
     seen = tl.atomic_add(arrived, 0, mask=present, sem="acquire", scope="sys")
     behind = tl.sub(tl.where(present, seen, before + count + 1), before + count + 1, sanitize_overflow=False) < 0
     missing = behind.to(tl.int32)
-    is_there = reduce_sum(missing, 0) == 0
+    is_there = prim.reduce_sum(missing, 0) == 0
     if is_there:
         # each node's counter was acquired by a thread of its own, and all threads read the chunks
         barrier()
         slots = ()
         for node in tl.static_range(R.NODES):
-            came = counter_of(op, Region.CHUNKS_ARRIVED, op.rank, node, channel, R)
-            before_reading(came, R)
-            slots = slots + (slot_of(op, op.rank, node, channel, before + count, R),)
+            came = ring.counter_of(op, Region.CHUNKS_ARRIVED, op.rank, node, channel, R)
+            ring.before_reading(came, R)
+            slots = slots + (ring.slot_of(op, op.rank, node, channel, before + count, R),)
         add_nodes(out, slots, bias_0, bias_1, channel, count, R, A)
-        give_room_to_all(op, channel, before + count + 1, R)
+        ring.give_room_to_all(op, channel, before + count + 1, R)
     return missing, is_there
 
 
@@ -269,9 +245,9 @@ def return_turn(op, channel, to_send, sent, sent_before, R: tl.constexpr, A: tl.
     for step in range(R.NODES):
         peer = (op.rank // R.GPUS + step) % R.NODES
         here = nodes == peer
-        count = pick(sent, peer, R.NODE_LANES)
-        if count < pick(to_send, peer, R.NODE_LANES):
-            before = pick(sent_before, peer, R.NODE_LANES)
+        count = prim.pick(sent, peer, R.NODE_LANES)
+        if count < prim.pick(to_send, peer, R.NODE_LANES):
+            before = prim.pick(sent_before, peer, R.NODE_LANES)
             gone = return_chunk(op, channel, peer, count, before, R, A)
             sent += (here & gone).to(tl.int32)
             moved += gone.to(tl.int32)
@@ -290,15 +266,15 @@ def return_channel(out, bias_0, bias_1, forwarded, channel, poison, R: tl.conste
     """
     op = out.op
     nodes = tl.arange(0, R.NODE_LANES)
-    sent_before, taken_before = load_channel(op, channel, R)
-    before_all = pick(taken_before, 0, R.NODE_LANES)
-    num_own = num_own_chunks(out.num_tokens, channel, R)
+    sent_before, taken_before = ring.load_channel(op, channel, R)
+    before_all = prim.pick(taken_before, 0, R.NODE_LANES)
+    num_own = ring.num_own_chunks(out.num_tokens, channel, R)
     to_send = tl.load(forwarded + channel * R.NODES + nodes, mask=nodes < R.NODES, other=0)
-    sent = full_like(nodes, 0)
+    sent = prim.full_like(nodes, 0)
     missing = (nodes < R.NODES).to(tl.int32)
     num_taken = tl.full((), 0, tl.int32)
     polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
-    while ((reduce_sum(to_send - sent, 0) > 0) | (num_taken < num_own)) & (poison == 0):
+    while ((prim.reduce_sum(to_send - sent, 0) > 0) | (num_taken < num_own)) & (poison == 0):
         # C4
         sent, moved = return_turn(op, channel, to_send, sent, sent_before, R, A)
         # C5
@@ -307,8 +283,8 @@ def return_channel(out, bias_0, bias_1, forwarded, channel, poison, R: tl.conste
             num_taken += is_there.to(tl.int32)
             moved += is_there.to(tl.int32)
         waiting = missing + (to_send - sent)
-        poison, polls, deadline = idle(op, moved, polls, deadline, waiting, out.epoch, R)
-    store_channel(op, channel, sent_before + sent, taken_before + num_taken, R)
+        poison, polls, deadline = ring.idle(op, moved, polls, deadline, waiting, out.epoch, R)
+    ring.store_channel(op, channel, sent_before + sent, taken_before + num_taken, R)
     return poison
 
 
@@ -324,9 +300,9 @@ def return_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
+    epoch, poison = prim.begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
     out = Results(op, result, ids, num_tokens, epoch)
-    forwarded = address(op, Region.FORWARDED_CHUNKS, tl.int32)
+    forwarded = prim.address(op, Region.FORWARDED_CHUNKS, tl.int32)
     # C3
     if poison == 0:
         poison = await_peers(op, epoch, epoch, A.HAS_WEIGHTS, True)
@@ -334,7 +310,7 @@ def return_kernel(
         poison = return_channel(out, bias_0, bias_1, forwarded, channel, poison, R, A)
     # C6
     if poison != 0:
-        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
+        prim.fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
         for channel in range(program, R.CHANNELS, num_programs):
             clear_results(result, num_tokens, channel, R, A)
-    finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs)
+    prim.finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs)

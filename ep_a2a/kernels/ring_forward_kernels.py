@@ -4,20 +4,12 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ep_a2a.kernels import ring_kernels as ring
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, address_at, dispatch_flag, full_like, pick
 from ep_a2a.kernels.receive_kernels import rows_before
-from ep_a2a.kernels.ring_kernels import (
-    HEADER,
-    before_reading,
-    counter_of,
-    give_room,
-    has_reached,
-    row_at,
-    slot_of,
-    words_at,
-)
+from ep_a2a.kernels.ring_kernels import HEADER
 from ep_a2a.kernels.ring_shape import ChunkWord
 from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 from ep_a2a.kernels.target import barrier
@@ -49,7 +41,7 @@ def store_to_rows(
     for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
             base = address_at(op, region, first_rank + local, DTYPE)
-            target = row_at(base, rows[local], WIDTH, DTYPE)
+            target = ring.row_at(base, rows[local], WIDTH, DTYPE)
             for block in tl.static_range((WIDTH + LANES - 1) // LANES):
                 at = block * LANES + tl.arange(0, LANES)
                 tl.store(target + at, blocks[block], mask=at < WIDTH)
@@ -60,7 +52,7 @@ def rows_of_line(line, bases, first_rank, row_limit, op, R: tl.constexpr, LINE: 
     """The line's row at each rank of the node, -1 for none, as a tuple."""
     rows = ()
     for local in tl.static_range(R.GPUS):
-        index = tl.load(words_at(line, LINE.ROWS_AT + local, tl.int32))
+        index = tl.load(ring.words_at(line, LINE.ROWS_AT + local, tl.int32))
         row = pick(bases, first_rank + local, op.WORLD_LANES) + index
         rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
     return rows
@@ -70,14 +62,14 @@ def rows_of_line(line, bases, first_rank, row_limit, op, R: tl.constexpr, LINE: 
 def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Copies a token to the ranks of this node that it goes to, and records its rows there at `recorded`."""
     first_rank = (op.rank // R.GPUS) * R.GPUS
-    line_ids = words_at(line, LINE.IDS_AT, tl.int32)
+    line_ids = ring.words_at(line, LINE.IDS_AT, tl.int32)
     # all of a line is asked for before the first store, which would wait for it
-    words = load_blocks(words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
-    scales = load_blocks(words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE), LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    words = load_blocks(ring.words_at(line, 0, tl.int32), ROW.ROW_WORDS, ROW.BLOCK_WORDS)
+    scales = load_blocks(ring.words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE), LINE.SCALE_WIDTH, LINE.SCALE_LANES)
     slots = tl.arange(0, op.TOPK_LANES)
     ids = tl.load(line_ids + slots, mask=slots < op.TOPK)
     weights = tl.load(line_ids + op.TOPK + slots, mask=slots < op.TOPK) if LINE.HAS_WEIGHTS else ids
-    position = source * places.positions_per_rank + tl.load(words_at(line, LINE.TOKEN_AT, tl.int32))
+    position = source * places.positions_per_rank + tl.load(ring.words_at(line, LINE.TOKEN_AT, tl.int32))
     rows = rows_of_line(line, bases, first_rank, places.row_limit, op, R, LINE)
     for local in tl.static_range(R.GPUS):
         tl.store(recorded + local, rows[local])
@@ -89,10 +81,10 @@ def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: t
     for local in tl.static_range(R.GPUS):
         if rows[local] >= 0:
             peer = first_rank + local
-            target = row_at(address_at(op, Region.INDICES, peer, tl.int32), rows[local], op.TOPK, tl.int32)
+            target = ring.row_at(address_at(op, Region.INDICES, peer, tl.int32), rows[local], op.TOPK, tl.int32)
             tl.store(target + slots, ids_at(ids, peer, op), mask=slots < op.TOPK)
             if LINE.HAS_WEIGHTS:
-                target = row_at(address_at(op, Region.WEIGHTS, peer, tl.int32), rows[local], op.TOPK, tl.int32)
+                target = ring.row_at(address_at(op, Region.WEIGHTS, peer, tl.int32), rows[local], op.TOPK, tl.int32)
                 tl.store(target + slots, weights_at(weights, ids, peer, op), mask=slots < op.TOPK)
             positions = address_at(op, Region.SOURCE_POSITIONS, peer, tl.int32)
             tl.store(positions + rows[local], position)
@@ -103,11 +95,11 @@ def copy_lines(op, slot, source_node, chunk, places, R: tl.constexpr, ROW: tl.co
     """Copies a chunk's tokens to the ranks of this node that they go to, and records where, for combine."""
     source = source_node * R.GPUS + op.rank % R.GPUS
     # where the source's rows begin at every rank
-    bases = full_like(tl.arange(0, op.WORLD_LANES), tl.load(words_at(slot, ChunkWord.FIRST_ROW, tl.int32)))
+    bases = full_like(tl.arange(0, op.WORLD_LANES), tl.load(ring.words_at(slot, ChunkWord.FIRST_ROW, tl.int32)))
     if op.COMPACT:
         bases = rows_before(op, source)
     record = address(op, Region.FORWARDED_ROWS, tl.int32)
-    num_lines = tl.load(words_at(slot, ChunkWord.NUM_LINES, tl.int32))
+    num_lines = tl.load(ring.words_at(slot, ChunkWord.NUM_LINES, tl.int32))
     for number in range(num_lines):
         line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
         place = tl.cast((source_node * R.NUM_CHUNKS + chunk) * R.CHUNK_TOKENS + number, tl.int64)
@@ -143,15 +135,15 @@ def forward_chunk(op, channel, peer, count, before, places, R: tl.constexpr, ROW
     Returns:
         (whether it had, whether it was the last one of the step).
     """
-    arrived = counter_of(op, Region.CHUNKS_ARRIVED, op.rank, peer, channel, R)
-    has_come = has_reached(arrived, before + count + 1)
+    arrived = ring.counter_of(op, Region.CHUNKS_ARRIVED, op.rank, peer, channel, R)
+    has_come = ring.has_reached(arrived, before + count + 1)
     is_last = tl.full((), 0, tl.int32)
     if has_come:
-        before_reading(arrived, R)
-        slot = slot_of(op, op.rank, peer, channel, before + count, R)
-        is_last += tl.load(words_at(slot, ChunkWord.IS_LAST, tl.int32))
+        ring.before_reading(arrived, R)
+        slot = ring.slot_of(op, op.rank, peer, channel, before + count, R)
+        is_last += tl.load(ring.words_at(slot, ChunkWord.IS_LAST, tl.int32))
         copy_lines(op, slot, peer, channel + count * R.CHANNELS, places, R, ROW, LINE)
-        give_room(op, peer, channel, before + count + 1, R)
+        ring.give_room(op, peer, channel, before + count + 1, R)
         if is_last > 0:
             end_stream(op, peer, channel, count + 1, R)
     return has_come, is_last > 0

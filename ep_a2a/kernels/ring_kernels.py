@@ -11,19 +11,11 @@ with puts.
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels import ring_shape
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    POLLS_PER_CLOCK,
-    address,
-    address_at,
-    full_like,
-    next_poll,
-    overdue,
-    pause,
-    reduce_min,
-)
+from ep_a2a.kernels.primitives import POLLS_PER_CLOCK
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
 from ep_a2a.kernels.target import barrier, volatile_load
@@ -41,7 +33,7 @@ def counter_of(op, region: tl.constexpr, owner, node, channel, R: tl.constexpr):
     NVSHMEM counts in 64 bits; only the lower 32 are compared.
     """
     ring = (R.DIRECTION * R.NODES + node) * R.CHANNELS + channel
-    return address_at(op, region, owner, tl.int32) + 2 * ring
+    return prim.address_at(op, region, owner, tl.int32) + 2 * ring
 
 
 @portable
@@ -131,7 +123,7 @@ def give_room_to_all(op, channel, value, R: tl.constexpr):
         partners = tl.where(nodes < R.NODES, nodes, 0) * R.GPUS + op.rank % R.GPUS
         taken = counter_of(op, Region.CHUNKS_TAKEN, partners, op.rank // R.GPUS, channel, R)
         barrier()
-        tl.atomic_xchg(taken, full_like(nodes, value), mask=nodes < R.NODES, sem="release", scope="sys")
+        tl.atomic_xchg(taken, prim.full_like(nodes, value), mask=nodes < R.NODES, sem="release", scope="sys")
 
 
 @portable
@@ -173,7 +165,7 @@ def tokens_of_chunk(num_tokens, channel, count, R: tl.constexpr):
 @portable
 def state_of_channel(op, channel, R: tl.constexpr):
     """Pointer to a channel's counts of chunks: NODES that were sent, then NODES that were taken."""
-    return address(op, Region.CHANNEL_STATE, tl.int32) + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
+    return prim.address(op, Region.CHANNEL_STATE, tl.int32) + (R.DIRECTION * R.CHANNELS + channel) * 2 * R.NODES
 
 
 @portable
@@ -204,15 +196,15 @@ def idle(op, moved, polls, deadline, waiting, epoch, R: tl.constexpr):
             time is up a rank is accused that has sent no counts in this step, else the first of those on other nodes.
     """
     poison = tl.full((), 0, tl.int32)
-    polls = tl.where(moved > 0, 0, next_poll(polls))
+    polls = tl.where(moved > 0, 0, prim.next_poll(polls))
     if moved == 0:
-        pause(0)
+        prim.pause(0)
         if polls % POLLS_PER_CLOCK == 0:
             nodes = tl.arange(0, R.NODE_LANES)
             # this rank has no room for its own chunk where another node's is missing
             others = (waiting > 0) & (nodes != op.rank // R.GPUS)
-            first = reduce_min(tl.where(others, nodes, R.NODE_LANES), 0)
+            first = prim.reduce_min(tl.where(others, nodes, R.NODE_LANES), 0)
             otherwise = first * R.GPUS + op.rank % R.GPUS
             accused = absent_rank(op, epoch, otherwise)
-            poison, deadline = overdue(op, polls, deadline, accused, 1)
+            poison, deadline = prim.overdue(op, polls, deadline, accused, 1)
     return poison, polls, deadline

@@ -4,18 +4,11 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ep_a2a.kernels import ring_kernels as ring
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_max
-from ep_a2a.kernels.ring_kernels import (
-    HEADER,
-    counter_of,
-    hand_over,
-    has_reached,
-    slot_to_fill,
-    tokens_of_chunk,
-    words_at,
-)
+from ep_a2a.kernels.ring_kernels import HEADER
 from ep_a2a.kernels.ring_shape import ChunkWord
 from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
 
@@ -34,7 +27,7 @@ class Source(NamedTuple):
 @portable
 def write_row(source, line, token, end, ROW: tl.constexpr, LINE: tl.constexpr):
     """Writes a token's row and scales at an address, cast to fp8 if asked."""
-    target, at = words_at(line, 0, tl.int32), tl.arange(0, LINE.SCALE_LANES)
+    target, at = ring.words_at(line, 0, tl.int32), tl.arange(0, LINE.SCALE_LANES)
     if ROW.GROUP > 0:
         tiles = load_row(source.x, token, end, 0, ROW)
         words, scales = cast_row(tiles, source.scales, source.x.dtype.element_ty, ROW)
@@ -48,7 +41,7 @@ def write_row(source, line, token, end, ROW: tl.constexpr, LINE: tl.constexpr):
         if LINE.SCALE_WIDTH > 0:
             scales = load_line(source.scales, token, end, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
     if LINE.SCALE_WIDTH > 0:
-        scales_at = words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + at
+        scales_at = ring.words_at(line, ROW.ROW_WORDS, LINE.SCALE_DTYPE) + at
         tl.store(scales_at, scales.to(LINE.SCALE_DTYPE), mask=at < LINE.SCALE_WIDTH)
 
 
@@ -60,11 +53,11 @@ def write_line(source, line, token, end, rows, goes, op, R: tl.constexpr, ROW: t
         # asked for before the row's first store, which would wait for them
         ids, weights = load_choices(source.ids, source.weights, token, end, op, LINE.HAS_WEIGHTS)
         write_row(source, line, token, end, ROW, LINE)
-        tl.store(words_at(line, LINE.IDS_AT, tl.int32) + choices, ids, mask=choices < op.TOPK)
+        tl.store(ring.words_at(line, LINE.IDS_AT, tl.int32) + choices, ids, mask=choices < op.TOPK)
         if LINE.HAS_WEIGHTS:
-            tl.store(words_at(line, LINE.WEIGHTS_AT, tl.int32) + choices, weights, mask=choices < op.TOPK)
-        tl.store(words_at(line, LINE.TOKEN_AT, tl.int32), token)
-    tl.store(words_at(line, LINE.ROWS_AT, tl.int32) + local_ranks, rows, mask=local_ranks < R.GPUS)
+            tl.store(ring.words_at(line, LINE.WEIGHTS_AT, tl.int32) + choices, weights, mask=choices < op.TOPK)
+        tl.store(ring.words_at(line, LINE.TOKEN_AT, tl.int32), token)
+    tl.store(ring.words_at(line, LINE.ROWS_AT, tl.int32) + local_ranks, rows, mask=local_ranks < R.GPUS)
 
 
 @portable
@@ -96,7 +89,7 @@ def write_chunk(source, op, slot, first, end, peer, is_last, R: tl.constexpr, RO
         tl.store(own_lines + tl.cast(token, tl.int64) * R.NODES, tl.where(goes, num_lines, -1))
         num_lines += tl.where(goes | LINE.OWN_LINE_EACH, 1, 0)
         rows = following
-    header = words_at(slot, 0, tl.int32)
+    header = ring.words_at(slot, 0, tl.int32)
     tl.store(header + ChunkWord.NUM_LINES, num_lines)
     tl.store(header + ChunkWord.IS_LAST, is_last.to(tl.int32))
     tl.store(header + ChunkWord.FIRST_ROW, source.first_row)
@@ -112,12 +105,12 @@ def send_chunk(
     Args:
         count, before: chunks of the channel that went there in this step, and before it; num_own: of this step in all.
     """
-    room = counter_of(op, Region.CHUNKS_TAKEN, op.rank, peer, channel, R)
-    has_room = has_reached(room, before + count + 1 - R.SLOTS)
+    room = ring.counter_of(op, Region.CHUNKS_TAKEN, op.rank, peer, channel, R)
+    has_room = ring.has_reached(room, before + count + 1 - R.SLOTS)
     if has_room:
-        first, end = tokens_of_chunk(source.num_tokens, channel, count, R)
-        slot, written = slot_to_fill(op, peer, channel, before + count, R)
+        first, end = ring.tokens_of_chunk(source.num_tokens, channel, count, R)
+        slot, written = ring.slot_to_fill(op, peer, channel, before + count, R)
         is_last = count + 1 == num_own
         num_words = write_chunk(source, op, written, first, end, peer, is_last, R, ROW, LINE)
-        hand_over(op, slot, written, num_words, peer, channel, before + count + 1, R)
+        ring.hand_over(op, slot, written, num_words, peer, channel, before + count + 1, R)
     return has_room

@@ -2,19 +2,9 @@
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    address,
-    epoch_of,
-    flagged,
-    full_like,
-    is_live,
-    payload_of,
-    reduce_max,
-    reduce_sum,
-    running_sum,
-)
 from ep_a2a.kernels.target import volatile_load
 
 
@@ -89,16 +79,16 @@ def destinations_of(token_ids, op, OWNERS: tl.constexpr, masked):
         peers = (op.rank + lanes) % op.WORLD_SIZE
         distances = tl.where(owners >= 0, owners - op.rank + op.WORLD_SIZE, 0) % op.WORLD_SIZE
         # TOPK is 32 at most
-        bits = tl.reduce(tl.where(owners >= 0, full_like(owners, 1) << distances, 0), 0, either)
+        bits = tl.reduce(tl.where(owners >= 0, prim.full_like(owners, 1) << distances, 0), 0, either)
         goes = ((bits >> lanes) & 1) > 0
     else:
         slots = tl.arange(0, op.TOPK_LANES)
         # one row for several experts of a rank: the first of them counts
         earlier = (slots[None, :] < slots[:, None]) & (owners[None, :] == owners[:, None])
-        goes = (owners >= 0) & (reduce_max(earlier.to(tl.int32), 1) == 0)
+        goes = (owners >= 0) & (prim.reduce_max(earlier.to(tl.int32), 1) == 0)
         peers = tl.where(goes, owners, op.rank)
     if op.MASKS:
-        goes = goes & is_live(masked, peers)
+        goes = goes & prim.is_live(masked, peers)
     return peers, goes
 
 
@@ -113,7 +103,7 @@ def ranks_of_tokens(ids, num_tokens, op, OWNERS: tl.constexpr, TOKENS: tl.conste
     for first_rank in tl.static_range(0, op.WORLD_SIZE, 32):
         place = owners - first_rank
         here = (place >= 0) & (place < 32)
-        bits = tl.where(here, full_like(place, 1) << tl.where(here, place, 0), 0)
+        bits = tl.where(here, prim.full_like(place, 1) << tl.where(here, place, 0), 0)
         words = words + (tl.reduce(bits, 1, either),)
     return words
 
@@ -131,7 +121,7 @@ def goes_to(words, ranks):
 @portable
 def rows_before_token(words, token, ranks, TOKENS: tl.constexpr):
     """Return how many of tokens 0 ... token - 1 go to each rank of a vector. words: from ranks_of_tokens."""
-    return reduce_sum(tl.where((tl.arange(0, TOKENS) < token)[:, None], goes_to(words, ranks), 0), 0)
+    return prim.reduce_sum(tl.where((tl.arange(0, TOKENS) < token)[:, None], goes_to(words, ranks), 0), 0)
 
 
 @portable
@@ -142,7 +132,7 @@ def count_by_rank(ids, first, last, op, OWNERS: tl.constexpr, TOKENS: tl.constex
     for start in range(first, last, TOKENS):
         words = ranks_of_tokens(ids + tl.cast(start, tl.int64) * op.TOPK, last - start, op, OWNERS, TOKENS)
         counts += goes_to(words, ranks)
-    return tl.where(ranks < op.WORLD_SIZE, reduce_sum(counts, 0), 0)
+    return tl.where(ranks < op.WORLD_SIZE, prim.reduce_sum(counts, 0), 0)
 
 
 @portable
@@ -157,19 +147,19 @@ def rows_of_programs_before(op, epoch, own, program, PROGRAM_LANES: tl.constexpr
             thread reads each word and the reduction is one verdict for all.
     """
     ranks = tl.arange(0, op.WORLD_LANES)
-    posted_at = address(op, Region.CHUNK_COUNTS, tl.int64)
+    posted_at = prim.address(op, Region.CHUNK_COUNTS, tl.int64)
     words_at = posted_at + program * op.WORLD_SIZE + ranks
-    tl.store(words_at, flagged(own, epoch), mask=ranks < op.WORLD_SIZE, cache_modifier=".wt")
+    tl.store(words_at, prim.flagged(own, epoch), mask=ranks < op.WORLD_SIZE, cache_modifier=".wt")
     before = tl.full((PROGRAM_LANES, op.WORLD_LANES), 0, tl.int32)
     for start in range(0, program, PROGRAM_LANES):
         programs = start + tl.arange(0, PROGRAM_LANES)
         mask = (programs < program)[:, None] & (ranks < op.WORLD_SIZE)[None, :]
         where = posted_at + programs[:, None] * op.WORLD_SIZE + ranks[None, :]
         words = volatile_load(where, mask=mask, other=0)
-        while reduce_sum(reduce_sum(((epoch_of(words) != epoch) & mask).to(tl.int32), 1), 0) > 0:
+        while prim.reduce_sum(prim.reduce_sum(((prim.epoch_of(words) != epoch) & mask).to(tl.int32), 1), 0) > 0:
             words = volatile_load(where, mask=mask, other=0)
-        before += payload_of(words)
-    return reduce_sum(before, 0)
+        before += prim.payload_of(words)
+    return prim.reduce_sum(before, 0)
 
 
 @portable
@@ -190,19 +180,19 @@ def record_routes(ids, op, start, last, index, OWNERS: tl.constexpr, TOKENS: tl.
     tokens = start + tl.arange(0, TOKENS)
     present = tokens < last
     cells = tl.cast(tokens, tl.int64) * op.TOPK
-    sent_ids = address(op, Region.SENT_INDICES, tl.int32)
+    sent_ids = prim.address(op, Region.SENT_INDICES, tl.int32)
     goes = tl.full((TOKENS, op.WORLD_LANES), 0, tl.int32)
     for k in tl.static_range(op.TOPK):
         experts = tl.load(ids + cells + k, mask=present, other=-1)
         tl.store(sent_ids + cells + k, experts, mask=present)
         goes = goes | (owner_of(experts, OWNERS)[:, None] == ranks[None, :]).to(tl.int32)
     if op.MASKS:
-        goes = goes * is_live(masked, ranks).to(tl.int32)[None, :]
-    indices = index[None, :] + running_sum(goes, 0) - goes
+        goes = goes * prim.is_live(masked, ranks).to(tl.int32)[None, :]
+    indices = index[None, :] + prim.running_sum(goes, 0) - goes
     at = tl.cast(tokens, tl.int64)[:, None] * op.WORLD_SIZE + ranks[None, :]
-    routes = address(op, Region.ROUTES, tl.int32)
+    routes = prim.address(op, Region.ROUTES, tl.int32)
     tl.store(routes + at, tl.where(goes > 0, indices, -1), mask=present[:, None] & (ranks < op.WORLD_SIZE)[None, :])
-    return goes, indices, index + reduce_sum(goes, 0)
+    return goes, indices, index + prim.reduce_sum(goes, 0)
 
 
 @portable
@@ -220,10 +210,10 @@ def list_destinations(step, start, last, goes, rows):
     tokens = start + tl.arange(0, goes.shape[0])
     sent = (goes > 0) & (rows < step.row_limit) & (tokens < last)[:, None]
     is_sent, is_below = sent.to(tl.int32), (ranks < op.rank).to(tl.int32)[None, :]
-    num_sent, num_below = reduce_sum(is_sent, 1)[:, None], reduce_sum(is_sent * is_below, 1)[:, None]
-    place = running_sum(is_sent, 1) - is_sent - num_below + is_below * num_sent
-    listed = address(op, Region.DESTINATIONS, tl.int64)
+    num_sent, num_below = prim.reduce_sum(is_sent, 1)[:, None], prim.reduce_sum(is_sent * is_below, 1)[:, None]
+    place = prim.running_sum(is_sent, 1) - is_sent - num_below + is_below * num_sent
+    listed = prim.address(op, Region.DESTINATIONS, tl.int64)
     lines = (listed + tl.cast(tokens, tl.int64) * most)[:, None]
-    tl.store(lines + place, flagged(rows, ranks[None, :]), mask=sent)
+    tl.store(lines + place, prim.flagged(rows, ranks[None, :]), mask=sent)
     unused = (places[None, :] >= num_sent) & (places < most)[None, :] & (tokens < last)[:, None]
-    tl.store(lines + places[None, :], full_like(places, -1).to(tl.int64)[None, :], mask=unused)
+    tl.store(lines + places[None, :], prim.full_like(places, -1).to(tl.int64)[None, :], mask=unused)

@@ -26,24 +26,11 @@ lines that those have received.
 
 import triton.language as tl
 
+from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import (
-    address,
-    address_at,
-    arrive_last,
-    begin_launch,
-    begin_stage,
-    dispatch_flag,
-    fail,
-    fail_behind,
-    finish_stage,
-    full_like,
-    poison_of,
-    wait_all,
-)
 from ep_a2a.kernels.receive_kernels import wait_all_counts, wait_counts
 from ep_a2a.kernels.ring_combine_kernels import Results, add_nodes, add_ranks, clear_results
 from ep_a2a.kernels.ring_forward_kernels import Places, copy_lines
@@ -84,11 +71,11 @@ def chunk_of(op, region: tl.constexpr, node, chunk, num_chunks, R: tl.constexpr)
 def write_heads(op, region: tl.constexpr, num_chunks, poison, R: tl.constexpr):
     """Writes the head for every node: this rank's mirrors and its poison word."""
     lanes, ends = tl.arange(0, op.WORLD_LANES), op.WORLD_SIZE + tl.arange(0, 2)
-    line = address(op, Region.MIRROR_COUNTS, tl.int64) + op.rank * (op.WORLD_SIZE + 2)
+    line = prim.address(op, Region.MIRROR_COUNTS, tl.int64) + op.rank * (op.WORLD_SIZE + 2)
     counts = tl.load(line + lanes, mask=lanes < op.WORLD_SIZE, other=0)
     last_words = tl.load(line + ends)
-    flag = tl.load(address(op, Region.MIRROR_COMBINE_FLAGS, tl.int32) + op.rank)
-    weights = tl.load(address(op, Region.MIRROR_WEIGHT_EPOCHS, tl.int32) + op.rank)
+    flag = tl.load(prim.address(op, Region.MIRROR_COMBINE_FLAGS, tl.int32) + op.rank)
+    weights = tl.load(prim.address(op, Region.MIRROR_WEIGHT_EPOCHS, tl.int32) + op.rank)
     for node in range(R.NODES):
         start = start_of(op, region, node, num_chunks, R)
         words = start.to(tl.pointer_type(tl.int64))
@@ -107,11 +94,11 @@ def end_packing(op, region: tl.constexpr, num_chunks, poison, R: tl.constexpr):
     Args:
         poison: this program's poison word.
     """
-    is_last, any_poisoned = arrive_last(op, tl.num_programs(0), poison)
+    is_last, any_poisoned = prim.arrive_last(op, tl.num_programs(0), poison)
     if is_last:
         written = tl.full((), 0, tl.int32)
         if any_poisoned:
-            written += poison_of(op)
+            written += prim.poison_of(op)
         write_heads(op, region, num_chunks, written, R)
 
 
@@ -132,7 +119,7 @@ def pack_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    _, poison = begin_launch(op, Stage.DISPATCH_SEND, StepPhase.DISPATCH, POISON_LANES)
+    _, poison = prim.begin_launch(op, Stage.DISPATCH_SEND, StepPhase.DISPATCH, POISON_LANES)
     source = Source(x, scales, weights, ids, num_tokens, first_row)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         # D2
@@ -143,17 +130,17 @@ def pack_kernel(
             write_chunk(source, op, slot, first, end, peer, end >= first, R, ROW, LINE)
     # D2: the heads
     end_packing(op, Region.STAGED_CHUNKS, num_chunks, poison, R)
-    finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
+    prim.finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
 
 
 @portable
 def pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS: tl.constexpr):
     """Raises the flags of rank `source` at those members of this node: it has begun its combine."""
     if HAS_WEIGHTS:
-        epochs = address_at(op, Region.WEIGHT_EPOCHS, members, tl.int32) + source
-        tl.store(epochs, full_like(members, tl.load(marks + HeadMark.WEIGHT_EPOCH)), mask=present)
-    flags = address_at(op, Region.COMBINE_FLAGS, members, tl.int32) + source
-    epoch = full_like(members, tl.load(marks + HeadMark.COMBINE_EPOCH))
+        epochs = prim.address_at(op, Region.WEIGHT_EPOCHS, members, tl.int32) + source
+        tl.store(epochs, prim.full_like(members, tl.load(marks + HeadMark.WEIGHT_EPOCH)), mask=present)
+    flags = prim.address_at(op, Region.COMBINE_FLAGS, members, tl.int32) + source
+    epoch = prim.full_like(members, tl.load(marks + HeadMark.COMBINE_EPOCH))
     barrier()
     tl.atomic_xchg(flags, epoch, mask=present, sem="release", scope="sys")
 
@@ -165,9 +152,9 @@ def pass_on_counts(op, start, members, present, source):
     sent = start.to(tl.pointer_type(tl.int64))
     counts = tl.load(sent + lanes, mask=lanes < op.WORLD_SIZE, other=0)
     last_words = tl.load(sent + ends)
-    lines = address_at(op, Region.COUNTS, members, tl.int64) + source * (op.WORLD_SIZE + 2)
+    lines = prim.address_at(op, Region.COUNTS, members, tl.int64) + source * (op.WORLD_SIZE + 2)
     mask = present[:, None] & (lanes < op.WORLD_SIZE)[None, :]
-    nothing = tl.cast(full_like(members, 0), tl.int64)[:, None]
+    nothing = tl.cast(prim.full_like(members, 0), tl.int64)[:, None]
     tl.store(lines[:, None] + lanes[None, :], counts[None, :] + nothing, mask=mask, cache_modifier=".wt")
     mask = present[:, None] & (ends >= 0)[None, :]
     tl.store(lines[:, None] + ends[None, :], last_words[None, :] + nothing, mask=mask, cache_modifier=".wt")
@@ -193,9 +180,13 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     members = tl.where(present, (rank // R.GPUS) * R.GPUS + local_ranks, rank)
     poison = tl.load(marks + HeadMark.POISON)
     if poison != 0:
-        poison_words = address_at(op, Region.POISON, members, tl.int32)
+        poison_words = prim.address_at(op, Region.POISON, members, tl.int32)
         tl.atomic_cas(
-            poison_words, full_like(local_ranks, 0), full_like(local_ranks, poison), sem="relaxed", scope="sys"
+            poison_words,
+            prim.full_like(local_ranks, 0),
+            prim.full_like(local_ranks, poison),
+            sem="relaxed",
+            scope="sys",
         )
     elif R.DIRECTION == WAY_BACK:
         pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS)
@@ -225,9 +216,9 @@ def raise_flags(op, R: tl.constexpr):
     nodes, local_ranks = tl.arange(0, R.NODE_LANES)[:, None], tl.arange(0, R.GPU_LANES)[None, :]
     present = (nodes < R.NODES) & (local_ranks < R.GPUS)
     members = (op.rank // R.GPUS) * R.GPUS + tl.where(present, local_ranks, 0)
-    flags = address_at(op, Region.DISPATCH_FLAGS, members, tl.int32) + nodes * R.GPUS + op.rank % R.GPUS
+    flags = prim.address_at(op, Region.DISPATCH_FLAGS, members, tl.int32) + nodes * R.GPUS + op.rank % R.GPUS
     barrier()
-    tl.atomic_xchg(flags, full_like(members, dispatch_flag(op)), mask=present, sem="release", scope="sys")
+    tl.atomic_xchg(flags, prim.full_like(members, prim.dispatch_flag(op)), mask=present, sem="release", scope="sys")
 
 
 @portable(do_not_specialize=["num_chunks", "row_limit", "positions_per_rank", "rank"])
@@ -245,7 +236,7 @@ def forward_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, Stage.DISPATCH_RECEIVE, StepPhase.DISPATCH, POISON_LANES)
+    epoch, poison = prim.begin_launch(op, Stage.DISPATCH_RECEIVE, StepPhase.DISPATCH, POISON_LANES)
     places = Places(row_limit, positions_per_rank)
     # D5
     if poison == 0:
@@ -257,8 +248,8 @@ def forward_kernel(
             copy_lines(op, slot, peer, chunk, places, R, ROW, LINE)
     if poison != 0:
         late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-        fail(op, poison, StepPhase.DISPATCH, epoch, 0, late)
-    is_last, any_poisoned = arrive_last(op, num_programs, poison)
+        prim.fail(op, poison, StepPhase.DISPATCH, epoch, 0, late)
+    is_last, any_poisoned = prim.arrive_last(op, num_programs, poison)
     if is_last:
         if not any_poisoned:
             raise_flags(op, R)
@@ -274,17 +265,17 @@ def pack_sums_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, 
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
+    epoch, poison = prim.begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
     # C3
     if poison == 0:
-        poison = wait_all(op, Region.COMBINE_FLAGS, epoch, True, 1, R.GPUS)
+        poison = prim.wait_all(op, Region.COMBINE_FLAGS, epoch, True, 1, R.GPUS)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
             slot = chunk_of(op, Region.CHUNKS_SENT_BACK, peer, chunk, num_chunks, R)
             add_ranks(op, slot, peer, chunk, R, A)
     if poison != 0:
-        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
+        prim.fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
     end_packing(op, Region.CHUNKS_SENT_BACK, num_chunks, poison, R)
 
 
@@ -302,7 +293,7 @@ def sum_nodes_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
+    epoch, poison = prim.begin_launch(op, Stage.COMBINE_RECEIVE, StepPhase.COMBINE, A.POISON_LANES)
     out = Results(op, result, ids, num_tokens, epoch)
     # C5
     if poison == 0:
@@ -317,17 +308,17 @@ def sum_nodes_kernel(
             # C6
             clear_results(result, num_tokens, chunk, R, A)
     if poison != 0:
-        fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
-    finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs)
+        prim.fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, epoch)
+    prim.finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs)
 
 
 @portable(do_not_specialize=["poison", "phase", "rank"])
 def post_failure_kernel(table, poison, phase, rank, S: tl.constexpr):
     """Records a failure that the host has found, and poisons the ranks of this node; one program."""
     op = OpContext(table, rank, S)
-    epoch, _ = begin_stage(op, Stage.COMBINE_RECEIVE)
+    epoch, _ = prim.begin_stage(op, Stage.COMBINE_RECEIVE)
     # an earlier failure, which a rank of this node has posted, takes precedence
-    posted = tl.atomic_cas(address(op, Region.POISON, tl.int32), 0, poison, sem="relaxed", scope="sys")
+    posted = tl.atomic_cas(prim.address(op, Region.POISON, tl.int32), 0, poison, sem="relaxed", scope="sys")
     poison = tl.where(posted == 0, poison, posted)
     late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
-    fail(op, poison, phase, epoch, 0, late)
+    prim.fail(op, poison, phase, epoch, 0, late)

@@ -62,6 +62,6 @@ def _kinds_of(node: ast.AST) -> list[str]:
     kinds = []
     if name.startswith("tl.atomic_"):
         kinds += ["sem"] * (given["sem"] != "'relaxed'") + ["scope"] * (given["scope"] == "'sys'")
-    kinds += ["barrier"] * (name == "barrier") + ["wait"] * (name == "after_previous_launch")
+    kinds += ["barrier"] * (name == "barrier") + ["wait"] * (name.endswith("after_previous_launch"))
     kinds += ["volatile"] * (name == "volatile_load")
     return kinds + ["wt"] * (name == "tl.store" and "cache_modifier" in given)
