@@ -1,16 +1,9 @@
 """Agreement of the ranks on who is gone or late: between a wait that has expired and the error that is raised."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ep_a2a import clock
-from ep_a2a.memory.verdict import judge
-
-if TYPE_CHECKING:
-    from ep_a2a.errors import RankTimeoutError
-    from ep_a2a.memory.peers import Peers
-    from ep_a2a.memory.verdict import GivenUp, Verdict
+from ep_a2a.errors import RankTimeoutError
+from ep_a2a.memory.peers import Peers
+from ep_a2a.memory.verdict import GivenUp, Verdict, judge
 
 PATIENCE_SECS = 2.0
 """How long the first rank to give up waits for the others to give up, too, before it calls them late."""

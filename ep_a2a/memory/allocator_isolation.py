@@ -1,16 +1,11 @@
 """Allocates memory of this rank outside an engine's memory pools."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.memory.guards import is_capturing, outside_modes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:

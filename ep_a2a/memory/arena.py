@@ -6,25 +6,21 @@ import functools
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep_a2a.errors import MAX_TOKENS, ClosedError, ConfigMismatchError, DeviceMemoryError, EpA2AError, HostMemoryError
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
 from ep_a2a.memory.gpus import ranks_by_gpu, refuse_other_gpus
 from ep_a2a.memory.guards import SharedBlocks, outside_modes
+from ep_a2a.memory.node_transport import NodeTransport
+from ep_a2a.memory.peers import Peers
 from ep_a2a.memory.rendezvous import Rendezvous
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch.distributed as dist
-
-    from ep_a2a.memory.node_transport import NodeTransport
-    from ep_a2a.memory.peers import Peers
-    from ep_a2a.memory.symmetric import SymmetricMemory
+from ep_a2a.memory.symmetric import SymmetricMemory
 
 logger = logging.getLogger(__name__)
 

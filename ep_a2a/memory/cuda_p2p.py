@@ -4,19 +4,15 @@ torch symmetric memory refuses ranks that all call their GPU cuda:0 (one visible
 CUDA IPC ignores indices and maps memory of GPUs that the process does not see.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ep_a2a.errors import DeviceMemoryError, EpA2AError, MissingPackageError, PeerAccessError
 from ep_a2a.memory.allocator_isolation import zeros_outside_pools
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory, bytes_at
-
-if TYPE_CHECKING:
-    from ep_a2a.memory.rendezvous import Rendezvous
 
 
 def allocate_cuda_peer(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> SymmetricMemory:

@@ -1,10 +1,8 @@
 """Chooses the process group that moves a tensor, and bounds the waits for its collectives."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,9 +14,6 @@ from ep_a2a.memory.agreement import agreed_error
 from ep_a2a.memory.gpus import require_own_gpus
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.verdict import GivenUp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _RANK_IS_GONE = ("timed out", "timeout", "closed by peer", "reset by peer", "broken pipe", "no route to host")
 """Parts of gloo's messages, in lower case; gloo has no error class for these failures."""

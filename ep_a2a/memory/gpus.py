@@ -1,17 +1,12 @@
 """Whose GPUs this process has, and which ranks use the same one: by UUID, since indices differ between processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a import env
 from ep_a2a.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.rendezvous import Rendezvous
 
 NVIDIA, AMD = "NVIDIA", "AMD"
 PIPE_VARIABLE, DEFAULT_PIPE = "CUDA_MPS_PIPE_DIRECTORY", Path("/tmp/nvidia-mps")

@@ -1,24 +1,19 @@
 """Guards of an op: the caller's torch modes and gradients, its process, the step that uses its memory, its streams."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ep_a2a.errors import AlternationError, ClosedError, ForkedProcessError, InputError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ep_a2a.memory.symmetric import SymmetricMemory
+from ep_a2a.memory.symmetric import SymmetricMemory
 
 Call = TypeVar("Call", bound="Callable[..., Any]")
 

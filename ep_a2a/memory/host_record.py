@@ -8,16 +8,14 @@ import itertools
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import distributed_c10d
 
 from ep_a2a.errors import UntrustedFolderError
 from ep_a2a.memory.private_files import create_private, in_private_folder, new_name, open_private, remove_private
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.distributed import distributed_c10d
 
 FLOCK = "hhqqi4x"
 """struct flock of Linux: type, whence, start, length, holder."""

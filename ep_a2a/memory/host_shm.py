@@ -1,24 +1,18 @@
 """Symmetric memory on CPU: one shared-memory file per rank, mapped by all ranks and then unlinked."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from ep_a2a.errors import StateError
 from ep_a2a.memory import private_files
 from ep_a2a.memory.private_files import in_private_folder, refusals_named
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ep_a2a.memory.rendezvous import Rendezvous
 
 ONE_FOLDER = "Ranks of one host need one /dev/shm: run them in one container, or with --ipc=host."
 

@@ -1,22 +1,17 @@
 """NodeArena: memory that is mapped inside of each node, with a transport for blocks between nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from ep_a2a.errors import EpA2AError
 from ep_a2a.memory.arena import Arena, allocate_symmetric
+from ep_a2a.memory.node_grid import NodeGrid
+from ep_a2a.memory.node_transport import NodeTransport
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-    from ep_a2a.memory.node_grid import NodeGrid
-    from ep_a2a.memory.node_transport import NodeTransport
-    from ep_a2a.memory.symmetric import SymmetricMemory
+from ep_a2a.memory.symmetric import SymmetricMemory
 
 
 class NodeArena(Arena):

@@ -1,11 +1,9 @@
 """NodeTransport: moves blocks between the ranks of the same local rank on all nodes."""
 
-from __future__ import annotations
-
 import abc
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +12,9 @@ from torch.distributed import distributed_c10d
 from ep_a2a.errors import ContiguityError, ShapeError, StateError
 from ep_a2a.memory.device_groups import DeviceGroups, wait_for
 from ep_a2a.memory.guards import is_capturing
+from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.memory.peers import STORE_SECS, within
 from ep_a2a.memory.subgroups import destroy_subgroup, make_subgroup
-
-if TYPE_CHECKING:
-    from ep_a2a.memory.node_grid import NodeGrid
 
 GLOO_PATIENCE_SECS = 5.0
 """From our own bound to gloo's, which closes its connections, also to ranks that came late."""

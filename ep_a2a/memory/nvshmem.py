@@ -7,22 +7,17 @@ One NVSHMEM serves a process for as long as it lives: it is never ended, and its
 wait for all ranks, one of which may be gone. A block that its owner gives back serves the next allocation of its size.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a.errors import DeviceMemoryError, MissingPackageError, UnsupportedError
+from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.memory.symmetric import SymmetricMemory, bytes_at
-
-if TYPE_CHECKING:
-    from ep_a2a.memory.rendezvous import Rendezvous
 
 SIGNAL_ADD = 10
 """NVSHMEM's number for adding to a signal (nvshmem_common_transport.h); comments in torch 2.11 give another."""

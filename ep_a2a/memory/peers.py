@@ -1,7 +1,5 @@
 """Peers: the ranks of a group as this process sees them: who lives, which calls they gave up, and the verdicts."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -10,8 +8,9 @@ import operator
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -20,9 +19,6 @@ from ep_a2a import clock
 from ep_a2a.errors import ForkedProcessError
 from ep_a2a.memory.host_record import HostRecord, parsed
 from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict, judge_trial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Result = TypeVar("Result")
 

@@ -1,20 +1,15 @@
 """Files of this user alone in shared memory: their folder, their names, who may open them, what the dead leave."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ep_a2a.errors import HostMemoryError, UntrustedFolderError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SHM_DIRECTORY = Path("/dev/shm")
 PID_NAMESPACE = Path("/proc/self/ns/pid")

@@ -8,8 +8,9 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,13 +20,8 @@ from ep_a2a.config.op_config import WIRE_FORMAT_VERSION
 from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
 from ep_a2a.memory.guards import OwnProcess
 from ep_a2a.memory.host_record import parsed
-from ep_a2a.memory.peers import begun, peers_of
+from ep_a2a.memory.peers import Peers, begun, peers_of
 from ep_a2a.memory.verdict import GivenUp, Verdict, judge_meeting
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from ep_a2a.memory.peers import Peers
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -1,14 +1,13 @@
 """Makes process groups of some ranks of a group; only those ranks take part."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 import secrets
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,6 @@ from ep_a2a.errors import ConfigError, RankTimeoutError, UnsupportedError
 from ep_a2a.memory.device_groups import is_rank_gone
 from ep_a2a.memory.peers import BEAT_SECS, begun
 from ep_a2a.memory.rendezvous import DEFAULT_TIMEOUT_SECS, Rendezvous
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 CONNECT_PATIENCE_SECS = 2.0
 """Members met a moment ago, so they give up at about the same time."""

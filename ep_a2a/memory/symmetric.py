@@ -1,14 +1,9 @@
 """SymmetricMemory: one region per rank, and the addresses at which this process reaches them."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
+import torch
 
 
 @dataclass(eq=False)

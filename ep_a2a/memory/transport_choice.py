@@ -1,17 +1,12 @@
 """Chooses the transport between nodes, and passes the choice of network devices on to its library."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from ep_a2a import env
 from ep_a2a.config.transports import check_internode_transport
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.log_once import log_once
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import enum
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ep_a2a.errors import RankTimeoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 RESET = "Then op.reset() on every rank makes the op usable again."
 NOBODY_NAMED = (

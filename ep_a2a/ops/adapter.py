@@ -1,29 +1,23 @@
 """AdapterOp: checks, casts and the record of the dispatched ids for ops without kernels of this package."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE
+from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig
 from ep_a2a.errors import ForeignIndicesError, UnsupportedError
+from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.memory.guards import StreamOrder, is_capturing, outside_modes
-from ep_a2a.ops.arguments import NO_WISH, LaunchWish, leading_dims
+from ep_a2a.ops.arguments import NO_WISH, CombineArguments, LaunchWish, Stages, Step, leading_dims
 from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.inputs import check_apart, check_combine, check_dispatch, check_token_rows, travelling_scales
 from ep_a2a.quantization import quantize
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.ops.arguments import CombineArguments, Stages, Step
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,14 @@
 """The record of a step, the arguments of its combine, its sizes, and the choices of a launch."""
 
-from __future__ import annotations
-
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from ep_a2a.config import Layout
-from ep_a2a.ops.bounds import Bounds, num_rows
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    import torch
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.ops.bounds import StepTokens
+from ep_a2a.config import EpDispatchCombineConfig, Layout
+from ep_a2a.interface import CombineResult, DispatchResult
+from ep_a2a.ops.bounds import Bounds, StepTokens, num_rows
 
 MAX_CACHED = 4096
 """Entries that a cache holds at most; it is emptied when it is full."""

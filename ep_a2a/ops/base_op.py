@@ -12,24 +12,18 @@ import functools
 import itertools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
+import torch
+
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import AlternationError, ConfigError, EpA2AError, InputError, StateError, max_tokens_name
 from ep_a2a.graph_breaks import outside_graphs
-from ep_a2a.memory.guards import OwnProcess, become_closed
-from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Step
-from ep_a2a.ops.bounds import num_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import CombineResult, DispatchResult
-    from ep_a2a.memory.guards import StreamOrder
-    from ep_a2a.ops.arguments import Stages
-    from ep_a2a.ops.bounds import StepTokens
+from ep_a2a.interface import CombineResult, DispatchResult
+from ep_a2a.memory.guards import OwnProcess, StreamOrder, become_closed
+from ep_a2a.ops.arguments import NO_WISH, SEND, WHOLE, CombineArguments, LaunchWish, Stages, Step
+from ep_a2a.ops.bounds import StepTokens, num_rows
 
 T = TypeVar("T")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.kernels.layout import BOUNDS_FACTOR, BOUNDS_MASK, BOUNDS_SHIFT
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
 
 StepTokens = int | Sequence[int]
 """The most tokens that any rank brings to a step, or by rank the most that each brings."""

@@ -1,8 +1,7 @@
 """Validates a dispatch and caches its result views by argument signature."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 
@@ -10,16 +9,10 @@ from ep_a2a.config import FP8_DTYPE, Layout
 from ep_a2a.interface import DispatchResult
 from ep_a2a.kernels.layout import WORD_BYTES, Region
 from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import leading_dims
-from ep_a2a.ops.bounds import Bounds
+from ep_a2a.ops.arguments import Step, leading_dims
+from ep_a2a.ops.bounds import Bounds, StepTokens
+from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.wire_word import wire_word
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from ep_a2a.ops.arguments import Step
-    from ep_a2a.ops.bounds import StepTokens
-    from ep_a2a.ops.memory import BoundMemory
 
 
 class CheckedDispatch(NamedTuple):

@@ -1,33 +1,24 @@
 """CollectiveDispatchCombineOp: an op on collectives. Ranks gather all tokens and keep those for their experts."""
 
-from __future__ import annotations
-
 import functools
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from ep_a2a.config import Layout, QuantType
+from ep_a2a.config import EpDispatchCombineConfig, Layout, QuantType
 from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import CapacityError, ConfigMismatchError, UnsupportedError
 from ep_a2a.interface import CombineResult, DispatchResult
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.ops.adapter import AdapterOp
-from ep_a2a.ops.arguments import leading_dims
+from ep_a2a.ops.arguments import CombineArguments, Step, leading_dims
 from ep_a2a.ops.bounds import by_rank
 from ep_a2a.ops.config_agreement import agree_on_config
-from ep_a2a.ops.row_exchange import row_bytes
+from ep_a2a.ops.row_exchange import RowExchange, row_bytes
 from ep_a2a.ops.wire_word import bound_mask, disagreement, tagged, wire_word
 from ep_a2a.routing import count_ids, destination_mask
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, Step
-    from ep_a2a.ops.row_exchange import RowExchange
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,8 @@
 """agree_on_config: the ranks of a group compare the configs of an op that they build together."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import ConfigError, ConfigMismatchError
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.rendezvous import Rendezvous
+from ep_a2a.memory.rendezvous import Rendezvous
 
 
 def agree_on_config(config: EpDispatchCombineConfig, rendezvous: Rendezvous, index: int = 0) -> None:

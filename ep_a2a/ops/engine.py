@@ -1,25 +1,18 @@
 """Engine: launches an op's kernels, compiles them and bounds the multiprocessors they use."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
 
 from ep_a2a.config import CompiledCalls, Layout
 from ep_a2a.kernels.compilation import compile_all
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, add_to_cache
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, CombineArguments, LaunchWish, Stages, Step, add_to_cache
 from ep_a2a.ops.expert_major import expanding, reducing
-from ep_a2a.ops.launches import CombineForm, DispatchForm, combine_forms, dispatch_forms
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    import torch
-
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
-    from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages, Step
-    from ep_a2a.ops.launches import KernelLaunch
-    from ep_a2a.ops.op_kernels import OpKernels
+from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch, combine_forms, dispatch_forms
+from ep_a2a.ops.op_kernels import OpKernels
 
 
 class Engine(ABC):

@@ -1,22 +1,15 @@
 """Layout expert_major: launches that turn received rows (as in rank_major) into rows by expert, and back."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES
 from ep_a2a.kernels.constants import Expand
 from ep_a2a.kernels.expert_kernels import expand_kernel, number_expert_rows_kernel, reduce_experts_kernel
 from ep_a2a.kernels.layout import WORD_BYTES, padded
-from ep_a2a.ops.launches import no_operands, reducing_operands
+from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch, no_operands, reducing_operands
+from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.row_constants import scale_constants
 from ep_a2a.policy import INTERPRETED_PROGRAMS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch
-    from ep_a2a.ops.op_kernels import OpKernels
 
 # Round trips were timed in this layout, but with no other values of the constants below.
 

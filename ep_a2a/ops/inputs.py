@@ -1,14 +1,19 @@
 """Checks of an op's arguments. All of them run on the host, before anything is launched."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
-from ep_a2a.config import ALIGNMENT_BYTES, FP8_DTYPE, INTERNODE_TRANSPORTS, EpDispatchCombineKernelType, Layout
+from ep_a2a.config import (
+    ALIGNMENT_BYTES,
+    FP8_DTYPE,
+    INTERNODE_TRANSPORTS,
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    Layout,
+)
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import (
     ClosedError,
@@ -27,15 +32,9 @@ from ep_a2a.errors import (
 )
 from ep_a2a.kernels.layout import WORD_BYTES
 from ep_a2a.kernels.ring_shape import BY_PUTS
-from ep_a2a.ops.bounds import by_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.arena import Arena
-    from ep_a2a.ops.arguments import CombineArguments, Step
-    from ep_a2a.ops.bounds import StepTokens
+from ep_a2a.memory.arena import Arena
+from ep_a2a.ops.arguments import CombineArguments, Step
+from ep_a2a.ops.bounds import StepTokens, by_rank
 
 INT32 = torch.iinfo(torch.int32)
 SCALE_DTYPES = {1: (torch.uint8, torch.float8_e8m0fnu), 4: (torch.float32, torch.int32)}

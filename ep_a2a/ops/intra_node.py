@@ -3,25 +3,31 @@
 Engines between nodes end a dispatch by the same receiving stage (`receiving_launch`).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import torch
 import triton.language as tl
 
-from ep_a2a.config import QuantType
+from ep_a2a.config import EpDispatchCombineConfig, QuantType
 from ep_a2a.kernels.bulk_dispatch_kernels import bulk_dispatch_kernel
 from ep_a2a.kernels.combine_kernels import combine_kernel
-from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY
+from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
 from ep_a2a.kernels.constants import Block, BulkDispatch, Combine, LowLatencyDispatch, Tile
 from ep_a2a.kernels.layout import WORD_BYTES, padded, side_words
 from ep_a2a.kernels.ll_dispatch_kernels import ll_dispatch_kernel
 from ep_a2a.kernels.target import REGISTERS_PER_SM
-from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE
+from ep_a2a.ops.arguments import RECEIVE, SEND, WHOLE, LaunchWish, Stages
 from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.engine import Engine
-from ep_a2a.ops.launches import DispatchForm, combine_operands, dispatch_operands, receiving_operands
+from ep_a2a.ops.launches import (
+    CombineForm,
+    DispatchForm,
+    KernelLaunch,
+    Operands,
+    combine_operands,
+    dispatch_operands,
+    receiving_operands,
+)
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.row_constants import counted_tokens, row_constants, scale_constants
 from ep_a2a.ops.wire_word import bound_mask
@@ -40,15 +46,6 @@ from ep_a2a.policy import (
     fit,
     step_sizes,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
-    from ep_a2a.ops.arguments import LaunchWish, Stages
-    from ep_a2a.ops.launches import CombineForm, KernelLaunch, Operands
-
 
 BLOCK_TOKENS = 64
 """Tokens whose destinations a program works out at once, where it counts its own. Other numbers were not timed."""

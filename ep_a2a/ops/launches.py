@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from ep_a2a.config import FP8_DTYPE, CompiledCalls, Layout, QuantType
+from ep_a2a.config import FP8_DTYPE, CompiledCalls, EpDispatchCombineConfig, Layout, QuantType
+from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import WORD_BYTES
 from ep_a2a.ops.arguments import CombineArguments, Step
 from ep_a2a.ops.bounds import Bounds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.compiled_kernel import CompiledKernel
 
 TABLE: Any = torch.int64
 """The address table, among operands that stand for tensors by their dtypes."""

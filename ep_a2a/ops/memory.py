@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ep_a2a.config import Layout
+from ep_a2a.config import EpDispatchCombineConfig, Layout
 from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
 from ep_a2a.kernels.layout import (
@@ -20,6 +20,7 @@ from ep_a2a.kernels.layout import (
     RECORD_HEADER_WORDS,
     REMOTE_MIRRORS,
     STEP_SHIFT,
+    Block,
     FailureCode,
     OpLayout,
     Record,
@@ -29,17 +30,12 @@ from ep_a2a.kernels.layout import (
 )
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.memory.allocator_isolation import outside_pools
-from ep_a2a.memory.arena import BlockSizes
+from ep_a2a.memory.arena import Arena, BlockSizes, OpMemory
 from ep_a2a.memory.guards import is_capturing, outside_modes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
 from ep_a2a.memory.peers import TRIAL_SECS
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK, Failure
 from ep_a2a.policy import adds_arrived
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.layout import Block
-    from ep_a2a.memory.arena import Arena, OpMemory
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,15 @@
 """EpDispatchCombineOp: the op whose tokens this package's kernels move, by MORI's name."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
 
 import torch
+from torch.distributed import ProcessGroup
 
-from ep_a2a.config import Layout
+from ep_a2a.config import EpDispatchCombineConfig, Layout
 from ep_a2a.config.requirements import checked_integer
 from ep_a2a.errors import (
     ClosedError,
@@ -28,10 +27,11 @@ from ep_a2a.memory.arena import Arena, default_device
 from ep_a2a.memory.guards import outside_modes
 from ep_a2a.memory.rendezvous import telling_before_the_first_meeting
 from ep_a2a.ops import inputs
-from ep_a2a.ops.arguments import RECEIVE, LaunchWish, add_to_cache
+from ep_a2a.ops.arguments import RECEIVE, CombineArguments, LaunchWish, Stages, Step, add_to_cache
 from ep_a2a.ops.base_op import BaseOp
 from ep_a2a.ops.checked_dispatch import CheckedDispatch, prepare_dispatch, source_positions
 from ep_a2a.ops.config_agreement import agree_on_config
+from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.failures import Failure, error_of
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.ops.memory import BoundMemory, Timeouts
@@ -40,15 +40,6 @@ from ep_a2a.ops.rings import RingEngine
 from ep_a2a.ops.sm_share import agree_on_share, share_gpu
 from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.ops.wire_word import tag_mask, tag_shift
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-
-    from torch.distributed import ProcessGroup
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import CombineArguments, Stages, Step
-    from ep_a2a.ops.engine import Engine
 
 
 class EpDispatchCombineOp(BaseOp):

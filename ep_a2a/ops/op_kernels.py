@@ -1,28 +1,21 @@
 """OpKernels: the compiled kernels of an op, the bounds of its launches, and constants that its engines share."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 
-from ep_a2a.config import QuantType
+from ep_a2a.config import EpDispatchCombineConfig, QuantType
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import LaunchForm
 from ep_a2a.kernels.layout import padded
+from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.kernels.receive_kernels import count_local_experts_kernel
-from ep_a2a.ops.arguments import WHOLE
+from ep_a2a.ops.arguments import WHOLE, CombineArguments, Stages, Step
 from ep_a2a.ops.launches import TABLE, KernelLaunch, Operands
 from ep_a2a.ops.row_constants import ResultRows, placement_of, shape_of
 from ep_a2a.policy import COUNT_WARPS
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.kernels.portable import PortableFunction
-    from ep_a2a.ops.arguments import CombineArguments, Stages, Step
 
 FP8_CAPABILITY = (8, 9)
 """Of the first NVIDIA GPUs that convert to fp8."""

@@ -1,11 +1,11 @@
 """What both engines between nodes share: row numbers, results offered to the node, constants of lines and sums."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES
+import torch
+
+from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES, EpDispatchCombineConfig
 from ep_a2a.kernels.constants import Line, NodeSums, Numbering, Ring
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.kernels.ring_dispatch_kernels import number_rows_kernel
@@ -13,16 +13,10 @@ from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
 from ep_a2a.kernels.ring_shape import BACK, TO_EXPERTS, Rings
 from ep_a2a.log_once import log_once
 from ep_a2a.ops.engine import Engine
-from ep_a2a.ops.launches import numbering_operands, offering_operands
+from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch, numbering_operands, offering_operands
 from ep_a2a.ops.op_kernels import OpKernels
 from ep_a2a.ops.row_constants import counted_tokens, row_constants, scale_constants
 from ep_a2a.policy import INTERPRETED_PROGRAMS
-
-if TYPE_CHECKING:
-    import torch
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch
 
 RING_WARPS = 8
 """Warps of a program. µs of a round trip of 4096 tokens, on two H200s that stand for two nodes, 23 November; * marks

@@ -1,9 +1,10 @@
 """InterNodeV1, InterNodeV1LL and AsyncLL: an engine whose tokens cross nodes in rings of chunks."""
 
-from __future__ import annotations
+from collections.abc import Iterator
 
-from typing import TYPE_CHECKING
+import torch
 
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.constants import Exchange
 from ep_a2a.kernels.layout import Stage
@@ -11,19 +12,10 @@ from ep_a2a.kernels.put_kernels import quiet_kernel
 from ep_a2a.kernels.remote_mirror_kernels import put_mirrors_kernel
 from ep_a2a.kernels.ring_combine_kernels import return_kernel
 from ep_a2a.kernels.ring_dispatch_kernels import exchange_kernel
-from ep_a2a.ops.arguments import SEND
+from ep_a2a.ops.arguments import SEND, LaunchWish, Stages
 from ep_a2a.ops.intra_node import receiving_launch
-from ep_a2a.ops.launches import TABLE, no_operands, row_operands, sum_operands
+from ep_a2a.ops.launches import TABLE, CombineForm, DispatchForm, KernelLaunch, no_operands, row_operands, sum_operands
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, NodesEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.ops.arguments import LaunchWish, Stages
-    from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch
 
 CHANNEL_PROGRAMS_PER_SM = 2
 """Programs that take turns with the channels; each has one line in flight, so more hide more latency. With one for each

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton.language as tl
 
-from ep_a2a.config import Layout, QuantType, ScaleFormat
+from ep_a2a.config import EpDispatchCombineConfig, Layout, QuantType, ScaleFormat
 from ep_a2a.kernels.compiled_kernel import TRITON_DTYPES
 from ep_a2a.kernels.constants import (
     FULL_SCALES,
@@ -21,9 +21,6 @@ from ep_a2a.kernels.constants import (
     Shape,
 )
 from ep_a2a.kernels.layout import WORD_BYTES, padded
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
 
 SCALING_OF_CAST = {QuantType.MXFP8: MX_SCALES, QuantType.FP8_STATIC: GIVEN_SCALE}
 """How casts scale a row, where the format of scales does not say it."""

@@ -1,20 +1,14 @@
 """RowExchange: gathers and sums rows of which each rank has another number, for the collective backends."""
 
-from __future__ import annotations
-
 import abc
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ep_a2a.memory.device_groups import DeviceGroups
+from ep_a2a.memory.device_groups import DeviceGroups
 
 
 class RowExchange(abc.ABC):

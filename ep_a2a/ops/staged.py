@@ -1,11 +1,12 @@
 """InterNodeV1 and its kin over torch.distributed: launches around the exchanges between nodes that the host makes."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+
+import torch
 
 from ep_a2a import clock
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.layout import FailureCode, Region, Stage
@@ -19,24 +20,15 @@ from ep_a2a.kernels.staged_kernels import (
     sum_nodes_kernel,
 )
 from ep_a2a.memory.agreement import agreed_error
+from ep_a2a.memory.arena import Arena
+from ep_a2a.memory.node_transport import Exchange, NodeTransport
 from ep_a2a.memory.verdict import GivenUp
-from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
+from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, CombineArguments, LaunchWish, Stages, Step
 from ep_a2a.ops.failures import COMBINE_PHASE, DISPATCH_PHASE, Failure
 from ep_a2a.ops.intra_node import receiving_launch
-from ep_a2a.ops.launches import TABLE, CombineForm, no_operands, row_operands, sum_operands
+from ep_a2a.ops.launches import TABLE, CombineForm, DispatchForm, KernelLaunch, no_operands, row_operands, sum_operands
+from ep_a2a.ops.memory import BoundMemory
 from ep_a2a.ops.ring_launches import CHANNEL_REGISTERS, RING_WARPS, THREADS, NodesEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.memory.arena import Arena
-    from ep_a2a.memory.node_transport import Exchange, NodeTransport
-    from ep_a2a.ops.arguments import CombineArguments, LaunchWish, Stages, Step
-    from ep_a2a.ops.launches import DispatchForm, KernelLaunch
-    from ep_a2a.ops.memory import BoundMemory
 
 PROGRAMS_PER_SM = 2
 """Programs that share the chunks; each has one line in flight. Two, as in rings.py; other numbers were not timed."""

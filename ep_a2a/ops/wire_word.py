@@ -5,14 +5,9 @@ From its lowest bit: whether the step has weights, scales and a cast inside disp
 bits is 0.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from ep_a2a.kernels.layout import BOUND_SHIFT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WEIGHTS_BIT, SCALES_BIT, CAST_BIT = 1, 2, 4
 WORD_BITS = 31
