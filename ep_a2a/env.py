@@ -128,7 +128,7 @@ DEEPEP_EDITION = Variable(
     2026,
     _checked(int, lambda year: year in (2025, 2026)),
     "2025 or 2026",
-    "Edition of DeepEP whose size hints and configs `ep-a2a plan --json` and compat's Buffer and Config give.",
+    "Edition of DeepEP whose size hints and configs compat's Buffer and Config give.",
 )
 LOG_LEVEL = Variable(
     "EP_A2A_LOG_LEVEL",

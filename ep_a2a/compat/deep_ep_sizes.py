@@ -1,8 +1,8 @@
 """DeepEP's buffer size hints for a shape, by its published formulas and without DeepEP.
 
 The formulas are those of DeepEP V1 in two editions: 2025 (218c5a1, csrc/config.hpp) and 2026 (dd758ca,
-csrc/legacy/config.hpp). `choose_edition`, else EP_A2A_DEEPEP_EDITION, decides for `ep-a2a plan --json` and
-for `ep_a2a.compat.deep_ep` alike. Chunk sizes are in configs/deep_ep_sizes.toml.
+csrc/legacy/config.hpp). `choose_edition`, else EP_A2A_DEEPEP_EDITION, decides for `ep_a2a.compat.deep_ep`. Chunk sizes
+are in configs/deep_ep_sizes.toml.
 """
 
 import functools
@@ -105,21 +105,6 @@ class Config:
         require(is_whole, None, f"fewer than {NUM_NVL_PEERS} ranks or a multiple of it", str(num_ranks))
         is_even = num_ranks <= NUM_NVL_PEERS or self.num_sms % 2 == 0
         require(is_even, None, f"an even num_sms for more than {NUM_NVL_PEERS} ranks", str(self.num_sms))
-
-
-@dataclass(frozen=True)
-class DeepEpHints:
-    """Bytes that DeepEP asks for on each GPU.
-
-    Attributes:
-        nvl_bytes: rings between GPUs of a node; None if the table has no row for this number of ranks.
-        rdma_bytes: rings between nodes; None likewise, 0 inside one node.
-        low_latency_bytes: buffers of the low-latency kernels, which use no rings.
-    """
-
-    nvl_bytes: int | None
-    rdma_bytes: int | None
-    low_latency_bytes: int
 
 
 @functools.cache
@@ -240,28 +225,6 @@ def low_latency_bytes(hidden_dim: int, max_tokens: int, num_experts: int) -> int
     """
     # DeepEP adds a whole unit of alignment to a total that is aligned already
     return _aligned(LowLatencyLayout(0, max_tokens, hidden_dim, 1, num_experts).total_bytes + 1)
-
-
-def deep_ep_hints(
-    *, hidden_dim: int, element_bytes: int, num_ranks: int, max_tokens: int, num_experts: int
-) -> DeepEpHints:
-    """Returns all hints for one shape; a ring is the larger of dispatch's and combine's, as in DeepEP's README.
-
-    Args:
-        hidden_dim: elements of a row. element_bytes: of tokens as the caller has them.
-        num_ranks: over all nodes. max_tokens: of any rank. num_experts: over all ranks.
-    """
-    low_latency = low_latency_bytes(hidden_dim, max_tokens, num_experts)
-    if num_ranks not in known_ranks():
-        return DeepEpHints(None, None, low_latency)
-    # a row counts as bf16 at least (DeepEP, README, get_hidden_bytes)
-    hidden_bytes = hidden_dim * max(element_bytes, BFLOAT16_BYTES)
-    configs = chunk_configs(num_ranks)
-    return DeepEpHints(
-        max(config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for config in configs),
-        max(config.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) for config in configs),
-        low_latency,
-    )
 
 
 def _rows() -> list[dict[str, Any]]:

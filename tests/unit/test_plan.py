@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ep_a2a.cli import app
 from ep_a2a.commands.plan.command import plan_op
 from ep_a2a.commands.plan.model import model_of, read_model
-from ep_a2a.commands.plan.sizes import plan_of
+from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_configs, vllm_plan
 from ep_a2a.errors import ConfigError, TopKError, UnsupportedError
 from tests.cases.tables import read_json
@@ -362,30 +362,24 @@ def test_any_op(model_file):
     assert capped["bytes_per_gpu"]["dispatch_rows"] == 104 * 7168 * 2
 
 
-def test_training():
-    sizes = ["--ranks", "8", "--max-tokens", "8192", "--hidden", "7168", "--topk", "8", "--training"]
-    found = json.loads(run(*sizes, "--json").stdout)
-    assert found["bytes_allocated_later"] == {}
-    kept = found["bytes_kept_per_layer"]
-    assert kept["received_rows"] == 8 * 8192 * 7168 * 2
-    assert kept["in_a_checkpoint"] == 8192 * (7168 * 2 + 8 * 8)
-    # rows of MinimalAsyncEP, two for each copy of a token
-    assert found["bytes_per_gpu"]["total"] < 0.14 * 2 * 8 * 8192 * 8 * 7168 * 2
-    printed = " ".join(run(*sizes).stdout.split())
-    assert "each layer keeps 900.2 MiB more from forward to backward" in printed
-    assert "With group: 14.0 GiB instead, the experts' rows and results." in printed
-    assert "layout compact or rank_major for gradients" in str(run(*sizes, "--layout", "expert_major").exception)
+def test_more_ranks_than_a_node_has_take_rings():
+    across = json.loads(run("--ranks", "16", "--gpus-per-node", "8", "--json").stdout)
+    assert across["assumed"] == [RINGS_ASSUMED]
+    assert across["bytes_per_gpu"]["rings"] > 0
+    inside = json.loads(run("--ranks", "16", "--json").stdout)
+    assert inside["assumed"] == []
+    assert "rings" not in inside["bytes_per_gpu"]
 
 
 def test_the_table(model_file):
     result = run("--vllm", model_file, "--data-parallel-size", "8", "--max-num-batched-tokens", "4096")
     assert result.exit_code == 0
-    # the total first, and the regions only for those who ask
+    # the total first
     total = re.search(r"│ total +│ +([\d.]+)", result.stdout)
     assert result.stdout.startswith(f"{float(total[1]):.1f} MiB on each of 8 GPUs, ")
     for text in ("dispatch rows", "224.00", "flagged region", "combine rows", "result", "local", "total"):
         assert text in result.stdout
-    for text in ("later", "Certain calls", "poison", "sent indices"):
+    for text in ("later", "Certain calls"):
         assert text not in result.stdout
     result = run("--vllm", model_file, "--data-parallel-size", "16", "--gpus-per-node", "4")
     for text in ("lines sent", "32768 lines", "sums between nodes", "each of 16 GPUs", "4 nodes with 4"):
@@ -394,9 +388,3 @@ def test_the_table(model_file):
     printed = " ".join(result.stdout.replace("│", " ").split())
     for text in ("expert rows", "reduced rows", "fewer experts", "combine input", "later", "Certain calls allocate"):
         assert text in printed
-
-
-def test_deep_eps_low_latency_mode_is_for_few_tokens_and_its_rings_for_known_numbers_of_gpus():
-    said = [" ".join(run("--max-tokens", *options).stdout.split()) for options in (["257"], ["256", "--ranks", "5"])]
-    assert said[0].endswith("335,709,824 bytes of NVL and 0 of RDMA.")
-    assert re.search(r"its table has no row for 5 GPUs, or [\d,]+ in low-latency mode\.$", said[1])

@@ -6,27 +6,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ep_a2a import env
 from ep_a2a.commands.plan.sizes import Part, Plan, op_facts, rows_of
 from ep_a2a.commands.tables import bytes_text, new_table
-from ep_a2a.compat.deep_ep_sizes import EDITIONS, edition
 
 MIB = 1 << 20
-LOW_LATENCY_MAX_TOKENS = 256
-"""DeepEP's README wants fewer tokens per rank in its low-latency mode; buffers for more are no fair comparison."""
 
 
-def view_of(plan: Plan, assumed: Sequence[str], *, verbose: bool = False) -> RenderableType:
-    """Returns a plan for the terminal: its total, its parts, DeepEP's sizes, its assumptions.
-
-    Args:
-        plan: the plan.
-        assumed: its assumptions, one sentence each.
-        verbose: name the regions of each part, too.
-    """
+def view_of(plan: Plan, assumed: Sequence[str]) -> RenderableType:
+    """Returns a plan for the terminal: its total, its parts, its assumptions (one sentence each)."""
     heads = (*_total(plan), _op(plan))
     notes = [Text(text) for text in ("", "Assumed:", *(f"- {each}" for each in assumed))] if assumed else []
-    return Group(*heads, "", _table(plan, verbose=verbose), "", _deep_ep(plan), *notes)
+    return Group(*heads, "", _table(plan), *notes)
 
 
 def _total(plan: Plan) -> list[Text]:
@@ -39,11 +29,6 @@ def _total(plan: Plan) -> list[Text]:
     if plan.later:
         more = bytes_text(sum(part.num_bytes for part in plan.later))
         lines.append(Text(f"Certain calls allocate up to {more} more at their first use."))
-    if plan.kept is not None:
-        *parts, in_a_checkpoint, with_group = plan.kept.values()
-        text = f"Training: each layer keeps {bytes_text(sum(parts))} more from forward to backward, or "
-        lines.append(Text(f"{text}{bytes_text(in_a_checkpoint)} in an activation checkpoint. Layers share the op."))
-        lines.append(Text(f"With group: {bytes_text(with_group)} instead, the experts' rows and results."))
     return lines
 
 
@@ -57,13 +42,10 @@ def _op(plan: Plan) -> Text:
     )
 
 
-def _table(plan: Plan, *, verbose: bool) -> Table:
+def _table(plan: Plan) -> Table:
     table = new_table("an op's memory on each GPU", ("", "MiB", "holds", "shared"), right=("MiB",))
     for part in plan.parts:
         table.add_row(*_cells(part))
-        for field in part.fields if verbose and len(part.fields) > 1 else ():
-            holds = f"{rows_of(field)}, {field.padded_bytes:,} bytes"
-            table.add_row(f"  {_words(field.name)}", _mib(field.padded_bytes), holds, style="dim")
     table.add_section()
     table.add_row("total", _mib(plan.bytes_by_rank[0]), "when the op is built", "", style="bold")
     table.add_section()
@@ -72,17 +54,6 @@ def _table(plan: Plan, *, verbose: bool) -> Table:
     later = " Memory below the total is allocated later, if at all." if plan.later else ""
     table.caption, table.caption_justify = f"shared: one block for all ops of a manager and index.{later}", "left"
     return table
-
-
-def _deep_ep(plan: Plan) -> Text:
-    """Says what DeepEP takes for the same shape, by its formulas."""
-    hints, ranks = plan.deep_ep_hints, plan.config.world_size
-    rings = f"its table has no row for {ranks} GPUs"
-    if hints.nvl_bytes is not None:
-        rings = f"{hints.nvl_bytes:,} bytes of NVL and {hints.rdma_bytes:,} of RDMA"
-    if plan.config.max_num_inp_token_per_rank <= LOW_LATENCY_MAX_TOKENS:
-        rings += f", or {hints.low_latency_bytes:,} in low-latency mode"
-    return Text(f"DeepEP for the same shape, edition of {EDITIONS[edition()]} ({env.DEEPEP_EDITION.name}): {rings}.")
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
