@@ -5,24 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ep_a2a import __version__, env
 from ep_a2a.errors import EpA2AError, max_tokens_named
 from ep_a2a.integrations.dispatcher import Dispatcher
-from ep_a2a.integrations.token_format import handle_kwargs
+from ep_a2a.integrations.token_format import LayerShape, TokenFormat, handle_kwargs
 from ep_a2a.managers.native import NativeAll2AllManager
 from ep_a2a.memory.verdict import Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch.distributed import ProcessGroup
-
-    from ep_a2a.integrations.token_format import LayerShape, TokenFormat
-    from ep_a2a.ops.op import EpDispatchCombineOp
+from ep_a2a.ops.op import EpDispatchCombineOp
 
 MIB = 1 << 20
 

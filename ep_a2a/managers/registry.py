@@ -1,18 +1,14 @@
 """Registry of backends by name. A backend is imported when somebody asks for it."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean, shown
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.base import All2AllManagerBase
 
 Creator = Callable[..., "All2AllManagerBase"]
 """Called as creator(cpu_group, tcp_store_group=...)."""

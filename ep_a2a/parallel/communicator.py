@@ -1,18 +1,14 @@
 """DeviceCommunicator of a group of ranks; an expert-parallel group's holds the all-to-all manager."""
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_a2a.config.file import DEFAULT_BACKEND
 from ep_a2a.errors import ClosedError, StateError, UnsupportedError
-
-if TYPE_CHECKING:
-    from ep_a2a.managers.base import All2AllManagerBase
+from ep_a2a.managers.base import All2AllManagerBase
 
 
 class DeviceCommunicator:

@@ -1,20 +1,16 @@
 """Converts the arguments of MORI's combine to those of ours."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ep_a2a.compat.parameters import warn_once
+from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import DtypeError, InputError
+from ep_a2a.interface import DispatchCombineOp
 from ep_a2a.memory.guards import is_capturing, outside_modes
+from ep_a2a.ops.arguments import Step
 from ep_a2a.ops.inputs import address_of
-
-if TYPE_CHECKING:
-    from ep_a2a.config import EpDispatchCombineConfig
-    from ep_a2a.interface import DispatchCombineOp
-    from ep_a2a.ops.arguments import Step
 
 COMBINE = "ops.EpDispatchCombineOp.combine"
 

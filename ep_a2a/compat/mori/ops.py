@@ -1,10 +1,9 @@
 """`mori.ops`: MORI's op, with its names, parameters and results, around an op of this package."""
 
-from __future__ import annotations
-
 import enum
+from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -15,14 +14,10 @@ from ep_a2a.config import FP8_DTYPE, EpDispatchCombineConfig, EpDispatchCombineK
 from ep_a2a.config.op_config import TOKEN_DTYPES
 from ep_a2a.errors import ClosedError, EpA2AError, UnsupportedError
 from ep_a2a.graph_breaks import outside_graphs
+from ep_a2a.interface import DispatchCombineOp, DispatchResult
 from ep_a2a.memory.guards import become_closed, is_capturing
 from ep_a2a.ops.inputs import in_int32
 from ep_a2a.routing import count_ids
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_a2a.interface import DispatchCombineOp, DispatchResult
 
 __all__ = [
     "TOPK_IDX_DTYPE",
