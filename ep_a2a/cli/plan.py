@@ -15,6 +15,7 @@ SHARED = "With --vllm: tensor-parallel ranks share their replica's tokens; defau
 COMBINE_QUANT = "Cast of combine: none (default), fp8_blockwise, fp8_direct_cast."
 RECV = "Cap on received rows; default: none."
 FLAGGED = "Most tokens of a rank in the low-latency dispatch; default: 128."
+TRAINING = "Also what a layer of ep_a2a.autograd keeps."
 DTYPE = "bfloat16, float16, float32; default: the model's, else bfloat16."
 
 
@@ -37,6 +38,7 @@ def plan(
     scale_format: Annotated[str | None, typer.Option(help="float32 (default), ue8m0, float32_power_of_two.")] = None,
     max_total_recv_tokens: Annotated[int | None, opt.number(RECV, opt.MOST_TOKENS, least=0)] = None,
     flagged_max_tokens: Annotated[int | None, opt.number(FLAGGED, opt.MOST_TOKENS, least=0)] = None,
+    training: Annotated[bool, typer.Option("--training", help=TRAINING)] = False,
     hidden: Annotated[int | None, opt.number("Hidden size; default: the model's, else 7168.", opt.MOST_PLANNED)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
     quant: Annotated[Quant | None, typer.Option(help="Cast of dispatch; default: the model's, else none.")] = None,

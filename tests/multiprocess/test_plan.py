@@ -1,12 +1,17 @@
 """What `ep-a2a plan` says is what ops allocate, to the byte: built among real processes."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from ep_a2a import autograd
 from ep_a2a.commands.plan.model import model_of
-from ep_a2a.commands.plan.sizes import plan_of
+from ep_a2a.commands.plan.sizes import for_training, plan_of
 from ep_a2a.commands.plan.vllm import VllmOptions, vllm_plan
 from ep_a2a.config import num_owned_experts
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
@@ -70,6 +75,76 @@ def test_copies_are_planned(ranks):
     changes = {"max_num_tokens_per_dp_rank": 9}
     plan = plan_of([config_from_handle_kwargs(kwargs_of(r, **changes), topology_internode=False) for r in range(2)])
     assert ranks(copied, WORLD_SIZE) == [sum(part.num_bytes for part in plan.later[1:])] * 2
+
+
+def trained(context: RankContext) -> dict[str, int]:
+    """Bytes that a layer of ep_a2a.autograd keeps, by what they are; it allocates none of the op's."""
+    with manager_cases.create("ep_a2a", context) as manager:
+        op = manager.get_handle(kwargs_of(context.rank, max_num_tokens_per_dp_rank=9))
+        before = manager.arena.num_bytes
+        ids = torch.arange(9 * TOPK, dtype=torch.int32).reshape(9, TOPK)
+        tokens, weights = torch.ones(9, HIDDEN_DIM, dtype=torch.bfloat16, requires_grad=True), torch.ones(9, TOPK)
+        weights.requires_grad_()
+        scale = torch.ones(HIDDEN_DIM, dtype=torch.bfloat16, requires_grad=True)
+        kept: list[autograd.Received] = []
+
+        def layer(tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            received = autograd.dispatch(op, tokens, weights, ids)
+            assert received.weights is not None
+            kept[:] = [received]
+            return autograd.combine(op, (received.rows * received.weights[:, :1]).to(torch.bfloat16), received)
+
+        def grouped(tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            received = autograd.dispatch(op, tokens, weights, ids)
+            groups = autograd.group(op, received)
+            return autograd.combine(op, autograd.ungroup(groups.rows * scale, groups, received), received)
+
+        with Made() as made:
+            result = grouped(tokens, weights, ids)
+        with_group = made.num_bytes() - result.nbytes + ids.nbytes - 4  # but for the number of rows
+        result.sum().backward()
+        with Made() as made:
+            result = layer(tokens, weights, ids)
+        sides = kept[0].weights.nbytes + kept[0].ids.nbytes
+        received = kept[0].rows.nbytes, sides
+        assert made.num_bytes() == result.nbytes + sum(received) + kept[0].num_rows.nbytes
+        result.sum().backward()
+        with Made() as made:
+            result = checkpoint(layer, tokens, weights, ids, use_reentrant=False)
+        kept.clear()
+        assert made.num_bytes() == result.nbytes
+        result.sum().backward()
+        assert manager.arena.num_bytes == before
+        given = tokens.nbytes + weights.nbytes + ids.nbytes
+        return dict(zip(KEPT, (*received, ids.nbytes, given, with_group), strict=True))
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes that operators allocate, and that are still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for each in results if isinstance(results, tuple | list) else (results,):
+            storage = each.untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return results
+
+    def num_bytes(self) -> int:
+        gc.collect()
+        return sum(num_bytes for storage, num_bytes in self._storages.values() if not storage.expired())
+
+
+KEPT = ("received_rows", "received_weights_and_ids", "ids", "in_a_checkpoint", "with_group")
+
+
+def test_what_training_keeps_is_planned(ranks):
+    changes = {"max_num_tokens_per_dp_rank": 9}
+    plan = plan_of([config_from_handle_kwargs(kwargs_of(r, **changes), topology_internode=False) for r in range(2)])
+    assert ranks(trained, WORLD_SIZE) == [for_training(plan).kept] * 2
 
 
 def bytes_of_layer(context: RankContext, cast: str, max_tokens: int, nodes: dict[str, Any]) -> int:

@@ -362,6 +362,21 @@ def test_any_op(model_file):
     assert capped["bytes_per_gpu"]["dispatch_rows"] == 104 * 7168 * 2
 
 
+def test_training():
+    sizes = ["--ranks", "8", "--max-tokens", "8192", "--hidden", "7168", "--topk", "8", "--training"]
+    found = json.loads(run(*sizes, "--json").stdout)
+    assert found["bytes_allocated_later"] == {}
+    kept = found["bytes_kept_per_layer"]
+    assert kept["received_rows"] == 8 * 8192 * 7168 * 2
+    assert kept["in_a_checkpoint"] == 8192 * (7168 * 2 + 8 * 8)
+    # rows of MinimalAsyncEP, two for each copy of a token
+    assert found["bytes_per_gpu"]["total"] < 0.14 * 2 * 8 * 8192 * 8 * 7168 * 2
+    printed = " ".join(run(*sizes).stdout.split())
+    assert "each layer keeps 900.2 MiB more from forward to backward" in printed
+    assert "With group: 14.0 GiB instead, the experts' rows and results." in printed
+    assert "layout compact or rank_major for gradients" in str(run(*sizes, "--layout", "expert_major").exception)
+
+
 def test_more_ranks_than_a_node_has_take_rings():
     across = json.loads(run("--ranks", "16", "--gpus-per-node", "8", "--json").stdout)
     assert across["assumed"] == [RINGS_ASSUMED]

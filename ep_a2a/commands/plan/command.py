@@ -10,7 +10,7 @@ from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, give_json
 from ep_a2a.commands.options import check_topk, given, refuse
 from ep_a2a.commands.plan.model import DTYPES, read_model
-from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, Plan, plan_of
+from ep_a2a.commands.plan.sizes import RINGS_ASSUMED, Plan, for_training, plan_of
 from ep_a2a.commands.plan.view import view_of
 from ep_a2a.commands.plan.vllm import VllmOptions, assumptions, vllm_plan
 from ep_a2a.commands.tables import bytes_text
@@ -65,6 +65,8 @@ def execute(options: SimpleNamespace) -> None:
         model = read_model(options.vllm)
         plan = vllm_plan(model, vllm_options)
         assumed = assumptions(model, vllm_options, plan.config)
+    if options.training:
+        plan = for_training(plan)
     if (num_bytes := max(plan.bytes_by_rank)) > MAX_GPU_BYTES:
         remedy = "Lower the tokens per rank, the hidden size or the number of ranks."
         most = f"buffers that fit into a GPU, at most {bytes_text(MAX_GPU_BYTES)}"

@@ -1,7 +1,7 @@
 """Adds up an op's buffers, part by part, from the byte layout that ops are built with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,9 +9,11 @@ import torch
 from ep_a2a.config import EpDispatchCombineConfig, Layout
 from ep_a2a.kernels.layout import Field, OpLayout, Region
 from ep_a2a.kernels.ring_shape import Rings
+from ep_a2a.ops.bounds import num_rows
 from ep_a2a.ops.memory import block_sizes
 
-WEIGHT_BYTES = 4
+WEIGHT_BYTES = ID_BYTES = 4
+PLACE_BYTES = 8
 OWN_PARTS = frozenset({"flagged_region", "control", "local"})
 """Parts that an op shares with no other."""
 
@@ -49,12 +51,14 @@ class Plan:
         parts: what rank 0 allocates when the op is built.
         later: parts that only certain calls allocate, at their first use; the arena counts them then.
         bytes_by_rank: of each rank when the op is built; what a manager's `num_buffer_bytes` is with this op alone.
+        kept: for training, what each layer keeps on a rank from forward to backward, beside the op; see `for_training`.
     """
 
     config: EpDispatchCombineConfig
     parts: tuple[Part, ...]
     later: tuple[Part, ...]
     bytes_by_rank: tuple[int, ...]
+    kept: dict[str, int] | None = None
 
     def as_json_object(self) -> dict[str, Any]:
         """Plain values; all sizes in bytes, with what alignment adds."""
@@ -64,6 +68,7 @@ class Plan:
             "bytes_allocated_later": {part.name: part.num_bytes for part in self.later},
             "bytes_by_rank": list(self.bytes_by_rank),
             "bytes_of_all_gpus": sum(self.bytes_by_rank),
+            **({} if self.kept is None else {"bytes_kept_per_layer": self.kept}),
         }
 
 
@@ -90,6 +95,38 @@ def plan_of(configs: Sequence[EpDispatchCombineConfig], *, brings_own_rows: bool
     )
     by_rank = tuple(block_sizes(each).num_bytes for each in configs)
     return Plan(config, parts, () if brings_own_rows else _later(config), by_rank)
+
+
+def for_training(plan: Plan) -> Plan:
+    """Returns the plan of an op whose calls are those of ep_a2a.autograd.
+
+    Such calls allocate nothing later. Each layer keeps what its dispatch returns, with all of a step's tokens on each
+    rank; or inside an activation checkpoint, which dispatches again, what the dispatch was given. A layer that calls
+    group and ungroup keeps the experts' rows and results, with what sorts them, instead of received ones.
+
+    Raises:
+        UnsupportedError: gradients cannot travel through the op.
+    """
+    # a torch that is too old for gradients is not too old for plans
+    from ep_a2a.autograd import check_gradients
+
+    check_gradients(plan.config)
+    config, row_bytes = plan.config, plan.config.hidden_dim * plan.config.data_type.itemsize
+    slot_bytes = config.topk * (WEIGHT_BYTES + ID_BYTES)
+    tokens = config.max_num_inp_token_per_rank
+    rows = num_rows(config, tokens)
+    slots = rows * config.topk
+    # of each slot: its place, row and weight, the place's slot, and whether each of the two has one
+    sorting_bytes = 3 * PLACE_BYTES + WEIGHT_BYTES + 2
+    ids_bytes = tokens * config.topk * ID_BYTES
+    kept = {
+        "received_rows": rows * row_bytes,
+        "received_weights_and_ids": rows * slot_bytes,
+        "ids": ids_bytes,
+        "in_a_checkpoint": tokens * (row_bytes + slot_bytes),
+        "with_group": slots * (2 * row_bytes + sorting_bytes) + ids_bytes,
+    }
+    return replace(plan, later=(), kept=kept)
 
 
 def op_facts(config: EpDispatchCombineConfig) -> dict[str, Any]:

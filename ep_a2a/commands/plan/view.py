@@ -29,6 +29,11 @@ def _total(plan: Plan) -> list[Text]:
     if plan.later:
         more = bytes_text(sum(part.num_bytes for part in plan.later))
         lines.append(Text(f"Certain calls allocate up to {more} more at their first use."))
+    if plan.kept is not None:
+        *parts, in_a_checkpoint, with_group = plan.kept.values()
+        text = f"Training: each layer keeps {bytes_text(sum(parts))} more from forward to backward, or "
+        lines.append(Text(f"{text}{bytes_text(in_a_checkpoint)} in an activation checkpoint. Layers share the op."))
+        lines.append(Text(f"With group: {bytes_text(with_group)} instead, the experts' rows and results."))
     return lines
 
 
