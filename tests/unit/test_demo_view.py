@@ -28,9 +28,9 @@ def test_the_first_sentence_says_what_is_wrong() -> None:
 
 def test_the_traffic_is_a_picture_of_shades() -> None:
     lines = [line.split() for line in printed(report_of()).splitlines()]
-    assert ["0", "3", "▒", "4", "▓", "4", "2.0", "KiB", "3"] in lines
-    assert ["1", "0", "8", "█", "0", "0", "B", "12"] in lines
-    assert "50% less than with a copy for each expert" in printed(report_of(), 200)
+    assert ["0", "3", "▒", "4", "▓", "4", "3"] in lines
+    assert ["1", "0", "8", "█", "0", "12"] in lines
+    assert "50% fewer rows than with a copy for each expert" in printed(report_of(), 200)
 
 
 def test_many_ranks_fit_into_eighty_columns() -> None:
@@ -38,7 +38,7 @@ def test_many_ranks_fit_into_eighty_columns() -> None:
     text = printed(report_of(rows=rows, ranks=64, tokens_per_rank=(1,) * 64))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    assert ["63", "1000", "63000", "30.8", "MiB", "64000"] in [line.split() for line in text.splitlines()]
+    assert ["63", "1000", "63000", "64000"] in [line.split() for line in text.splitlines()]
 
 
 def test_shared_gpus_are_mentioned() -> None:

@@ -30,7 +30,6 @@ WAIT_SECS = 120.0
 """Bound of a wait for other ranks: the interpreter is slow, and ranks have different numbers of tokens."""
 NUM_STEPS = 2
 """Steps of a run, with equal tokens; the last one is compared. A second step finds memory that the first one spoilt."""
-POSITION_BYTES, INDEX_BYTES, WEIGHT_BYTES = 4, 4, 4
 BFLOAT16_ROUNDOFF = 2.0**-8
 """Largest relative error of rounding to bfloat16, which keeps 8 significant bits."""
 FLOAT32_NOISE = 2.0**-16
@@ -249,9 +248,8 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
         hidden_dim, intermediate_dim, experts, topk, quant_type: the layer.
         topology, backend, backend_reason, kernel, kernel_reason: the choices, and why.
         rows: rows sent, source by destination rank, each token once per rank that it is for.
-        row_bytes: bytes of such a row in dispatch.
-        wire_bytes: between ranks, by the routing. wire_bytes_without_deduplication: with one copy per expert.
-        wire_bytes_gathered: a lower bound for a backend that gathers all tokens; None for others.
+        rows_without_deduplication: the same with one copy for each expert.
+        gathers: whether the backend brings all tokens to all ranks, whatever the routing.
         comparison: with the dense model; see `compare`.
 
     Args:
@@ -261,10 +259,7 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
     routing = ([result.ids for result in results], settings.experts, settings.ranks)
     rows = torch.tensor([result.rows_received for result in results]).T
     comparison = compare(settings, results, rows_as_routed=torch.equal(rows, traffic_matrix(*routing)))
-    gathered, manager = None, manager_type(settings.backend)
-    if manager is not None and issubclass(manager, CollectiveAll2AllManager):
-        every_row = torch.tensor(settings.tokens_per_rank)[:, None].expand_as(rows)
-        gathered = _wire_bytes(settings, every_row, settings.topk)
+    manager = manager_type(settings.backend)
     return {
         "matches": comparison["matches"],
         **results[0].explained,
@@ -281,24 +276,7 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
         "quant_type": settings.quant,
         "backend_reason": settings.backend_reason,
         "rows": rows.tolist(),
-        "row_bytes": _row_bytes(settings, settings.topk)[0],
-        "wire_bytes": _wire_bytes(settings, rows, settings.topk),
-        "wire_bytes_without_deduplication": _wire_bytes(settings, traffic_matrix(*routing, deduplicate=False), 1),
-        "wire_bytes_gathered": gathered,
+        "rows_without_deduplication": traffic_matrix(*routing, deduplicate=False).tolist(),
+        "gathers": manager is not None and issubclass(manager, CollectiveAll2AllManager),
         "comparison": comparison,
     }
-
-
-def _row_bytes(settings: DemoSettings, num_slots: int) -> tuple[int, int]:
-    """Returns the bytes of a dispatched row (token, scales, `num_slots` ids and weights, position), and of one back."""
-    config = config_from_handle_kwargs(settings.handle_kwargs(0), topology_internode=False)
-    token_bytes = config.hidden_dim * config.wire_dtype.itemsize + config.num_scales * config.scale_bytes
-    there = token_bytes + num_slots * (INDEX_BYTES + WEIGHT_BYTES) + POSITION_BYTES
-    return there, settings.hidden * TOKEN_DTYPE.itemsize
-
-
-def _wire_bytes(settings: DemoSettings, rows: torch.Tensor, num_slots: int) -> dict[str, int]:
-    """Returns the bytes between ranks for `rows` `[source, destination]`, each with `num_slots` expert ids."""
-    num_remote = int(rows.sum() - rows.diagonal().sum())
-    there, back = (num_remote * num_bytes for num_bytes in _row_bytes(settings, num_slots))
-    return {"dispatch": there, "combine": back, "total": there + back}

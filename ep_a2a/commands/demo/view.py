@@ -7,12 +7,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ep_a2a.commands.tables import bytes_text
-
 Report = dict[str, Any]
 SHADES = "░▒▓█"
 """From the fewest rows of a cell to the most."""
-CELL_WIDTH, OTHER_COLUMNS_WIDTH = 8, 40
+CELL_WIDTH, OTHER_COLUMNS_WIDTH = 8, 30
 """Characters of a column of the traffic, and of what stands beside those columns."""
 TOLERANCE = (
     "strict, by element: each rank's sum is rounded to bfloat16 once, so is the sum over ranks, and between them each "
@@ -60,27 +58,26 @@ def _traffic(it: Report, console: Console) -> Table:
 
     table = Table(title="Rows that each rank sends in dispatch", title_justify="left", box=box.SIMPLE_HEAD)
     headings = [f"to {destination}" for destination in range(num_ranks)] if fits else ["kept"]
-    for heading in ("from rank", *headings, "to others", "bytes", "received"):
+    for heading in ("from rank", *headings, "to others", "received"):
         table.add_column(heading, justify="right")
     received = [sum(column) for column in zip(*rows)]
     for source, row in enumerate(rows):
         remote = sum(row) - row[source]
         cells = [cell(count) for count in (row if fits else [row[source]])]
         cells[source if fits else 0].stylize("dim")
-        num_bytes = bytes_text(remote * it["row_bytes"])
-        table.add_row(str(source), *cells, str(remote), num_bytes, str(received[source]))
+        table.add_row(str(source), *cells, str(remote), str(received[source]))
     return table
 
 
 def _saving(it: Report) -> Text:
-    needed, copies, gathered = it["wire_bytes"], it["wire_bytes_without_deduplication"], it["wire_bytes_gathered"]
+    needed, copies = (
+        sum(map(sum, rows)) - sum(row[rank] for rank, row in enumerate(rows))
+        for rows in (it["rows"], it["rows_without_deduplication"])
+    )
     text = "A token travels once to each rank that owns one of its experts"
-    if not copies["total"]:
-        return Text(f"{text}.")
-    saved = 1 - needed["total"] / copies["total"]
-    text += f": {bytes_text(needed['total'])} between ranks, {saved:.0%} less than with a copy for each expert."
-    if gathered is not None:
-        text += f" The backend {it['backend']} brings every token to every rank: {bytes_text(gathered['total'])}."
+    text += f": {1 - needed / copies:.0%} fewer rows than with a copy for each expert." if copies else "."
+    if it["gathers"]:
+        text += f" The backend {it['backend']} brings every token to every rank."
     return Text(text)
 
 
@@ -90,24 +87,16 @@ def _details(it: Report) -> list[tuple[str, str]]:
     used = f"the first {num_tokens}" if num_tokens <= available else f"read again up to {num_tokens}"
     cast = "" if it["quant_type"] == "none" else f", tokens cast inside dispatch: {it['quant_type']}"
     sizes = f"hidden size {it['hidden_dim']}, {it['experts']} SwiGLU experts of intermediate size"
-    gathered, found = it["wire_bytes_gathered"], it["comparison"]
-    rows = [
+    found = it["comparison"]
+    errors = f"{found['max_error']:.2e}, tolerance there {found['tolerance']:.2e}; outputs up to"
+    worst = f"worst element at {found['worst_share']:.0%} of its tolerance"
+    return [
         ("text", f"{it['text']}: {available} words and marks, {used}"),
         ("tokens", f"{' + '.join(map(str, it['tokens_per_rank']))} by rank, uneven on purpose"),
         ("layer", f"{sizes} {it['intermediate_dim']}, softmax top-{it['topk']} router{cast}"),
         ("topology", it["topology"]),
         ("backend", f"{it['backend']}: {it['backend_reason']}"),
         ("kernel", f"{it['kernel']}: {it['kernel_reason']}"),
-        ("on the wire" if gathered is None else "routing needs", _wire(it["wire_bytes"])),
-        ("", f"without deduplication, one copy per expert: {_wire(it['wire_bytes_without_deduplication'])}"),
+        ("largest error", f"{errors} {found['max_output']:.2e}; {worst}"),
+        ("tolerance", TOLERANCE),
     ]
-    if gathered is not None:
-        rows.append(("on the wire", f"at least {_wire(gathered)}"))
-    errors = f"{found['max_error']:.2e}, tolerance there {found['tolerance']:.2e}; outputs up to"
-    worst = f"worst element at {found['worst_share']:.0%} of its tolerance"
-    return [*rows, ("largest error", f"{errors} {found['max_output']:.2e}; {worst}"), ("tolerance", TOLERANCE)]
-
-
-def _wire(wire: dict[str, int]) -> str:
-    total, dispatch, combine = (bytes_text(wire[name]) for name in ("total", "dispatch", "combine"))
-    return f"{total} between ranks: dispatch {dispatch}, combine {combine}"
