@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from ep_a2a import env
 from ep_a2a.errors import EnvironmentVariableError, EpA2AError
@@ -33,9 +34,10 @@ def notices() -> Console:
     return Console(stderr=True, quiet=_invocation.quiet)
 
 
-def note(text: str, style: str = "dim") -> None:
-    """Prints a line on stderr unless --quiet is given."""
-    notices().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+def note(text: str, console: Console | None = None) -> None:
+    """Prints a line on stderr unless --quiet is given; console: that of `notices` which shows a status meanwhile."""
+    # Text: a style of print itself would reach the status, too
+    (console or notices()).print(Text(text, style="dim"), soft_wrap=True)
 
 
 def confirm(path: Path) -> None:
@@ -52,7 +54,6 @@ def show_error(error: EpA2AError) -> None:
     """Prints an error on stderr: what was expected, what was found, what to do."""
     from rich.panel import Panel
     from rich.table import Table
-    from rich.text import Text
 
     console = Console(stderr=True)
     parts = (("expected", error.expected), ("got", error.got), ("remedy", error.remedy), ("see", error.section))

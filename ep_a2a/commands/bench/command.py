@@ -18,7 +18,6 @@ from ep_a2a.commands.files import check_can_write
 from ep_a2a.commands.measure.timing import TimingSettings
 from ep_a2a.commands.measure.workload import Workload, make_workloads
 from ep_a2a.commands.options import given, refuse
-from ep_a2a.commands.progress import Progress
 from ep_a2a.commands.ranks import choose_device
 from ep_a2a.errors import ConfigError, UnsupportedError
 
@@ -158,16 +157,19 @@ def measure(sweep: Sweep, runner: Runner, output: Path | None) -> tuple[Record, 
     records: list[Record] = []
     console = messages.notices()
     console.quiet |= not runner.shows_results
-    with Progress("measuring", len(sweep.workloads) * len(sweep.contenders), console) as progress:
+    num_parts, num_done = len(sweep.workloads) * len(sweep.contenders), 0
+    with console.status("measuring") as status:
         for workload in sweep.workloads:
             if output is not None:
                 write_lines(output, header, records)
             found: list[Record] = []
             together = [sweep.contenders] if workload.intermediate else [(name,) for name in sweep.contenders]
             for names in together:
-                progress.begin(_part_text(workload, names[0]))
+                status.update(f"measuring: {_part_text(workload, names[0])}")
                 for record in runner.run(workload, names, sweep.settings):
-                    progress.end(f"{_part_text(workload, record['contender'])}: {_result_text(record)}")
+                    num_done += 1
+                    text = f"{_part_text(workload, record['contender'])}: {_result_text(record)}"
+                    messages.note(f"{num_done}/{num_parts} {text}", console)
                     found.append(record)
             records += [record | runner.note(workload.ranks) for record in compare(found)]
     if output is not None:

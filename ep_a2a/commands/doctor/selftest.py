@@ -14,7 +14,6 @@ from ep_a2a import env
 from ep_a2a.commands import messages
 from ep_a2a.commands.doctor.checks import Finding, error, note, ok, warning
 from ep_a2a.commands.measure.push import LINKS_REMEDY, VECTOR_BYTES, Push, PushLaunch
-from ep_a2a.commands.progress import Progress
 from ep_a2a.errors import CheckFailedError, RankTimeoutError
 from ep_a2a.managers.make_op import make_op
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -166,18 +165,18 @@ def run_selftest(
     """
     pairs = itertools.combinations(range(num_ranks), 2)
     parts = {f"ranks {', '.join(map(str, ranks))}": ranks for ranks in (*pairs, tuple(range(num_ranks)))}
-    results = {}
+    results, console = {}, messages.notices()
     with (
-        Progress("testing", len(parts), messages.notices()) as progress,
+        console.status("testing") as status,
         RankPool(num_ranks, device=device, timeout_secs=LIMIT_SECS + secs) as pool,
     ):
-        for name, ranks in parts.items():
-            progress.begin(name)
+        for number, (name, ranks) in enumerate(parts.items(), 1):
+            status.update(f"testing {name}")
             try:
                 results[name] = pool.run(body, ranks, secs)[ranks[0]]
             except RankFailure as failure:
                 results[name] = _failed(failure)
-            progress.end(name)
+            messages.note(f"{number}/{len(parts)} {name}", console)
     return SelfTest(CPU_NOTE if device == "cpu" else pool.note, results)
 
 
