@@ -25,7 +25,7 @@ import triton.language as tl
 from ep_a2a.kernels import layout
 from ep_a2a.kernels.layout import FailureCode, Poison, Record, Region, Stage, State
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.target import barrier, on_amd, volatile_load
+from ep_a2a.kernels.target import barrier, on_amd, polls_in_one, volatile_load
 
 ARRIVAL_SHIFT = tl.constexpr(layout.ARRIVAL_SHIFT)
 ARRIVAL_UNIT = tl.constexpr(1 << layout.ARRIVAL_SHIFT)
@@ -374,7 +374,7 @@ def late_lanes(flags, epoch, present, ORDERS: tl.constexpr):
 @portable
 def next_poll(polls):
     """The number of polls after another one; it never comes back to POLLS_PER_CLOCK, as a sum would after 2^32."""
-    return tl.where(polls == MANY_POLLS, MANY_POLLS // 2, polls + 1)
+    return tl.where(polls == MANY_POLLS, MANY_POLLS // 2, polls + polls_in_one())
 
 
 @portable

@@ -2,7 +2,7 @@
 
 `barrier` and the functions below it are called from device code like Triton's own builtins. They are evaluated while a
 kernel is compiled, so code for NVIDIA GPUs contains nothing of the code for AMD GPUs, and the other way round. In the
-interpreter `interpreted_arch` chooses the fp8 format; all else is as on NVIDIA GPUs.
+interpreter `interpreted_arch` chooses the fp8 format, and one poll counts as several; all else is as on NVIDIA GPUs.
 
 Kernels compile for gfx942 (MI300) and gfx950 (MI350). They have never run there.
 """
@@ -42,6 +42,10 @@ E4M3FNUZ = Fp8(tl.float8e4b8, 224.0, 8, 0x80, False)
 to 224 there, too."""
 FP8_OF_ARCH = {"gfx942": E4M3FNUZ}
 """The format by architecture; E4M3FN for all others."""
+
+INTERPRETED_POLLS = 8
+"""An interpreted poll takes as long as many others: by 32 of them a wait looked for lost ranks each 0.15 s, and beside
+a load of 12 each second."""
 
 _interpreted_arch = ""
 
@@ -136,6 +140,12 @@ def volatile_load(pointers: Any, mask: Any = None, other: Any = None, _semantic:
     """
     cache = ".cv" if _is_amd(_semantic) else ""
     return tl.load(pointers, mask, other, volatile=True, cache_modifier=cache, **_with(_semantic))
+
+
+@_builtin
+def polls_in_one(_semantic: Any = None) -> Any:
+    """As how many polls one counts."""
+    return _given(INTERPRETED_POLLS if _semantic is None else 1, _semantic)
 
 
 @_builtin

@@ -22,7 +22,7 @@ from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict, judge_trial
 
 Result = TypeVar("Result")
 
-BEAT_SECS = 0.2
+BEAT_SECS = 0.05
 """How often a process looks at the locks of its peers."""
 HEART_SECS = 0.5
 """How often a rank tells other hosts that it lives."""
@@ -335,5 +335,5 @@ def _leave(stopping: threading.Event, threads: list[threading.Thread], record: H
     for thread in threads:
         # garbage collection may come in one of them, and a thread that Python ends in the store ends the process
         if thread is not threading.current_thread():
-            thread.join(2 * BEAT_SECS)
+            thread.join(HEART_SECS)
     record.close()

@@ -1,6 +1,7 @@
 """Who is gone, who is late and who waits elsewhere, by a clock that only the test moves."""
 
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -213,6 +214,7 @@ def test_a_stopped_rank_is_late_whatever_it_waited_for(wait: str, view: Any, mon
     assert agree(first, gave_up(2), BOUND_SECS) == Verdict(late=(2,))
 
 
+LOOKS = math.ceil(2 * peers.TRIAL_SECS / peers.BEAT_SECS)
 TRIALS: dict[str, tuple[dict[int, set[int] | None], tuple[int, ...]]] = {
     # by rank whom it awaits for too long, None where it waits for nobody; and who is masked
     "one hangs": ({0: {2}, 1: {2}, 2: None}, (2,)),
@@ -233,7 +235,7 @@ def test_who_is_masked(name: str, view: Any, time: Time) -> None:
         lose = functools.partial(lambda told, *lost: told.append(lost), losses[rank])
         arena = SimpleNamespace(awaited=lambda found=found: [] if found is None else [found], lose=lose, device=CPU)
         each.alarms = [arena]  # type: ignore[assignment]
-    for _ in range(6):
+    for _ in range(LOOKS):
         for each in ranks:
             each.watch()
         time.sleep(peers.BEAT_SECS)
@@ -247,12 +249,12 @@ def test_a_rank_that_computes_on_the_cpu_is_not_masked(view: Any, time: Time, mo
     arena = SimpleNamespace(awaited=lambda: [{2}], lose=lambda *lost: losses.append(lost), device=CPU)
     first.alarms = [arena]  # type: ignore[assignment]
     monkeypatch.setattr(host_record.HostRecord, "computes", lambda _, rank: rank == 2)
-    for _ in range(6):
+    for _ in range(LOOKS):
         first.watch()
         time.sleep(peers.BEAT_SECS)
     assert losses == []
     monkeypatch.setattr(host_record.HostRecord, "computes", lambda *_: False)
-    for _ in range(6):
+    for _ in range(LOOKS):
         first.watch()
         time.sleep(peers.BEAT_SECS)
     assert losses == [((), {2})]

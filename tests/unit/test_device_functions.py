@@ -18,6 +18,7 @@ from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import MANY_POLLS, POLLS_PER_CLOCK, begin_stage, finish_stage, late_lanes, next_poll
 from ep_a2a.kernels.routing_kernels import count_by_rank, owner_of
+from ep_a2a.kernels.target import INTERPRETED_POLLS
 from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups, quantize_mxfp8, quantize_static
 from ep_a2a.routing import ROUTINGS, destination_mask, owner_of_experts
@@ -417,10 +418,10 @@ def count_poll(polls):
 
 def test_the_number_of_polls_never_comes_back_to_where_time_begins():
     """After 2^32 polls a sum would, and a wait of an hour would begin anew."""
-    polls = torch.tensor([MANY_POLLS.value - 1], dtype=torch.int32)
+    polls = torch.tensor([MANY_POLLS.value - INTERPRETED_POLLS], dtype=torch.int32)
     seen = []
     for _ in range(3):
         count_poll.interpret((1,), polls)
         seen.append(int(polls))
-    assert seen == [MANY_POLLS.value, MANY_POLLS.value // 2, MANY_POLLS.value // 2 + 1]
+    assert seen == [MANY_POLLS.value, MANY_POLLS.value // 2, MANY_POLLS.value // 2 + INTERPRETED_POLLS]
     assert all(number % POLLS_PER_CLOCK.value == 0 and number > POLLS_PER_CLOCK.value for number in seen[:2])
