@@ -84,12 +84,12 @@ def live(context: Any, name: str, losses: list[Loss], folder: str) -> None:
         for place, loss in enumerate(losses):
             told, is_victim = Path(folder, f"{place}"), loss.victim == context.rank
             left = living - ({loss.victim} if loss.stop_secs != SHORT_STOP_SECS else set())
-            ends: list[tuple[float, bool]] = []
+            ends: list[tuple[bool, float]] = []
             try:
                 for step in range(STEPS):
                     if is_victim and step == loss.step:
                         threading.Timer(loss.after_secs, be_lost, (loss, told)).start()
-                    ends.append((time.monotonic(), take_step(op, number)))
+                    ends.append((take_step(op, number), time.monotonic()))
                     number += 1
                 if is_victim and loss.victim not in left:
                     # lost behind its last step: nobody waits for it any more
@@ -101,18 +101,16 @@ def live(context: Any, name: str, losses: list[Loss], folder: str) -> None:
             await_until(told.exists, f"loss {place}")
             if not loss.stop_secs:
                 await_until(lambda left=left: {*op.active_ranks()} == left, "masks")
-            faults = []
             for _ in range(STEPS_AFTER):
-                faults.append(take_step(op, number))
+                ends.append((take_step(op, number), time.monotonic()))
                 number += 1
-                ends.append((time.monotonic(), faults[-1]))
-            assert not faults[-1]
+            assert not ends[-1][0]
             assert {*op.active_ranks()} == left, (op.active_ranks(), left)
             living = left
             lost_at = float(told.read_text())
             # the first step without a fault that ended behind the last one with a fault
-            last_fault = max((at for at, is_faulty in ends if is_faulty), default=lost_at)
-            right = min(at for at, is_faulty in ends if at > max(lost_at, last_fault))
+            last_fault = max((at for is_faulty, at in ends if is_faulty), default=lost_at)
+            right = min(at for _, at in ends if at > max(lost_at, last_fault))
             line = {"op": name, "rank": context.rank, **asdict(loss), "secs": round(right - lost_at, 3)}
             with Path(folder, f"{context.rank}.jsonl").open("a") as out:
                 out.write(json.dumps(line) + "\n")
