@@ -50,13 +50,14 @@ RANK_BITS = 16
 def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
     """Bytes that an op takes from an arena when it is built. Pure arithmetic."""
     layout = OpLayout.of(config)
+    dispatch, combine = shared_roles(config)
     return BlockSizes(
         own=layout.control.num_bytes,
-        shared={"dispatch": layout.dispatch.num_bytes, combine_role(config): layout.combine.num_bytes},
+        shared={dispatch: layout.dispatch.num_bytes, combine: layout.combine.num_bytes},
         local_own=layout.local.num_bytes,
         local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
         record_words=RECORD_HEADER_WORDS + config.world_size,
-        fill_bytes={"combine": EMPTY_BYTE},
+        fill_bytes={combine: EMPTY_BYTE} if _leaves_empty(config) else {},
     )
 
 
@@ -64,9 +65,18 @@ def _addresses(tensor: torch.Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
-def combine_role(config: EpDispatchCombineConfig) -> str:
-    """The role of an op's combine block. Ops share a block only if they leave the same byte in it between steps."""
-    return "combine_unmarked" if config.uses_rings or adds_arrived(config) else "combine"
+def _leaves_empty(config: EpDispatchCombineConfig) -> bool:
+    return not (config.uses_rings or adds_arrived(config))
+
+
+def shared_roles(config: EpDispatchCombineConfig) -> tuple[str, str]:
+    """Roles of an op's dispatch and combine blocks, which ops of one index share.
+
+    Ops share a combine block only if they leave the same byte in it between steps. Where ranks may be masked, ops of
+    other configs share none: a masked rank that wakes may still store there, at the places of its own rows.
+    """
+    of_config = f" of {config.digest()}" if config.masks else ""
+    return f"dispatch{of_config}", f"{'combine' if _leaves_empty(config) else 'combine_unmarked'}{of_config}"
 
 
 @dataclass(frozen=True)
@@ -230,11 +240,11 @@ class BoundMemory:
         self.peers, self.failure_key = arena.peers, ""
         self.timeouts = Timeouts.of(config)
         symmetric, layout = self.acquired.symmetric, self.layout
-        combine = symmetric[combine_role(config)]
+        dispatch, combine = (symmetric[role] for role in shared_roles(config))
         local, shared = self.acquired.local_own, self.acquired.local_shared
         self._blocks: list[tuple[Block, torch.Tensor, tuple[int, ...]]] = [
             (layout.control, symmetric["own"].local, symmetric["own"].peer_addresses),
-            (layout.dispatch, symmetric["dispatch"].local, symmetric["dispatch"].peer_addresses),
+            (layout.dispatch, dispatch.local, dispatch.peer_addresses),
             (layout.combine, combine.local, combine.peer_addresses),
             (layout.local, local, self._own_address(local)),
             (layout.result, shared["result"], self._own_address(shared["result"])),
@@ -246,7 +256,7 @@ class BoundMemory:
         self._locals: dict[str, torch.Tensor] = {}
         self.record = self.acquired.record
         self.record_words = self.record.numpy()
-        self.dispatch_addresses = _addresses(symmetric["dispatch"].local)
+        self.dispatch_addresses = _addresses(dispatch.local)
         self.received = self.dispatch_addresses, _addresses(self.view(Region.INDICES))
         if self.acquired.table is None:
             self.acquired.table = self._address_table(arena.device)

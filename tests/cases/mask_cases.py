@@ -38,7 +38,9 @@ class Lost:
     changes: tuple[tuple[str, Any], ...] = ()
 
 
-def op_of(context: Any, arena: Arena, kind: Any = EpDispatchCombineOp, **changes: Any) -> EpDispatchCombineOp:
+def op_of(
+    context: Any, arena: Arena, kind: Any = EpDispatchCombineOp, index: int | None = None, **changes: Any
+) -> EpDispatchCombineOp:
     """An op of two experts a rank, whose rows are float32: small numbers have exact sums."""
     world_size = context.world_size
     sizes = {"rank": context.rank, "world_size": world_size, "gpu_per_node": world_size}
@@ -47,7 +49,7 @@ def op_of(context: Any, arena: Arena, kind: Any = EpDispatchCombineOp, **changes
     options = {"data_type": torch.float32, "layout": "rank_major", "on_rank_loss": "mask"}
     config: Any = EpDispatchCombineConfig
     found: EpDispatchCombineOp = kind(
-        config(**sizes | options | {"mask_after_secs": NEVER_SECS} | changes), arena=arena
+        config(**sizes | options | {"mask_after_secs": NEVER_SECS} | changes), arena=arena, index=index
     )
     return found
 
@@ -147,7 +149,7 @@ def go_on(context: Any, lost: Lost) -> dict[str, Any] | None:
 
 
 def refusals(context: Any) -> None:
-    """What cannot be masked is refused before anything is built or launched; reset takes all ranks back."""
+    """Refusals before anything is built or launched; no memory shared with other configs; reset takes all ranks back."""
     with Arena(context.group, context.device) as arena:
         for changes, match in (
             ({"layout": "compact"}, "layout"),
@@ -160,6 +162,13 @@ def refusals(context: Any) -> None:
         tokens, ids = draw(op, 0)
         with pytest.raises(UnsupportedError, match="one step_tokens for all ranks"):
             op.dispatch(tokens, None, None, ids, step_tokens=[5] + [4] * (context.world_size - 1))
+        # a masked rank that wakes stores into no memory of an op whose rows lie elsewhere
+        for kind in ("mask", "fail"):
+            blocks = [
+                {*op_of(context, arena, index=0, on_rank_loss=kind, **more).memory.acquired.symmetric.values()}
+                for more in ({}, {"max_num_inp_token_per_rank": MAX_TOKENS - 1})
+            ]
+            assert len(blocks[0] & blocks[1]) == (0 if kind == "mask" else 2)
         op.reset()
         arena.lose((), {0})
         assert op.active_ranks() == tuple(range(1, context.world_size))
