@@ -27,6 +27,7 @@ from tests.cases.mori_programs import (
     EXPERTS_PER_RANK,
     HIDDEN_DIM,
     MAX_TOKENS,
+    SITUATIONS,
     TOPK,
     check_combined,
     expected_sums,
@@ -94,7 +95,7 @@ def our_manager_by_the_setter(context: RankContext, backend: str) -> None:
         assert manager.get_handle(aiter_kwargs(context, low_latency=True)) is op
         assert manager.get_handle(aiter_kwargs(context), index=1) is not op
         assert op.native.config.kernel_type.name == "IntraNode"
-        for seed in range(2):
+        for seed in SITUATIONS:
             round_trip(context, op, seed)
         op.close()
         again = manager.get_handle(aiter_kwargs(context))
@@ -164,7 +165,7 @@ def one_layer(context: RankContext, backend: str) -> None:
         assert ours.output_is_reduced()
         assert ours.activation_format.name == "Standard"
         assert not ours.supports_async()
-        for seed in range(2):
+        for seed in SITUATIONS:
             x, weights, ids = own_tokens(context, seed)
             _, prepared = kernel._prepare(x, weights, ids, EXPERTS_PER_RANK * context.world_size, None, False, None)
             rows, scales, metadata, row_ids, row_weights = prepared()

@@ -35,6 +35,8 @@ CASES = {
     "fp8-per_token": replace(FP8, quant_type="fp8_per_token", hidden_dim=48, dtype=torch.float32),
     "cast already": replace(ONE_STEP, dtype=FP8_DTYPE, scale_dim=2),
     "float32-dropped": replace(ONE_STEP, dtype=torch.float32, routing="some_dropped", topk=3),
+    # rank 1 receives nothing, brings nothing, or both
+    "all to rank 0": replace(FP8, routing="all_to_one", tokens=((3, 0), (2, 3), (0, 0)), num_steps=3),
     # more than a flagged dispatch takes
     "many tokens": replace(ONE_STEP, max_tokens=160, tokens=((9, 2),), num_experts=2),
 }

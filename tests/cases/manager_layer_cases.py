@@ -16,7 +16,9 @@ from tests.cases.manager_cases import create
 from tests.cases.op_cases import Case, same_bits
 
 HIDDEN_DIM, TOPK, NUM_EXPERTS, MAX_TOKENS = 64, 3, 10, 8
-TOKENS_PER_STEP = ((5, 0, 3, 1), (8, 8, 8, 8), (0, 0, 0, 0), (0, 7, 0, 2))
+TOKENS_PER_STEP = ((5, 0, 3, 1), (8, 8, 8, 8), (0, 0, 0, 0), (0, 7, 0, 2), (2, 3, 1, 0))
+TO_RANK_0 = len(TOKENS_PER_STEP) - 1
+"""A step whose tokens all name expert 0: other ranks receive nothing."""
 
 
 def inputs_of(rank: int, number: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
@@ -25,6 +27,7 @@ def inputs_of(rank: int, number: int, dtype: torch.dtype = torch.bfloat16) -> tu
     num_tokens = TOKENS_PER_STEP[number][rank]
     hidden = torch.randn(num_tokens, HIDDEN_DIM, generator=generator).to(dtype)
     ids = torch.rand(num_tokens, NUM_EXPERTS + 2, generator=generator).argsort(1)[:, :TOPK] - 1
+    ids = ids.clamp(max=0) if number == TO_RANK_0 else ids
     return hidden, torch.rand(num_tokens, TOPK, generator=generator), ids
 
 

@@ -6,6 +6,7 @@ On CPU (tests/multiprocess) and on GPUs (tests/multigpu) alike. What a program w
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,9 @@ from ep_a2a.testing import RankContext
 GROUP_NAME = "default"
 NUM_TOKENS = (5, 3, 0, 4)
 MAX_TOKENS, HIDDEN_DIM, TOPK, EXPERTS_PER_RANK = 8, 64, 2, 3
+SITUATIONS = range(7)
+"""Seeds. From the third on only rank 0 receives rows. With each, another rank has few tokens or none; with the last,
+none has any."""
 
 
 @contextlib.contextmanager
@@ -66,10 +70,10 @@ def make_config(mori: Any, context: RankContext, **changes: Any) -> Any:
 def tokens_of(rank: int, world_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(tokens [T, H], weights [T, K], ids [T, K]) of any rank, on CPU; every rank can make those of all."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    num_tokens = NUM_TOKENS[(rank + seed) % len(NUM_TOKENS)]
+    num_tokens = NUM_TOKENS[(rank + seed) % len(NUM_TOKENS)] if seed < SITUATIONS[-1] else 0
     tokens = torch.randn(num_tokens, HIDDEN_DIM, generator=generator).bfloat16()
     weights = torch.rand(num_tokens, TOPK, generator=generator)
-    num_experts = EXPERTS_PER_RANK * world_size
+    num_experts = EXPERTS_PER_RANK * (world_size if seed < 3 else 1)
     ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :TOPK]
     return tokens, weights, ids.int().contiguous()
 
@@ -125,7 +129,7 @@ def complete_program(context: RankContext) -> None:
             mori, context, use_external_inp_buf=False, kernel_type=mori.ops.EpDispatchCombineKernelType.IntraNode
         )
         op = mori.ops.EpDispatchCombineOp(config)
-        for seed in range(2):
+        for seed in SITUATIONS:
             tokens, weights, ids = own_tokens(context, seed)
             got = op.dispatch(tokens, weights, None, ids, block_num=80, warp_per_block=8, call_local_expert_count=True)
             num_received = check_received(context, op, got, seed)
@@ -151,20 +155,21 @@ def halves(context: RankContext, kernel_type: str) -> None:
     with mori_world(context) as mori:
         config = make_config(mori, context, kernel_type=getattr(mori.ops.EpDispatchCombineKernelType, kernel_type))
         op = mori.ops.EpDispatchCombineOp(config)
-        tokens, weights, ids = own_tokens(context)
-        got = op.dispatch_send(tokens, weights, None, ids)
-        with pytest.raises(errors.AlternationError):
-            op.combine(got[0], None, ids)
-        assert op.dispatch_recv(call_local_expert_count=True) is None
-        num_received = check_received(context, op, got)
-        local = got[3][:num_received].flatten().cpu() - EXPERTS_PER_RANK * context.rank
-        assert op.local_expert_count.tolist() == [int((local == one).sum()) for one in range(EXPERTS_PER_RANK)]
-        rows = got[0].clone()
-        combined, sums = op.combine_send(rows, None, ids)
-        rows.fill_(torch.nan)
-        assert op.combine_recv() is None
-        assert sums is None
-        check_combined(context, tokens, ids, combined)
+        for seed in SITUATIONS:
+            tokens, weights, ids = own_tokens(context, seed)
+            got = op.dispatch_send(tokens, weights, torch.empty(0) if seed % 2 else None, ids)
+            with pytest.raises(errors.AlternationError):
+                op.combine(got[0], None, ids)
+            assert op.dispatch_recv(call_local_expert_count=True) is None
+            num_received = check_received(context, op, got, seed)
+            local = got[3][:num_received].flatten().cpu() - EXPERTS_PER_RANK * context.rank
+            assert op.local_expert_count.tolist() == [int((local == one).sum()) for one in range(EXPERTS_PER_RANK)]
+            rows, row_weights = got[0][:num_received].clone(), got[1][:num_received].clone() if seed % 2 else None
+            combined, sums = op.combine_send(rows, row_weights, ids)
+            rows.fill_(torch.nan)
+            assert op.combine_recv() is None
+            assert (sums is None) == (row_weights is None)
+            check_combined(context, tokens, ids, (combined, sums), weights if seed % 2 else None)
 
 
 def rows_are_missing(context: RankContext) -> None:
@@ -195,7 +200,7 @@ def rows_are_missing(context: RankContext) -> None:
 
 
 def fewer_rows_than_received_buffer(context: RankContext, kernel_type: str, gpu_per_node: int) -> None:
-    """As ATOM, which cuts off rows that no rank can have sent; on one node, and on virtual ones."""
+    """Rows and weights in all forms, also cut as ATOM does: rows that no rank can have sent; also on virtual nodes."""
     with mori_world(context) as mori:
         chosen = getattr(mori.ops.EpDispatchCombineKernelType, kernel_type)
         op = mori.ops.EpDispatchCombineOp(
@@ -203,13 +208,25 @@ def fewer_rows_than_received_buffer(context: RankContext, kernel_type: str, gpu_
         )
         assert op.config.kernel_type is chosen
         assert op.native.config.kernel_type.name == kernel_type
-        for seed in range(3):
-            tokens, weights, ids = own_tokens(context, seed)
+        forms = itertools.product(("all", "cut", "but one", "registered"), ("none", "own", "received", "copied"))
+        # each form in two situations
+        for number, (rows, given) in enumerate([*forms] * 2):
+            tokens, weights, ids = own_tokens(context, number % len(SITUATIONS))
             # ATOM's way to call it: the sixth argument is meant for another parameter, and harmless
             received, received_weights, _, _, total = op.dispatch(tokens, weights, None, ids, 64, 4)
-            most = max(int(total), 1)
-            back = op.combine(received[:most].clone(), received_weights[:most].clone(), ids, 64, 4)
-            check_combined(context, tokens, ids, back, weights)
+            most = {"cut": int(total), "but one": max(int(total), 1)}.get(rows)
+            if rows == "registered":
+                op.get_registered_combine_input_buffer(torch.bfloat16).copy_(received)
+            received_weights = received_weights[:most]
+            back = op.combine(
+                received[:most].clone(),
+                {"own": weights, "received": received_weights, "copied": received_weights.clone()}.get(given),
+                ids,
+                64,
+                4,
+                use_external_inp_buf=int(rows != "registered"),
+            )
+            check_combined(context, tokens, ids, back, weights if given in ("received", "copied") else None)
         assert len(op.get_dispatch_src_token_pos()) <= len(received)
 
 

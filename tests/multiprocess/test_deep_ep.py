@@ -11,6 +11,8 @@ from tests.cases.op_cases import Case
 from tests.cases.staged_cases import over
 
 BOUNDED = replace(fp8(NORMAL), tokens=((0, 7),))
+TO_RANK_0: dict[str, Any] = {"routing": "all_to_one", "tokens": ((3, 0), (2, 3), (0, 0), (0, 4)), "num_steps": 4}
+"""Steps in which rank 1 receives nothing, brings nothing, or both; in one nobody brings anything."""
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,8 @@ BOUNDED = replace(fp8(NORMAL), tokens=((0, 7),))
     ids=["bf16", "fp8", "without-topk", "bounded"],
 )
 def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool, is_bounded: bool) -> None:
-    ranks(cases.normal_mode, case.world_size, case, with_topk, asynchronous, is_bounded)
+    for each in (case, replace(case, **TO_RANK_0)):
+        ranks(cases.normal_mode, case.world_size, each, with_topk, asynchronous, is_bounded)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,8 @@ def test_normal_mode(ranks: Any, case: Case, with_topk: bool, asynchronous: bool
     ids=["bf16", "fp8", "rounded", "ue8m0"],
 )
 def test_low_latency(ranks: Any, changes: dict[str, Any], with_hook: bool, repeated: bool) -> None:
-    ranks(cases.low_latency, 2, replace(LOW_LATENCY, **changes), with_hook, repeated)
+    for more in (changes, changes | TO_RANK_0):
+        ranks(cases.low_latency, 2, replace(LOW_LATENCY, **more), with_hook, repeated)
 
 
 FOUR = {"world_size": 4, "num_experts": 8, "tokens": ((3, 0, 2, 1),), "num_steps": 1}
