@@ -28,8 +28,6 @@ from tests.simulator.trace import FUNCTIONS, Operation
 builder = interpreter.interpreter_builder
 KERNELS = Path(primitives.__file__).parent
 NO_KERNELS = ("portable.py", "target.py", "interpreter_operators.py")
-HERE = Path(__file__).parent
-TESTS = HERE.parent
 SEM = interpreter._ir.MEM_SEMANTIC
 RELEASES = (SEM.RELEASE, SEM.ACQUIRE_RELEASE)
 ACQUIRES = (SEM.ACQUIRE, SEM.ACQUIRE_RELEASE)
@@ -39,29 +37,22 @@ SYSTEM = interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
 
 @functools.cache
 def source_name(path: str) -> str:
-    """The name of a file that may have kernels; "" for any other. Files of tests have theirs from tests/ on."""
+    """The name of a file that may have kernels; "" for any other."""
     name = Path(path)
-    if name.parent == KERNELS and name.name not in NO_KERNELS:
-        return name.name
-    if TESTS in name.parents and (name.parent != HERE or name.name.startswith("test_")):
-        return str(name.relative_to(TESTS.parent))
-    return ""
+    return name.name if name.parent == KERNELS and name.name not in NO_KERNELS else ""
 
 
 def site() -> str:
-    """The place in the source of a kernel that is being interpreted, "file:line"; a file of tests counts last."""
+    """The place in the source of a kernel that is being interpreted, "file:line"."""
     frame: Any = sys._getframe(2)
-    in_tests = "?"
     while frame is not None:
         code = frame.f_code
         if name := source_name(code.co_filename):
             place = f"{name}:{frame.f_lineno}"
             FUNCTIONS[place] = code.co_name
-            if not name.startswith("tests"):
-                return place
-            in_tests = place if in_tests == "?" else in_tests
+            return place
         frame = frame.f_back
-    return in_tests
+    return "?"
 
 
 class Grid:

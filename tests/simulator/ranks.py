@@ -16,7 +16,6 @@ from torch.distributed import distributed_c10d
 
 from ep_a2a import clock
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
-from ep_a2a.kernels.portable import PortableFunction
 from ep_a2a.memory import arena, host_shm, node_memory, peers
 from ep_a2a.memory import rendezvous as rendezvous_module
 from ep_a2a.memory.rendezvous import Rendezvous
@@ -61,10 +60,6 @@ class Context:
         """Number of ranks."""
         size: int = self.group.size
         return size
-
-    def launch(self, kernel: PortableFunction, num_programs: int, *args: Any, **constants: Any) -> None:
-        """Launch a kernel, and return at once."""
-        self.machine.launch(self.stream, kernel, num_programs, args, constants)
 
     def synchronize(self) -> None:
         """Wait for the end of all that this rank has launched."""

@@ -11,7 +11,6 @@ from ep_a2a.memory.arena import Arena
 from tests.simulator.ranks import Context
 from tests.simulator.runs import CONDITIONS, SimulationFailed, run, run_on_ranks
 from tests.simulator.sites import ordering_sites
-from tests.simulator.test_memory import overwrite_without_order
 
 SITES = {site.key: site for site in ordering_sites()}
 
@@ -63,19 +62,6 @@ def test_a_plain_load_of_an_old_value_is_named():
         r"The store had landed at operation \d+, and nothing orders it before the load.",
     ):
         assert re.search(line, text), f"{line} not in\n{text}"
-
-
-def test_an_overtaken_load_in_a_kernel_of_a_test_is_named():
-    with pytest.raises(SimulationFailed) as failed:
-        run_on_ranks(overwrite_without_order, 2)
-    text = str(failed.value)
-    for line in (
-        r"^Overtaken: the load at tests/simulator/test_memory.py:\d+ .* store at tests/.*test_memory.py:\d+$",
-        r"  \d+: rank 0 read\[0\] of call 1: load pool word 0 .* at tests/simulator/test_memory.py:\d+ read_kernel",
-        r"Behind the store, its program had no release.",
-        r"  \d+: rank 1 await\[0\] of call 1: store pool word 0 .* await_kernel",
-    ):
-        assert re.search(line, text, re.MULTILINE), f"{line} not in\n{text}"
 
 
 def test_nothing_of_a_run_that_has_failed_is_kept() -> None:

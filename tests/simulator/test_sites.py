@@ -1,5 +1,8 @@
 """Every place that orders accesses is needed: without its order a run of the simulator fails.
 
+The runs also show what the memory of the simulator notices: late stores and old loads (wrong values), loads that a
+store overtakes, of other programs and of its own, and atomics of two scopes. test_steps.py shows what it allows.
+
 `python -m tests.simulator [PART]` searches the runs of this table anew.
 """
 
