@@ -1,13 +1,10 @@
 """Bodies of the tests of faults of real processes, on CPU and on GPUs; tests/simulator has faults inside of kernels."""
 
-import contextlib
-import errno
-import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ep_a2a import clock
-from ep_a2a.errors import ConfigMismatchError, EpA2AError, HostMemoryError, RankTimeoutError
+from ep_a2a.errors import EpA2AError, RankTimeoutError
 from ep_a2a.kernels import primitives
-from ep_a2a.kernels.layout import StepPhase
 from ep_a2a.memory import arena as arena_module
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
 from ep_a2a.ops.failures import check_peers
-from ep_a2a.ops.staged import StagedEngine
 from ep_a2a.testing import RankContext, RankFailure, RankPool
 from tests.cases.op_cases import Case, Step, built_op, make_inputs, make_op, run_step
 from tests.cases.op_checks import raised, synchronize
@@ -233,10 +228,7 @@ def kill_and_look(kill: str, world_size: int, device: str, folder: Path) -> None
 
 
 def stopped_for_long(context: RankContext, case: Case, before: str, folder: str) -> dict[str, Any]:
-    """A rank stops until the others have given up: all name it, itself too; reset makes the op usable.
-
-    before: the call before which it stops; "" stops it in the wait of a dispatch.
-    """
+    """A rank stops before a call until the others have given up: all name it, itself too; reset makes the op usable."""
     with built_op(context, case) as op:
         run_step(case, op, 0, context.device)
         op.set_timeout(TIMEOUT_SECS)
@@ -245,8 +237,6 @@ def stopped_for_long(context: RankContext, case: Case, before: str, folder: str)
         if context.rank == VICTIM:
             seen = stop_until_let_go(case, op, before, goes_on)
         else:
-            if not before:
-                stop_in_a_wait(case, op, process, Path(folder, "stopped"))
             seen = steps_until_error(case, op, {})
             Path(folder, f"gave up {context.rank}").touch()
             for other in set(range(context.world_size)) - {VICTIM}:
@@ -309,64 +299,3 @@ def stop_until_let_go(case: Case, op: EpDispatchCombineOp, before: str, goes_on:
     error = raised(RankTimeoutError, two_steps)
     goes_on.touch()
     return told_by(error, "any", clock.now())
-
-
-def stop_in_a_wait(case: Case, op: EpDispatchCombineOp, process: int, stopped: Path) -> None:
-    """Returns when the victim, whose process this is, has been stopped in dispatch 1, which waits for this rank."""
-    record = op.memory.peers.host_record
-
-    def victim_waits() -> bool:
-        if isinstance(op.engine, StagedEngine):
-            return record.waits(VICTIM)
-        # nothing else tells how far its kernels are
-        return any(epochs[VICTIM] == case.epoch(1) for epochs in op.memory.epochs_seen(StepPhase.DISPATCH).values())
-
-    if op.config.rank == 0:
-        await_until(victim_waits, "a wait")
-        os.kill(process, signal.SIGSTOP)
-        await_until(lambda: record.is_stopped(VICTIM), "the stop")
-        stopped.touch()
-    await_file(stopped)
-
-
-# --- memory that is not to be had ---
-
-
-def no_memory(context: RankContext, case: Case, kind: str, number: int) -> dict[str, Any]:
-    """One rank's `number`-th allocation for an op fails: every rank gets an error at once; the next op is built."""
-    with Arena(context.group, context.device) as arena:
-        with failing(kind, number) if context.rank == VICTIM else contextlib.nullcontext():
-            start = clock.now()
-            error = raised(EpA2AError, lambda: make_op(context, case, arena))
-            seen = {"kind": type(error).__name__, "text": str(error), "secs": clock.now() - start}
-        expected = HostMemoryError if context.rank == VICTIM else ConfigMismatchError
-        assert isinstance(error, expected), error
-        op = make_op(context, case, arena)
-        run_step(case, op, 0, context.device)
-        # what the failed op had got serves this one
-        assert len(arena._shared_blocks) == 1
-        shared = arena._shared_blocks[op.index]
-        for blocks in (*shared.symmetric.values(), *shared.local.values()):
-            assert len(blocks) == 1
-        return seen
-
-
-@contextlib.contextmanager
-def failing(kind: str, number: int) -> Iterator[None]:
-    """Within, this process' `number`-th allocation of a kind fails as it does where there is no memory."""
-    owner, name, error = {
-        "shared": (os, "posix_fallocate", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-        "local": (arena_module, "zeros_outside_pools", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
-    }[kind]
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def fail(*args: Any) -> Any:
-        if next(calls) == number:
-            raise error
-        return original(*args)
-
-    setattr(owner, name, fail)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

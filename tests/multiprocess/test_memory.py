@@ -107,6 +107,26 @@ def test_memory_that_one_rank_cannot_map_is_an_error_on_all(ranks):
     ranks(fail_to_map_on_one_rank, 3)
 
 
+def fail_in_the_middle_of_an_op(context: RankContext, case: Case) -> None:
+    """One rank gets the last one of an op's blocks only for the next op, which all that the others had got serves."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with Arena(context.group, context.device) as arena:
+        with mock.patch.object(os, "posix_fallocate", wraps=os.posix_fallocate) as allocate_file:
+            allocate_file.side_effect = [mock.DEFAULT] * 2 + [full if context.rank == 1 else mock.DEFAULT]
+            kind = errors.HostMemoryError if context.rank == 1 else errors.ConfigMismatchError
+            raised(kind, lambda: make_op(context, case, arena), "No space left")
+            assert allocate_file.call_count == 3
+        op = make_op(context, case, arena)
+        run_step(case, op, 0, context.device)
+        shared = arena._shared_blocks[op.index]
+        assert len(arena._shared_blocks) == 1
+        assert {len(blocks) for blocks in (*shared.symmetric.values(), *shared.local.values())} == {1}
+
+
+def test_an_op_that_one_rank_has_no_memory_for_leaves_it_to_the_next(ranks):
+    ranks(fail_in_the_middle_of_an_op, 3, Case(world_size=3, num_experts=6, tokens=((4, 3, 5),)))
+
+
 def ask_for_too_much(context: RankContext) -> None:
     space = os.statvfs(private_files.SHM_DIRECTORY)
     # more than the file system holds, not than is free: the kernel then refuses before it touches memory
@@ -120,6 +140,30 @@ def ask_for_too_much(context: RankContext) -> None:
 
 def test_a_full_shared_memory_is_an_error_on_every_rank(ranks):
     ranks(ask_for_too_much, 3)
+
+
+def take_a_planted_file(context: RankContext) -> None:
+    """Rank 1 announces another file than the one it made, as somebody who writes to the store could."""
+    planted = private_files.in_private_folder(f"planted_{os.getpid()}")
+    rendezvous = Rendezvous(context.group)
+    exchange = rendezvous.exchange
+
+    def lie(label: str, message: Any) -> list[Any]:
+        return exchange(label, planted.name if label == "shared memory names" else message)
+
+    if context.rank == 1:
+        planted.write_bytes(bytes(NUM_BYTES))
+        planted.chmod(0o666)
+        rendezvous.exchange = lie  # type: ignore[method-assign]
+    try:
+        raised(errors.EpA2AError, lambda: allocate_symmetric(rendezvous, context.device, NUM_BYTES), "that only user")
+    finally:
+        planted.unlink(missing_ok=True)
+
+
+def test_a_file_that_a_rank_cannot_have_made_is_refused(ranks):
+    """tests/unit/test_private_files.py has others."""
+    ranks(take_a_planted_file, 2)
 
 
 # --- names in /dev/shm ---
