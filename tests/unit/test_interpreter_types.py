@@ -1,4 +1,7 @@
-"""Types that are remembered while kernels are interpreted equal those that Triton makes, and are gone afterwards."""
+"""Types that are remembered while kernels are interpreted equal those that Triton makes, and are gone afterwards.
+
+test_interpreter_operators.py compares what operators make of them.
+"""
 
 from typing import Any
 
@@ -59,27 +62,3 @@ def test_pointers_to_different_elements_are_not_taken_for_each_other() -> None:
         first, second = (tl.block_type(tl.pointer_type(element), [4]) for element in (tl.int32, tl.float32))
         assert first.element_ty.element_ty != second.element_ty.element_ty
         assert interpreter._get_np_dtype(first) == interpreter._get_np_dtype(second) == np.uint64
-
-
-@pytest.mark.parametrize("arithmetic", [True, False])
-@pytest.mark.parametrize("value", [0, 7, -1, 2**31 - 1, 2**31, 2**40])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.float32], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4)], ids=str)
-def test_operands_equal_tritons(shape: Any, dtype: Any, value: int, arithmetic: bool) -> None:
-    def operands() -> Any:
-        element = {np.int32: tl.int32, np.int64: tl.int64, np.uint32: tl.uint32, np.float32: tl.float32}[dtype]
-        kind = element if shape == (1,) else tl.block_type(element, list(shape))
-        tensor = core.tensor(interpreter.TensorHandle(np.ones(shape, dtype), element), kind)
-        try:
-            found = interpreter.interpreter_semantic.binary_op_type_checking_impl(
-                tensor, value, False, False, arithmetic, False
-            )
-        except ValueError as error:
-            return str(error)
-        return [(str(each.type), each.handle.data.dtype, each.handle.data.tolist()) for each in found]
-
-    expected = operands()
-    with cached_types():
-        for _ in range(2):  # made, and remembered
-            assert operands() == expected
-    assert operands() == expected
