@@ -15,7 +15,6 @@ QUICK = (
     "multiprocess/test_op_special.py",
     # every manager that works on CPU
     "multiprocess/test_backend_parity.py::test_parity",
-    "multiprocess/test_collective_managers.py::test_switching_backends_changes_nothing",
     # the backend and the transport of CONTRIBUTING.md
     "multiprocess/test_contributing.py",
     # interfaces of other projects

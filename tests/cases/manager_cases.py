@@ -14,7 +14,7 @@ from ep_a2a import errors
 from ep_a2a.managers.registry import create_manager
 from ep_a2a.ops.collective import CollectiveDispatchCombineOp
 from ep_a2a.testing import RankContext
-from tests.cases.op_cases import Case, make_inputs, run_step
+from tests.cases.op_cases import Case, make_inputs, run_step, run_steps
 
 COLLECTIVE = ("naive", "allgather_reducescatter")
 BACKENDS = ("ep_a2a", *COLLECTIVE)
@@ -69,8 +69,7 @@ def run_case_on(context: RankContext, name: str, case: Case) -> None:
     """Every step of an op case on a collective op, against the oracle."""
     manager = create(name, context)
     op: Any = CollectiveDispatchCombineOp(case.config(context.rank), manager._exchange(60.0), context.device)
-    for number in range(case.num_steps):
-        run_step(case, op, number, context.device)
+    run_steps(case, op, context.device)
     manager.destroy()
 
 
@@ -87,32 +86,6 @@ def kwargs_of(case: Case, rank: int, **changes: Any) -> dict[str, Any]:
         "layout": case.layout,
         **changes,
     }
-
-
-def switch_backend(context: RankContext, case: Case) -> None:
-    """The same program on every backend, which differs in the name only."""
-    for name in BACKENDS:
-        manager = create(name, context)
-        ops = [manager.get_handle(kwargs_of(case, context.rank), index) for index in range(2)]
-        assert manager.get_handle(kwargs_of(case, context.rank), 1) is ops[1]
-        addresses = None
-        for number in range(case.num_steps):
-            run_step(case, ops[number % 2], number, context.device)
-            x, _, _, ids = make_inputs(case, number, context.rank).on(context.device)
-            got = ops[0].dispatch(x, None, None, ids, call_local_expert_count=True)
-            found = [tensor.data_ptr() for tensor in (got[0], got[3], got[4], ops[0].recv_counts)]
-            assert addresses in (None, found)
-            addresses = found
-            first = context.rank * (case.num_experts // case.world_size)
-            last = first + case.num_experts // case.world_size
-            named = got[3].flatten(0, -2)
-            local = named[(named >= first) & (named < last)] - first
-            assert ops[0].local_expert_count.tolist() == torch.bincount(local, minlength=last - first).tolist()
-            rows = torch.zeros(*got[0].shape, dtype=case.dtype, device=context.device)
-            out = torch.ones_like(x)
-            assert ops[0].combine(rows, None, None, out=out)[0] is out
-            assert not out.any()
-        manager.destroy()
 
 
 def ranks_that_disagree(context: RankContext, name: str) -> None:

@@ -46,12 +46,6 @@ def test_op(ranks: Any, case: Case, name: str) -> None:
     ranks(manager_cases.run_case_on, WORLD_SIZE, name, case)
 
 
-@pytest.mark.parametrize("layout", ["compact", "rank_major"])
-def test_switching_backends_changes_nothing(ranks: Any, layout: str) -> None:
-    case = Case(world_size=WORLD_SIZE, num_experts=12, tokens=((4, 0, 7), (0, 3, 1)), layout=layout)
-    ranks(manager_cases.switch_backend, WORLD_SIZE, case)
-
-
 BODIES = (
     manager_cases.other_forms,
     manager_layer_cases.over_a_group_with_gloo_only,

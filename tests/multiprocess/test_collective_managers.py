@@ -51,12 +51,6 @@ def test_pair(ranks: Any, choice: Choice, number: int) -> None:
     ranks(manager_cases.run_case_on, choice.world_size, COLLECTIVE[1], case_of(choice, number))
 
 
-@pytest.mark.parametrize("layout", ["compact", "rank_major"])
-def test_switching_backends_changes_nothing(ranks: Any, layout: str) -> None:
-    case = Case(world_size=3, num_experts=6, tokens=((4, 0, 7), (0, 3, 1)), layout=layout)
-    ranks(manager_cases.switch_backend, case.world_size, case)
-
-
 @both
 def test_ranks_that_disagree(ranks: Any, name: str) -> None:
     ranks(manager_cases.ranks_that_disagree, 3, name)
