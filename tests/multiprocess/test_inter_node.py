@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ep_a2a import errors
 from ep_a2a.testing import RankContext
 from tests.cases.manager_cases import create, kwargs_of
 from tests.cases.op_cases import BY_HOSTS, Case, run_step
@@ -33,6 +32,8 @@ def through_the_manager(context: RankContext, transport: str) -> tuple[str, int,
         for number, op in enumerate((across, inside, across)):
             run_step(replace(CASE, num_nodes=1 if op is inside else 2), op, number, context.device)
         same = manager.get_handle({**kwargs, "gpu_per_node": 2, "internode_transport": transport}) is across
+        # a node may be larger than the group
+        run_step(CASE, manager.get_handle({**kwargs, "gpu_per_node": 8}), 3, context.device)
         assert across.config.internode_transport == ("peer_memory" if transport == "auto" else transport)
         explained = manager.explain(2, kwargs["max_num_tokens_per_dp_rank"])["kernel"]
         assert explained == across.config.kernel_type.name
@@ -45,21 +46,3 @@ def test_the_manager_picks_it_for_several_nodes(ranks: Any, transport: str) -> N
         assert kernel == "InterNodeV1LL"
         assert num_buffer_bytes > 0
         assert same
-
-
-def ask_for_virtual_nodes(context: RankContext) -> None:
-    with create("ep_a2a", context) as manager:
-        with pytest.raises(errors.UnsupportedError, match=r"equally many.*gpu_per_node=3.*allgather_reducescatter"):
-            manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=3))
-        with pytest.raises(errors.ConfigError):
-            manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=0))
-        assert manager._arena is None
-        assert len(manager.handle_cache) == 0
-        # a node may be larger than the group
-        for gpu_per_node in (4, 8):
-            op = manager.get_handle(kwargs_of(CASE, context.rank, gpu_per_node=gpu_per_node))
-            run_step(CASE, op, 0, context.device)
-
-
-def test_uneven_nodes_are_refused_with_a_way_out(ranks: Any) -> None:
-    ranks(ask_for_virtual_nodes, 4)

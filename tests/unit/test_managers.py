@@ -295,10 +295,8 @@ def manager(request, group):
 
 
 def small_kwargs(**changes: Any) -> dict[str, Any]:
-    changes = {"rank": 0, "num_ep_ranks": 1, "num_local_experts": 4, "token_hidden_size": 128, **changes}
-    return handle_kwargs(
-        max_num_tokens_per_dp_rank=8, scale_dim=1, num_experts_per_token=2, gpu_per_node=..., **changes
-    )
+    own = {"rank": 0, "num_ep_ranks": 1, "num_local_experts": 4, "token_hidden_size": 128, "gpu_per_node": ...}
+    return handle_kwargs(max_num_tokens_per_dp_rank=8, scale_dim=1, num_experts_per_token=2, **own | changes)
 
 
 def offered_by(method: str) -> list[str]:
@@ -459,13 +457,19 @@ def test_every_backend_names_its_kernels_without_its_library():
     assert kernels["pplx"] == ["pplx_kernels"] * 2
 
 
-@pytest.mark.parametrize(("hosts", "expected"), [("aab", "equally many"), ("abab", "numbered node by node")])
-def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts, expected):
+def native_on(group: Any, hosts: str) -> NativeAll2AllManager:
+    """A manager whose ranks are on these hosts, a letter each."""
     manager = NativeAll2AllManager(group)
     manager.device = "cpu"
     facts = tuple(RankFacts(hostname=host, boot_id=host) for host in hosts)
     shared = tuple(tuple("" if one == other else "no file" for other in hosts) for one in hosts)
     manager._report = TopologyReport(facts, shared)
+    return manager
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("aab", "equally many"), ("abab", "numbered node by node")])
+def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts, expected):
+    manager = native_on(group, hosts)
     with pytest.raises(UnsupportedError, match=rf"{expected}.*allgather_reducescatter"):
         manager.get_handle(small_kwargs())
     for max_tokens, kernel in ((512, "InterNodeV1LL"), (513, "InterNodeV1")):
@@ -475,6 +479,15 @@ def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts
     assert manager.explain()["kernel"] == "InterNodeV1LL or InterNodeV1"
     assert "at most 512 tokens" in manager.explain()["kernel_reason"]
     assert len(manager.handle_cache) == 0
+
+
+def test_native_refuses_virtual_nodes_that_cannot_be(group):
+    manager = native_on(group, "aaaa")
+    with pytest.raises(UnsupportedError, match=r"equally many.*gpu_per_node=3.*allgather_reducescatter"):
+        manager.get_handle(small_kwargs(gpu_per_node=3))
+    with pytest.raises(ConfigError, match="gpu_per_node"):
+        manager.get_handle(small_kwargs(gpu_per_node=0))
+    assert manager._arena is None
 
 
 def test_native_remembers_the_bound_on_multiprocessors(group):
@@ -494,14 +507,6 @@ def test_native_remembers_the_bound_on_multiprocessors(group):
         manager.set_num_sms(0)
         unbound = FLAG_PROGRAMS[Phase.LOW_LATENCY_DISPATCH] + 8 + 8
         assert [each.get_launch_config(is_dispatch=True)[0] for each in (op, own, after)] == [unbound, 4, unbound]
-
-
-def test_native_makes_its_arena_late(group):
-    manager = NativeAll2AllManager(group)
-    assert manager._arena is None
-    manager.destroy()
-    with pytest.raises(ClosedError):
-        _ = manager.arena
 
 
 @pytest.mark.parametrize("name", ["naive", "allgather_reducescatter"])
