@@ -1,4 +1,4 @@
-"""Shapes, routings, orders of calls and strides that nobody thought of: the op in the simulator, by hypothesis.
+"""Shapes, routings and orders of calls that nobody thought of: the op in the simulator, by hypothesis.
 
 The examples are the same in every run of CI; `make seeds` draws others, and more. A failing one is shrunk and printed:
 paste its Case into tests/cases/op_matrix.py.
@@ -16,8 +16,6 @@ from ep_a2a.config import FP8_DTYPE
 from ep_a2a.routing import ROUTINGS
 from tests.cases import op_cases
 from tests.cases.call_orders import CALLS, GO_ON, GO_ON_IN_HALVES, INDEX_OF, OTHERS, Action, run_actions
-from tests.cases.stride_cases import LAYOUTS as STRIDES
-from tests.cases.stride_cases import ROLES, Forms, strided_case
 from tests.simulator.ranks import Context
 from tests.simulator.runs import run_on_ranks
 from tests.simulator.seeds import FIRST_SEED, TIMES
@@ -145,18 +143,9 @@ def orders(draw: st.DrawFn, world_size: int) -> tuple[op_cases.Case, list[Action
     return case, draw(st.lists(action, min_size=NUM_ACTIONS, max_size=NUM_ACTIONS))
 
 
-@st.composite
-def laid_out_cases(draw: st.DrawFn, world_size: int) -> tuple[op_cases.Case, list[list[Forms]]]:
-    """A case, and how each rank lays out its tensors in each step."""
-    case = draw(cases(world_size))
-    form = st.dictionaries(st.sampled_from(ROLES), st.sampled_from(sorted(STRIDES)), max_size=4)
-    return case, [[draw(form) for _ in range(world_size)] for _ in range(case.num_steps)]
-
-
 FUZZ: dict[str, tuple[Any, Any, dict[int, int]]] = {
     "steps": (run_with_pad_ids, padded_cases, {2: 8, 3: 12}),
     "orders": (run_actions, orders, {2: 2, 3: 2}),
-    "strides": (strided_case, laid_out_cases, {2: 4, 3: 4}),
 }
 """By name: a body, what is drawn for it, and the number of examples by that of ranks. `make test` has two ranks."""
 
@@ -172,24 +161,3 @@ def test_fuzz(name: str, world_size: int) -> None:
         run_on_ranks(body, world_size, *arguments)
 
     run()
-
-
-IN_EVERY_LAYOUT: list[list[Forms]] = [[dict.fromkeys(ROLES, layout)] * 2 for layout in STRIDES for _ in range(2)]
-ONE_ROW_OR_NONE = op_cases.Case(
-    world_size=2, hidden_dim=8, max_tokens=4, tokens=((1, 1), (0, 1)), scale_dim=4, scale_dtype=torch.uint8
-)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"options": {"flagged_max_tokens": most}, "scale_dtype": dtype}, id=f"{most}-{dtype}")
-        for most in (0, 128)
-        for dtype in (torch.float32, torch.uint8)
-    ]
-    + [pytest.param({"num_nodes": 2, "tokens": ((1, 3), (0, 1))}, id="between-nodes")],
-)
-def test_lone_and_absent_rows_in_every_layout(changes: dict[str, Any]) -> None:
-    """A lone row is contiguous whatever its stride, which torch looks at even so."""
-    run_on_ranks(strided_case, 2, replace(ONE_ROW_OR_NONE, **changes), IN_EVERY_LAYOUT)

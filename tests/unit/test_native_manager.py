@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,6 +192,54 @@ def test_tensors_that_kernels_cannot_read_are_refused(manager):
         assert torch.equal(result, factor * TOKENS + TOKENS)
         assert sums is not None
         assert torch.equal(sums[:3], factor * WEIGHTS)
+
+
+def _behind(num_elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.new_zeros(num_elements + tensor.numel())[num_elements:].view(tensor.shape)
+
+
+PLACES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda tensor: tensor.new_zeros(len(tensor), tensor.shape[1] + 1)[:, :-1],
+    lambda tensor: tensor.new_zeros(len(tensor), 2 * tensor.shape[1])[:, ::2],
+    lambda tensor: tensor.new_zeros(2 * len(tensor), tensor.shape[1])[::2],
+    lambda tensor: tensor.new_zeros(tensor.shape[::-1]).T,
+    *map(_behind, (1, 3, 16)),
+)
+"""Where a tensor of this shape may lie: views of larger ones, and behind other elements of the same memory."""
+
+
+@pytest.mark.parametrize("num_tokens", [3, 1, 0])
+@pytest.mark.parametrize("scale_dim", [4, 5])
+def test_tensors_may_lie_anywhere_or_are_refused(manager, num_tokens, scale_dim):
+    """A lone row is contiguous whatever its stride, which torch looks at even so."""
+    op = manager.get_handle({**KWARGS, "scale_dim": scale_dim, "scale_type_size": 1})
+    scales = torch.arange(num_tokens * scale_dim, dtype=torch.uint8).view(-1, scale_dim)
+    given = {"input": TOKENS, "weights": WEIGHTS, "indices": IDS}
+    given = {name: each[:num_tokens] for name, each in given.items()} | {"scales": scales}
+    expected = [each.clone() for each in op.dispatch(**given)]
+    rows = ROWS[: len(expected[0])]
+    back = {"input": rows, "weights": expected[1], "indices": given["indices"], "bias_0": given["input"]}
+    sums = op.combine(**back)[0].clone()
+
+    def elsewhere(call: Callable[..., Any], given: dict[str, torch.Tensor]) -> Iterator[Any]:
+        """What the call returns with each tensor in each place, unless it must refuse it."""
+        for name, tensor in given.items():
+            for place in PLACES:
+                lain = place(tensor).copy_(tensor)
+                alignment = {"input": 16, "bias_0": 16, "out": 16, "scales": 1 if scale_dim == 5 else 4}.get(name, 1)
+                if lain.is_contiguous() and (lain.data_ptr() % alignment == 0 or not lain.numel()):
+                    yield call(**given | {name: lain})
+                else:
+                    with pytest.raises(errors.ContiguityError, match=f"expected {name} "):
+                        call(**given | {name: lain})
+
+    for found in elsewhere(op.dispatch, given):
+        assert all(map(torch.equal, found, expected))
+        op.combine(rows, None, None)
+    op.dispatch(**given)
+    for found in elsewhere(op.combine, back | {"out": torch.empty_like(given["input"])}):
+        assert torch.equal(found[0][:num_tokens], sums[:num_tokens])
+        op.dispatch(**given)
 
 
 def test_collectives_send_the_values_of_lazily_negated_tensors(manager):
