@@ -4,7 +4,7 @@ Stock vLLM cannot run expert-parallel models on CPU. `make test-vllm` installs w
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 
 from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.engines.vllm.cpu.program import FOLLOWING, PROMPTS, Options
-from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, Starter, check_equal
+from tests.engines.vllm.cpu.runs import RUN_TIMEOUT_SECS, WAIT_SECS, Run, check_equal, run_engine
 from tests.engines.vllm.models import QWEN3_MOE
 from tests.engines.vllm.trained import trained_model, with_negated_experts
 
@@ -73,21 +73,12 @@ ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    started = Starter(tmp_path_factory.mktemp("vllm"))
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def alone(
-    models: dict[str, Path], starter: Starter, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., dict[int, Any]]:
+def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, Any]]:
     """`alone(model, dtype)`: what one rank generates."""
 
     @cache
     def results(model: str, dtype: str = "float32") -> dict[int, Any]:
-        run = starter.run(tmp_path_factory.mktemp("alone"), models[model], 1, Options(dtype=dtype))
+        run = run_engine(tmp_path_factory.mktemp("alone"), models[model], 1, Options(dtype=dtype))
         assert run.exit_codes == [0], run.tails()
         return run.results
 
@@ -95,13 +86,13 @@ def alone(
 
 
 @pytest.fixture(scope="module")
-def run_of(models: dict[str, Path], starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+def run_of(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """`run_of(name)`: the run of one of ENGINES, which serves all tests that ask for it."""
 
     @cache
     def run(name: str) -> Run:
         engine, folder = ENGINES[name], tmp_path_factory.mktemp("run")
-        return starter.run(folder, models[engine.family], engine.num_ranks, engine.options, **engine.variables)
+        return run_engine(folder, models[engine.family], engine.num_ranks, engine.options, **engine.variables)
 
     return run
 

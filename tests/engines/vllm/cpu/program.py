@@ -1,10 +1,14 @@
 """One data-parallel rank of a real vLLM engine on CPU: generates its share of the prompts and writes what came out.
 
-tests.engines.vllm.cpu.starter makes its process.
+    python -m tests.engines.vllm.cpu.program FOLDER RANK
+
+VLLM_DP_* say to vLLM which rank this is. Reads FOLDER/job, JSON of the `model` and the `options`, and writes the
+completions by number of the prompt to FOLDER/RANK.json.
 """
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ class Options:
         chunk: the most tokens of a step; below the default prefixes are cached, and everything is generated twice.
         batched, ranks_per_node: see `Changes`.
         routed: what the layers are given lies beside the results (`Changes.routed`).
-        stop: all generate again, and the last rank stops in that; what comes out then is in RESULT.json.again.
+        stop: all generate again, and the last rank stops in that; what comes out then is in RANK.json.again.
     """
 
     expert_parallel: bool = False
@@ -47,13 +51,10 @@ class Options:
     stop: bool = False
 
 
-def main(model: str, result: Path, options: Options) -> None:
-    """Writes the completions by number of the prompt. VLLM_DP_* say which rank this is.
-
-    Args:
-        model: a folder of trained.trained_model. result: a file RESULT.json.
-    """
-    rank, size = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
+def main(folder: Path, rank: int) -> None:
+    job = json.loads((folder / "job").read_text())
+    model, options, result = job["model"], Options(**job["options"]), folder / f"{rank}.json"
+    size = int(os.environ.get("VLLM_DP_SIZE", "1"))
     stop_file = result.with_name("stop")
     changes = Changes(
         rank=size * options.tensor_parallel - 1,
@@ -124,3 +125,7 @@ def _as_numbers(completion: Any) -> dict[str, Any]:
     """Its tokens, and each step's likeliest tokens with their log probabilities."""
     logprobs = [{str(token): each.logprob for token, each in step.items()} for step in completion.logprobs]
     return {"tokens": list(completion.token_ids), "logprobs": logprobs}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

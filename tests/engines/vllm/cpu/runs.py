@@ -1,14 +1,13 @@
 """Runs of tests.engines.vllm.cpu.program: a process per data-parallel rank, and what has come of it."""
 
 import json
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES, ROOT
+from tests.engines.vllm.contract.wheels import PYTHON_WITH_DEPENDENCIES
 from tests.engines.vllm.cpu.program import PROMPTS, Options
-from tests.engines.vllm.processes import NUM_PORTS, cpu_environment, rank_variables
+from tests.engines.vllm.processes import NUM_PORTS, cpu_environment, rank_variables, run_ranks
 from tests.ports import free_port
 
 RUN_TIMEOUT_SECS = 900
@@ -34,52 +33,18 @@ class Run:
         return "\n".join(f"--- rank {rank} ---\n{log[-3000:]}" for rank, log in enumerate(self.logs))
 
 
-class Starter:
-    """A process that starts those of ranks: see tests.engines.vllm.cpu.starter."""
-
-    def __init__(self, folder: Path) -> None:
-        self._cache = folder
-        command = [str(PYTHON_WITH_DEPENDENCIES), "-m", "tests.engines.vllm.cpu.starter"]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=self._environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def close(self) -> None:
-        """Ends it, with all that it has started."""
-        self._process.communicate()
-
-    def run(self, folder: Path, model: Path, num_ranks: int, options: Options, **variables: str) -> Run:
-        """Runs one engine process per rank until all end; where the last one stops, until rank 0 does.
-
-        `variables` are added to the environment.
-        """
-        port = free_port(NUM_PORTS)
-        ranks = []
-        for rank in range(num_ranks):
-            environment = self._environment() | variables
-            if num_ranks > 1:
-                environment |= rank_variables(rank, num_ranks, port)
-            files = {"result": str(folder / f"{rank}.json"), "log": str(folder / f"{rank}.log")}
-            ranks.append(files | {"variables": environment})
-        finishes = [0] if options.stop else list(range(num_ranks))
-        run = {"model": str(model), "options": asdict(options), "ranks": ranks, "finishes": finishes}
-        exit_codes = self._ask(run | {"timeout_secs": RUN_TIMEOUT_SECS})
-        results: dict[int, dict[str, Any]] = {}
-        for path in folder.glob("*.json"):
-            results |= {int(number): result for number, result in json.loads(path.read_text()).items()}
-        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
-        return Run(folder, exit_codes, results, logs)
-
-    def _environment(self) -> dict[str, str]:
-        return cpu_environment(self._cache, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-    def _ask(self, run: dict[str, Any]) -> list[int | None]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(run) + "\n")
-        self._process.stdin.flush()
-        codes: list[int | None] = json.loads(self._process.stdout.readline())
-        return codes
+def run_engine(folder: Path, model: Path, num_ranks: int, options: Options, **variables: str) -> Run:
+    """Runs one engine process per rank until all end, or one fails. `variables` are added to the environment."""
+    (folder / "job").write_text(json.dumps({"model": str(model), "options": asdict(options)}))
+    port = free_port(NUM_PORTS)
+    environment = cpu_environment(folder, WAIT_SECS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | variables
+    command = [str(PYTHON_WITH_DEPENDENCIES), "-m", "tests.engines.vllm.cpu.program"]
+    of_ranks = [rank_variables(rank, num_ranks, port) if num_ranks > 1 else {} for rank in range(num_ranks)]
+    exit_codes, logs, _ = run_ranks(command, folder, [environment | each for each in of_ranks], RUN_TIMEOUT_SECS)
+    results: dict[int, dict[str, Any]] = {}
+    for path in folder.glob("*.json"):
+        results |= {int(number): result for number, result in json.loads(path.read_text()).items()}
+    return Run(folder, exit_codes, results, logs)
 
 
 def check_equal(run: Run, expected: dict[int, Any], options: Options) -> None:

@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +11,9 @@ from typing import Any
 import torch
 
 from ep_a2a.testing.mps import Mps, MpsDaemon, find_mps
-from tests.engines.vllm.processes import NUM_PORTS, SHARED_VARIABLE, end_group, rank_variables
-from tests.integration.programs import ROOT, environment
+from tests.engines.vllm.processes import NUM_PORTS, SHARED_VARIABLE, rank_variables, run_ranks
+from tests.integration.programs import environment
 from tests.ports import free_port
-from tests.waiting import happens
 
 Action = dict[str, Any]
 """`action`, the name of a method of rank.Rank, and its arguments; `label`, by which its reports can be asked for."""
@@ -25,8 +21,6 @@ Action = dict[str, Any]
 KV_CACHE_BYTES = 8 << 30
 """Fixed, so that engines of several tests may be up at once: vLLM would take what others give back for its own."""
 LOG_CHARS = 4000
-LAST_WORDS_SECS = 5
-"""Given to the other ranks when one has failed, and to all to write their stacks before they are killed."""
 FIXED = {
     # the sampler is not what is tested, and FlashInfer may not be there
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -106,15 +100,16 @@ def run_engine(
     (folder / "job.json").write_text(json.dumps(job))
     port = free_port(NUM_PORTS)
     with shared_gpu(num_ranks) as shared:
-        variables = shared | variables
-        processes = [_start(program, folder, rank, num_ranks, port, variables) for rank in range(num_ranks)]
-        try:
-            error = _wait(processes, limit_secs)
-        finally:
-            for process in processes:
-                end_group(process)
+        common = environment() | FIXED | shared | variables
+        # vLLM puts the local rank on the GPU of that number: all on the only one, where there is one
+        of_ranks = [
+            common
+            | rank_variables(rank, num_ranks, port)
+            | {"VLLM_DP_RANK_LOCAL": str(rank % torch.cuda.device_count())}
+            for rank in range(num_ranks)
+        ]
+        _, logs, error = run_ranks([sys.executable, "-m", program], folder, of_ranks, limit_secs)
     reports = [_read_lines(folder / f"{rank}.jsonl") for rank in range(num_ranks)]
-    logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
     return Run(reports, logs, error)
 
 
@@ -130,46 +125,6 @@ def shared_gpu(num_ranks: int) -> Iterator[dict[str, str]]:
         return
     with contextlib.closing(MpsDaemon()) as daemon:
         yield variables | daemon.variables
-
-
-def _start(
-    program: str, folder: Path, rank: int, num_ranks: int, port: int, variables: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    # vLLM puts the local rank on the GPU of that number: all on the only one, where there is one
-    local_rank = rank % torch.cuda.device_count()
-    ranks = rank_variables(rank, num_ranks, port) | {"VLLM_DP_RANK_LOCAL": str(local_rank)}
-    command = [sys.executable, "-m", program, str(folder), str(rank)]
-    with (folder / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment() | FIXED | ranks | variables,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], limit_secs: float) -> str:
-    """Why the engine did not end well, if so."""
-
-    def have_ended() -> bool:
-        return all(process.poll() is not None for process in processes)
-
-    def failed() -> list[int]:
-        return [rank for rank, process in enumerate(processes) if process.poll() not in (0, None)]
-
-    if not happens(lambda: failed() or have_ended(), limit_secs):
-        for process in processes:
-            # a rank and what it has started: its session is its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGUSR2)
-        happens(have_ended, LAST_WORDS_SECS)
-        return f"not finished after {limit_secs:.0f} s"
-    if not failed():
-        return ""
-    happens(have_ended, LAST_WORDS_SECS)
-    return f"rank {failed()[0]} ended with status {processes[failed()[0]].returncode}"
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
