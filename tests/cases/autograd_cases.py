@@ -492,9 +492,7 @@ def compiled(context: RankContext, backend: str, dynamic: bool) -> None:
 
     torch._dynamo.reset()
     with make(context) as op:
-        calls: list[str] = []
-        for name in ("send", "bring_back"):
-            noted(name, calls)
+        calls = noted_calls()
 
         def layers(tokens: Tensor, weights: Tensor, ids: Tensor, own: Tensor) -> Tensor:
             autograd.dispatch(op, tokens, weights, ids, tag=1)
@@ -561,9 +559,7 @@ def compiled_once(context: RankContext, backend: str) -> None:
 def saved(context: RankContext, budget: float) -> None:
     """A graph saves what exchanges return, also where it repeats other operators: for a checkpoint or a budget."""
     torch._dynamo.reset()
-    calls: list[str] = []
-    for name in ("send", "bring_back"):
-        noted(name, calls)
+    calls = noted_calls()
     layer = functools.partial(checkpoint, moe, use_reentrant=False) if budget == 1 else moe
     with make(context) as op, functorch_config.patch(activation_memory_budget=budget):
         given = Inputs.of(op, uneven(context.rank))
@@ -587,9 +583,7 @@ def tagged(context: RankContext) -> None:
             return moe(op, *args, tag=self.tag)
 
     torch._dynamo.reset()
-    calls: list[str] = []
-    for name in ("send", "bring_back"):
-        noted(name, calls)
+    calls = noted_calls()
     layers = [Layer(tag) for tag in range(1 + torch._dynamo.config.recompile_limit)]
     for layer in layers:
         layer.compile(fullgraph=True, backend="aot_eager")
@@ -630,15 +624,22 @@ def captured(context: RankContext) -> None:
         agree(step(), [want, *want_grads])
 
 
-def noted(name: str, calls: list[str]) -> None:
-    """Lets the operators note their calls, with tags."""
+def noted_calls() -> list[str]:
+    """The calls of operators from now on, with tags."""
+    calls: list[str] = []
     kind: Any = autograd._Exchange
-    real = getattr(kind, name)
-    real = getattr(real, "noted", real)
 
-    def note(self: Any, *args: Any) -> Any:
-        calls.append(f"{name}{self.tag}")
-        return real(self, *args)
+    def note(name: str) -> Callable[..., Any]:
+        real = getattr(kind, name)
+        real = getattr(real, "noted", real)
 
-    note.noted = real  # type: ignore[attr-defined]
-    setattr(kind, name, note)
+        def call(self: Any, *args: Any) -> Any:
+            calls.append(f"{name}{self.tag}")
+            return real(self, *args)
+
+        call.noted = real  # type: ignore[attr-defined]
+        return call
+
+    for name in ("send", "bring_back"):
+        setattr(kind, name, note(name))
+    return calls
