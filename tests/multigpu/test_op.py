@@ -1,12 +1,10 @@
 """The op on GPUs: the same cases and bodies as on CPU processes."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ep_a2a.config import FP8_DTYPE
 from ep_a2a.memory.arena import Arena, allocate_symmetric
 from ep_a2a.memory.rendezvous import Rendezvous
 from ep_a2a.testing import RankContext, run_ranks
@@ -18,32 +16,6 @@ from tests.multigpu.cases import fitted, op_cases, special_cases
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in op_cases()])
 def test_op(ranks: Any, case: Case) -> None:
-    ranks(run_case, case.world_size, case)
-
-
-AITERS_LAYER = fitted(
-    Case(
-        world_size=8,
-        hidden_dim=6144,
-        num_experts=16,
-        max_tokens=128,
-        tokens=((128,), (127, 124, 121, 118, 115, 112, 109, 0)),
-    )
-)
-"""The sizes of AITER's own test."""
-AITERS_PAYLOADS: dict[str, dict[str, Any]] = {
-    "per_Token": {"dtype": FP8_DTYPE, "scale_dim": 1},
-    "per_128x128": {"dtype": FP8_DTYPE, "scale_dim": 48},
-    "per_Token-fused": {"quant_type": "fp8_per_token"},
-    "per_128x128-fused": {"quant_type": "fp8_per_1x128"},
-    "none": {"hidden_dim": 1024},
-}
-
-
-@pytest.mark.parametrize("layout", ["compact", "rank_major"])
-@pytest.mark.parametrize("payload", AITERS_PAYLOADS)
-def test_aiters_layer(ranks: Any, payload: str, layout: str) -> None:
-    case = replace(AITERS_LAYER, layout=layout, **AITERS_PAYLOADS[payload])
     ranks(run_case, case.world_size, case)
 
 

@@ -5,19 +5,15 @@
 is noted there, and left out of the next run.
 """
 
-import os
-import signal
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from ep_a2a.memory.arena import Arena
-from ep_a2a.testing import RankContext, RankFailure, RankPool
+from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case, run_case, with_options
 from tests.cases.ring_cases import SHAPES_AND_FLAT
-from tests.late import await_others, tell
 from tests.multigpu.cases import SHARED_WORLDS, of_eight_ranks, shared_choices, soaked_sizes
 from tests.multigpu.used_variants import compiled_when_used
 from tests.programs.soak import SelfCheckingStep, soak
@@ -118,31 +114,3 @@ def test_two_ops_in_opposite_order(ranks: Any, num_tokens: int) -> None:
     share = torch.cuda.get_device_properties(0).multi_processor_count // W // 2
     found = ranks(compiled_when_used, W, two_ops_in_opposite_order, case, 30)
     assert found == [(0, [share, share])] * W
-
-
-VICTIM = 1
-
-
-def one_dies(context: RankContext, case: Case) -> None:
-    """A rank is killed while the others' kernels wait for it."""
-    with Arena(context.group, context.device) as arena:
-        step = SelfCheckingStep(context, case, arena)
-        step.draw()
-        step.move()
-        torch.cuda.synchronize(context.device)
-        if context.rank == VICTIM:
-            await_others(context, "kernels that wait")
-            os.kill(os.getpid(), signal.SIGKILL)
-        step.move()
-        tell(context, "kernels that wait")
-        torch.cuda.synchronize(context.device)
-        step.op.check()
-
-
-def test_a_pool_starts_anew_after_a_rank_has_died() -> None:
-    case = replace(SIZES[16], world_size=4, options={"timeout_secs": 3.0, "first_timeout_secs": 120.0})
-    with RankPool(4, device="cuda", timeout_secs=120, grace_secs=30) as pool:
-        with pytest.raises(RankFailure) as caught:
-            pool.run(one_dies, case)
-        assert "exit code -9" in caught.value.tracebacks[VICTIM]
-        assert pool.run(eager_steps, case, 10) == [0] * 4
