@@ -344,30 +344,6 @@ def test_a_manager_that_makes_ops_needs_to_say_nothing_more(group):
     assert manager.handle_cache.handles() == [op]
 
 
-def test_the_signatures_of_vllm_and_aiter():
-    expected = {
-        "get_handle": ["kwargs", "index"],
-        "dispatch_router_logits": ["hidden_states", "router_logits", "is_sequence_parallel", "extra_tensors", "tag"],
-        "dispatch": [
-            "hidden_states",
-            "topk_weights",
-            "topk_ids",
-            "is_sequence_parallel",
-            "extra_tensors",
-            "handle",
-            "tag",
-        ],
-        "combine": ["hidden_states", "is_sequence_parallel"],
-        "allocate_combine_input": ["shape", "dtype", "device", "is_sequence_parallel"],
-        "combine_into_output": ["hidden_states", "output", "is_sequence_parallel"],
-        "set_num_sms": ["num_sms"],
-    }
-    for manager in MANAGERS.values():
-        assert list(inspect.signature(manager).parameters) == ["cpu_group", "tcp_store_group"]
-        for method, parameters in expected.items():
-            assert list(inspect.signature(getattr(manager, method)).parameters)[1:] == parameters
-
-
 def test_handles_are_shared_and_closed_with_the_manager(manager):
     op = manager.get_handle(small_kwargs())
     # another way to say the same must not build a second op on the memory of the first
@@ -467,7 +443,13 @@ def native_on(group: Any, hosts: str) -> NativeAll2AllManager:
     return manager
 
 
-@pytest.mark.parametrize(("hosts", "expected"), [("aab", "equally many"), ("abab", "numbered node by node")])
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aab", "equally many ranks; got .*2 and 1 ranks.*as many ranks on each node"),
+        ("abab", "numbered node by node; got .*interleaved.*Number the ranks node by node"),
+    ],
+)
 def test_native_refuses_nodes_that_are_no_grid_and_says_what_to_use(group, hosts, expected):
     manager = native_on(group, hosts)
     with pytest.raises(UnsupportedError, match=rf"{expected}.*allgather_reducescatter"):

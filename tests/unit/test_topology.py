@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ep_a2a.errors import ConfigError, UnsupportedError
+from ep_a2a.errors import ConfigError
 from ep_a2a.memory.node_grid import NodeGrid
 from ep_a2a.topology import RankFacts, TopologyReport, classify
 
@@ -134,17 +134,3 @@ def test_every_rank_has_its_node_and_its_partners(num_nodes, gpus_per_node):
         assert grid.node_ranks == tuple(i for i, node in enumerate(topology.node_of_rank) if node == grid.node)
         assert [grids[peer].node for peer in grid.partners] == list(range(num_nodes))
         assert {grids[peer].local_rank for peer in grid.partners} == {grid.local_rank}
-
-
-@pytest.mark.parametrize(
-    ("hosts", "said", "remedy"),
-    [
-        ("a" * 8 + "b" * 4, "nodes of equally many ranks; got .*8 and 4 ranks", "as many ranks on each node"),
-        ("abab", "ranks numbered node by node; got .*interleaved", "Number the ranks node by node"),
-    ],
-)
-def test_nodes_that_are_no_grid_are_refused(hosts, said, remedy):
-    with pytest.raises(UnsupportedError, match=said) as caught:
-        NodeGrid.of(classify(cluster(hosts)), 0)
-    assert remedy in caught.value.remedy
-    assert "allgather_reducescatter" in caught.value.remedy
