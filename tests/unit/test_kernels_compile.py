@@ -293,33 +293,6 @@ def test_kernels_are_compiled_for_all_sizes_of_steps(most, flagged, max_sms, qua
     assert len(listed) == len(needed)
 
 
-@pytest.mark.parametrize(
-    ("changes", "num_few", "num_all"),
-    [
-        ({}, 5, 15),
-        ({"quant_type": "fp8_per_1x128"}, 5, 27),
-        ({"layout": "expert_major"}, 8, 11),
-        ({"scale_dim": 56, "scale_type_size": 4, "data_type": torch.float8_e4m3fn}, 5, 21),
-    ],
-    ids=["bf16", "cast", "expert_major", "scales"],
-)
-def test_an_engines_calls_need_few_variants(changes, num_few, num_all):
-    """One form of dispatch and one of combine, for each size of step: all of them are among those of all calls."""
-    few, every = (variants_of(config_of(compiled_calls=calls, **changes)) for calls in ("serving", "all"))
-    names, all_names = ([named(variant) for variant in variants] for variants in (few, every))
-    assert set(names) <= set(all_names)
-    assert (len(names), len(all_names)) == (num_few, num_all)
-    ways = [_way_of(variant) for variant in few if is_dispatch(variant)]
-    assert sorted(ways) == ["alone", "flagged", "many"]
-    for variant in few:
-        constants = variant.named_constants
-        if is_dispatch(variant):
-            assert constants["HAS_WEIGHTS"]
-        elif kind_of(variant) == "combine":
-            assert not constants["HAS_WEIGHTS"]
-            assert not constants["CHECK_INDICES"]
-
-
 def _way_of(variant: CompiledKernel) -> str:
     """Which way of dispatch it is."""
     constants = variant.named_constants
