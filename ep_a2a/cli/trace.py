@@ -28,18 +28,15 @@ def trace(
     quant: opt.Cast = Quant.FP8_PER_1X128,
     layout: Annotated[str, typer.Option(help="compact, rank_major, expert_major.")] = "expert_major",
     steps: Annotated[int, opt.number("Steps; the latest 32 are in the trace.", opt.MOST_ITERATIONS)] = 4,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder to write into; made if need be.")] = Path(
-        "prof"
-    ),
+    output: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
     as_json: opt.AsJson = False,
     seed: opt.Seed = None,
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Run kernels that note what they do, and write traces.
+    """Run kernels that note what they do, and write a trace.
 
-    Writes trace_RANK_<rank>.json for each rank and trace.json with all of them, which Perfetto opens.
-    Files of these names that an earlier run has left in the folder are removed.
+    Perfetto opens the file, which has a process for each rank.
     Kernels that note times are other ones than those that serve, and slower: use `bench` for times.
     """
     from ep_a2a.commands.measure.workload import Workload

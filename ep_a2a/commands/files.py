@@ -32,20 +32,6 @@ def check_can_write(path: Path | None) -> None:
         whole_files.check_can_write(path)
 
 
-def check_folder(path: Path) -> None:
-    """Makes a folder for files where there is none, and checks that it takes them.
-
-    Raises:
-        ConfigError: it cannot be made or written to.
-        UntrustedFolderError: the path leads through a link of another user.
-    """
-    with _as_error(path):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"a folder at {path}", "a file", "Name a folder.")
-        resolved(path).mkdir(parents=True, exist_ok=True)
-    check_can_write(path / "x")
-
-
 def write_bytes(path: Path, content: bytes, *, confirms: bool = True) -> None:
     """Puts a file into place whole or not at all.
 
@@ -62,15 +48,10 @@ def write_bytes(path: Path, content: bytes, *, confirms: bool = True) -> None:
         messages.confirm(path)
 
 
-def write_text(path: Path, text: str, *, confirms: bool = True) -> None:
-    """Writes a text as `write_bytes` does."""
-    write_bytes(path, text.encode(), confirms=confirms)
-
-
 def give_json(values: Any, output: Path | None, *, as_json: bool) -> None:
     """Writes values as one JSON object to the file of --output and, with --json, to stdout."""
     if output is not None:
-        write_text(output, json.dumps(values, indent=2) + "\n")
+        write_bytes(output, (json.dumps(values, indent=2) + "\n").encode())
     if as_json:
         messages.print_json(values)
 

@@ -1,14 +1,13 @@
-"""Runs steps with recorded spans on all ranks, writes the traces, and prints a summary."""
+"""Runs steps with recorded spans on all ranks, writes the trace, and prints a summary."""
 
 import contextlib
-import re
 import statistics
 from pathlib import Path
 
 import torch
 
 from ep_a2a.commands import messages
-from ep_a2a.commands.files import check_folder, write_bytes
+from ep_a2a.commands.files import check_can_write, write_bytes
 from ep_a2a.commands.measure.session import OpRoundTrip, make_config
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.options import check_topk
@@ -19,33 +18,25 @@ from ep_a2a.telemetry.spans import COMBINE_NAMES, DISPATCH_NAMES, TraceSpan
 from ep_a2a.telemetry.trace import trace_json
 from ep_a2a.testing.worker import RankContext
 
-WRITTEN = re.compile(r"trace(_RANK_\d+)?\.json")
-"""Names of the files that the command writes."""
 HOST_NAMES = ("dispatch", "combine")
 """Spans of the host: calls of the op."""
 CPU_READING = "CPU, Triton's interpreter: the times say nothing about GPUs"
 
 
-def execute(workload: Workload, device: str, num_steps: int, folder: Path, *, as_json: bool = False) -> None:
-    """Runs the steps on all ranks, writes the traces and prints a summary."""
+def execute(workload: Workload, device: str, num_steps: int, path: Path, *, as_json: bool = False) -> None:
+    """Runs the steps on all ranks, writes the trace and prints a summary."""
     check_topk(workload.topk, workload.experts)
     make_config(workload, 0)
-    check_folder(folder)
+    check_can_write(path)
     with joined_pool(workload.ranks, device) as pool:
         spans = dict(enumerate(call_ranks(pool, trace_steps, workload, num_steps)))
         sharing = pool.note
-    parts = {f"trace_RANK_{rank}.json": {rank: own} for rank, own in spans.items()} | {"trace.json": spans}
-    for name, some in parts.items():
-        write_bytes(folder / name, trace_json(some))
-    # Only now: an error before this line leaves what an earlier run has written.
-    removed = remove_earlier(folder, set(parts))
+    write_bytes(path, trace_json(spans))
     if as_json:
-        about = {"folder": str(folder), "device": device, "ranks": len(spans), "note": sharing}
+        about = {"trace": str(path), "device": device, "ranks": len(spans), "note": sharing}
         messages.print_json(about | {"spans": _summary(spans)})
     else:
         _show(spans, device)
-    if removed:
-        messages.note(f"removed from {folder}, of an earlier run: {', '.join(removed)}")
 
 
 def trace_steps(context: RankContext, workload: Workload, num_steps: int) -> list[TraceSpan]:
@@ -72,19 +63,6 @@ def trace_steps(context: RankContext, workload: Workload, num_steps: int) -> lis
             torch.cuda.synchronize(context.device)
         session.check_timed()
         return profiler.spans()
-
-
-def remove_earlier(folder: Path, written: set[str]) -> list[str]:
-    """Removes what an earlier run of this command has left in the folder, but not the files that this run has written.
-
-    Returns:
-        the names of the removed files, sorted.
-    """
-    found = {each.name for each in folder.iterdir() if WRITTEN.fullmatch(each.name) and not each.is_dir()}
-    earlier = sorted(found - written)
-    for name in earlier:
-        (folder / name).unlink()
-    return earlier
 
 
 def _summary(spans: dict[int, list[TraceSpan]]) -> dict[str, dict[str, float]]:

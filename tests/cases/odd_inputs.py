@@ -38,9 +38,8 @@ def _cases() -> list[Case]:
             ((command, "--help"), 0, "Exit codes"),
             ((command, "one", "two"), 2, "unexpected extra argument"),
         ]
-    for command in ("demo", "plan", "backends", "doctor", "bench"):
+    for command in ("demo", "plan", "backends", "doctor", "bench", "trace"):
         found += [((command, "--output", path), 2, "expected") for path in (NONE, LONG, FOLDER, f"{FILE}/x")]
-    found += [(("trace", "--device", "cpu", "--output", path), 2, "expected") for path in (LONG, f"{FILE}/x")]
     return found
 
 

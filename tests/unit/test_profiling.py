@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from ep_a2a.commands.trace import remove_earlier
 from ep_a2a.kernels.layout import Span
 from ep_a2a.ops.intra_node import IntraNodeEngine
 from ep_a2a.telemetry.profiler import clock_offset
@@ -59,17 +58,6 @@ def test_a_file_holds_the_ranks_it_is_given(tmp_path: Path):
     write_trace({0: some_spans(), 2: [SPAN]}, tmp_path / "new" / "trace.json")
     events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 2}
-
-
-def test_only_the_commands_own_files_are_removed(tmp_path: Path):
-    own = {"trace.json", "trace_RANK_0.json", "trace_RANK_12.json"}
-    others = {"trace_RANK_0.json.gz", "trace_RANK_a.json", "my_trace.json", "ll_dispatch_RANK_0.json"}
-    for name in own | others:
-        (tmp_path / name).touch()
-    (tmp_path / "trace_RANK_3.json").mkdir()
-    written = {"trace_RANK_0.json"}
-    assert set(remove_earlier(tmp_path, written)) == own - written
-    assert {each.name for each in tmp_path.iterdir()} == others | written | {"trace_RANK_3.json"}
 
 
 def test_the_interpreters_clock_is_the_hosts():

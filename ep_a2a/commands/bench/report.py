@@ -16,7 +16,7 @@ from rich.text import Text
 import ep_a2a
 from ep_a2a.commands.bench.contenders import IN_TURN, REFERENCE_PUSH
 from ep_a2a.commands.bench.runner import Status
-from ep_a2a.commands.files import write_text
+from ep_a2a.commands.files import write_bytes
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.programs import command_output, package_version
 from ep_a2a.commands.tables import fitting_tables
@@ -146,7 +146,8 @@ def _rates(record: Record, push: Record) -> Record:
 
 def write_lines(path: Path, header: Record, records: Iterable[Record]) -> None:
     """Writes JSON lines: the header, then the records. Whole at any time, so that an end of the process keeps rows."""
-    write_text(path, "".join(json.dumps(each) + "\n" for each in (header, *records)), confirms=False)
+    text = "".join(json.dumps(each) + "\n" for each in (header, *records))
+    write_bytes(path, text.encode(), confirms=False)
 
 
 def varying_fields(records: Sequence[Record]) -> list[str]:
