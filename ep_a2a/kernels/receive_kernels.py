@@ -87,9 +87,8 @@ def post_counts(op, counts, first_row, wire_word, epoch):
     present = lanes < op.WORLD_SIZE
     words = prim.flagged(counts, epoch)
     nothing = prim.full_like(lanes, 0)
-    lines = prim.address_at(op, Region.COUNTS, tl.where(present, lanes, op.rank), tl.int64) + op.rank * (
-        op.WORLD_SIZE + 2
-    )
+    counts_there = prim.address_at(op, Region.COUNTS, tl.where(present, lanes, op.rank), tl.int64)
+    lines = counts_there + op.rank * (op.WORLD_SIZE + 2)
     tl.store(lines + op.WORLD_SIZE, prim.flagged(nothing + first_row, epoch), mask=present, cache_modifier=".wt")
     tl.store(lines + op.WORLD_SIZE + 1, prim.flagged(nothing + wire_word, epoch), mask=present, cache_modifier=".wt")
     if op.COMPACT:
