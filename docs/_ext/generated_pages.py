@@ -199,11 +199,13 @@ def compat_arguments() -> str:
 
 def backends() -> str:
     """The tables of what backends can do and need."""
-    from ep_a2a.commands import backends as module
+    from ep_a2a.commands.backends import registered_backends
+    from ep_a2a.managers.capabilities import TABLES
 
-    parts = []
-    for title, headings, rows in module.capability_tables(module.registered_backends()):
-        parts.append(f"## {title}\n\n{table(headings, ([f'`{name}`', *texts] for name, *texts in rows))}")
+    parts, found = [], registered_backends()
+    for name, title in TABLES.items():
+        rows = ([f"`{each.name}`", *each.cells(name).values()] for each in found)
+        parts.append(f"## {title}\n\n{table(['backend', *found[0].cells(name)], rows)}")
     return "\n\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Shows backends and their capabilities as tables on a terminal and as JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ep_a2a.commands import messages
 from ep_a2a.commands.files import check_can_write, give_json
-from ep_a2a.commands.tables import fitting_tables, new_table
+from ep_a2a.commands.tables import new_table
 from ep_a2a.errors import UnknownNameError, did_you_mean
 from ep_a2a.managers.capabilities import NEEDS, TABLES, Capabilities, problems
 from ep_a2a.managers.registry import aliases_of, available_backends, manager_type
@@ -51,7 +51,7 @@ def execute(name: str | None, output: Path | None, *, as_json: bool, verbose: bo
 
     Args:
         name: of one backend; None shows all. output, as_json: where to write all that is known.
-        verbose: tell what all of them can do, and in full why they cannot be used.
+        verbose: tell all about each.
 
     Raises:
         UnknownNameError: there is no such backend.
@@ -64,13 +64,10 @@ def execute(name: str | None, output: Path | None, *, as_json: bool, verbose: bo
     console = messages.output()
     if as_json:
         return
-    if name is not None:
-        console.print(_all_about(chosen[0]))
-        return
-    console.print(_table_of_use(backends, in_full=verbose))
-    if verbose:
-        for title, headings, rows in capability_tables(backends):
-            console.print(*fitting_tables(title, headings, rows, num_names=1, width=console.width))
+    if name is None:
+        console.print(_table_of_use(backends), "")
+    if name is not None or verbose:
+        console.print(*map(_all_about, chosen), sep="\n\n")
     else:
         messages.note("`ep-a2a backends NAME` describes one and says why it cannot be used; -v describes all.")
 
@@ -96,13 +93,13 @@ def _named(name: str, backends: Iterable[Backend]) -> Backend:
     return known[name]
 
 
-def _table_of_use(backends: Iterable[Backend], *, in_full: bool) -> Table:
-    """Returns a table of the backends that can be used here, and why the others cannot: in full, or in a few words."""
+def _table_of_use(backends: Iterable[Backend]) -> Table:
+    """Returns a table of the backends that can be used here, and why the others cannot, in a few words."""
     table = new_table("Backends on this machine", ("backend", "here", "why not"))
     table.columns[0].no_wrap = True
     table.box = None
     for each in backends:
-        why = "; ".join(each.problems) if in_full else "".join(each.problems[:1]).partition(" (")[0]
+        why = "".join(each.problems[:1]).partition(" (")[0]
         table.add_row(*map(Text, (each.name, "no" if each.problems else "yes", why)))
     return table
 
@@ -119,16 +116,6 @@ def _all_about(backend: Backend) -> Table:
         for label, text in rows.items():
             grid.add_row(Text(label), Text(text))
     return grid
-
-
-def capability_tables(backends: list[Backend]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yields title, headings and rows of each of TABLES."""
-    for name, title in TABLES.items():
-        yield (
-            title,
-            ["backend", *backends[0].cells(name)],
-            [[each.name, *each.cells(name).values()] for each in backends],
-        )
 
 
 def _text(value: Any) -> str:

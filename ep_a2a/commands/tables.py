@@ -1,13 +1,13 @@
 """Makes the tables that commands print, and writes bytes with the unit that keeps them short."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 
-from rich.console import JustifyMethod
+from rich.console import Console
 from rich.table import Table
 
 UNITS = ("KiB", "MiB", "GiB", "TiB")
-COLUMN_MARGIN = 3
-"""Characters of a column beside its text: two spaces and a line."""
+MAX_CHARACTERS = 10_000
+"""Of a line of a table: more than any has."""
 
 
 def new_table(title: str, columns: Iterable[str], right: Iterable[str] = ()) -> Table:
@@ -22,52 +22,12 @@ def new_table(title: str, columns: Iterable[str], right: Iterable[str] = ()) -> 
     return table
 
 
-def fitting_tables(
-    title: str,
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    num_names: int,
-    width: int,
-    right: Collection[str] = (),
-) -> list[Table]:
-    """Returns tables no wider than a terminal, where the columns that name the rows leave room for another one.
-
-    A heading has a line for each word, and no cell is folded.
-
-    Args:
-        title: above the first table.
-        headings, rows: of one table that may be too wide.
-        num_names: first columns, which name a row; every table begins with them.
-        width: characters of the terminal.
-        right: headings of right-aligned columns.
-    """
-    tables: list[Table] = []
-    for columns in columns_that_fit(headings, rows, num_names, width):
-        table = Table(title=None if tables else title, title_justify="left")
-        for column in columns:
-            justify: JustifyMethod = "right" if headings[column] in right else "left"
-            table.add_column(headings[column].replace(" ", "\n"), justify=justify, no_wrap=True)
-        for row in rows:
-            table.add_row(*(row[column] for column in columns))
-        tables.append(table)
-    return tables
-
-
-def columns_that_fit(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], num_names: int, width: int
-) -> list[list[int]]:
-    """Returns the columns of each table, by number. Each has the first `num_names`, and one more at least."""
-    texts = [[*heading.split(), *cells] for heading, *cells in zip(headings, *rows)]
-    chars = [COLUMN_MARGIN + max(map(len, each), default=0) for each in texts]
-    names = list(range(num_names))
-    tables = [list(names)]
-    for column in range(num_names, len(headings)):
-        has_room = 1 + sum(chars[each] for each in (*tables[-1], column)) <= width
-        if not has_room and len(tables[-1]) > num_names:
-            tables.append(list(names))
-        tables[-1].append(column)
-    return tables
+def print_wide(console: Console, table: Table) -> None:
+    """Prints a table of figures, of which no cell is folded: lines that are too long for the terminal go on below."""
+    for column in table.columns:
+        column.no_wrap = True
+    table.width = console.measure(table, options=console.options.update(width=MAX_CHARACTERS)).maximum
+    console.print(table, crop=False, soft_wrap=True)
 
 
 def bytes_text(num_bytes: int) -> str:

@@ -133,7 +133,7 @@ def test_layer_from_the_command_line(tmp_path: Path) -> None:
     header, row = [json.loads(line) for line in file.read_text().splitlines()]
     assert "times say nothing" in header["note"]
     assert (row["tokens"], row["quant"], row["contender"]) == (2, "fp8_per_1x128", "ep_a2a")
-    headings, cells, _ = make_table([row | {"device": "cuda"}])
+    headings, cells = make_table([row | {"device": "cuda"}])
     shown = dict(zip(headings, cells[0], strict=True))
     assert (shown["tokens"], shown["contender"], shown["layer µs"]) == ("2", "ep_a2a", f"{row['layer_us']:.1f}")
     assert shown["in series µs"] == f"{row['exchange_us']:.1f}"

@@ -327,7 +327,7 @@ def test_the_command_prints_json():
         assert each["available"] == (not each["problems"])
 
 
-def test_the_command_prints_tables():
+def test_the_command_prints_all_of_all():
     done = CliRunner().invoke(app, ["backends", "--verbose"], env={"COLUMNS": "300"})
     assert done.exit_code == 0, done.output
     for text in ("Backends on this machine", *TABLES.values(), "pplx", "DeepEP"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.text import Text
 
@@ -19,7 +20,7 @@ from ep_a2a.commands.bench.runner import Status
 from ep_a2a.commands.files import write_bytes
 from ep_a2a.commands.measure.workload import Workload
 from ep_a2a.commands.programs import command_output, package_version
-from ep_a2a.commands.tables import fitting_tables
+from ep_a2a.commands.tables import new_table, print_wide
 
 Record = dict[str, Any]
 
@@ -161,11 +162,11 @@ def constant_fields(records: Sequence[Record]) -> str:
     return ", ".join(f"{name} {value}" for name, value in constant.items() if value)
 
 
-def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], int]:
-    """Returns headings, cells, and how many columns name a row.
+def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Returns headings and cells.
 
-    The other columns are times, bandwidth and fraction of the reference push; on CPU whether round trips are right.
-    Contenders that were not available are left out; `reasons` has them.
+    The columns behind the contender are times, bandwidth and fraction of the reference push; on CPU whether round trips
+    are right. Contenders that were not available are left out; `reasons` has them.
     """
     shown = [record for record in records if record["status"] != Status.UNAVAILABLE]
     names = [*varying_fields(records), "contender"]
@@ -177,7 +178,7 @@ def make_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]], i
         if record["status"] != Status.OK:
             times[:1] = [record["status"].upper()]
         rows.append([*(str(record[name]) for name in names), *times])
-    return [*names, *headings], rows, len(names)
+    return [*names, *headings], rows
 
 
 def _times(shown: Sequence[Record]) -> dict[str, str]:
@@ -225,9 +226,14 @@ def show(console: Console, header: Record, records: Sequence[Record]) -> None:
         console.print(_verdict(records), header["note"], sep="\n", highlight=False)
         explanation = CPU_EXPLANATION
     console.print(constant_fields(records), markup=False, highlight=False)
-    headings, rows, num_names = make_table(records)
-    right = set(headings) - {"contender"}
-    console.print(*fitting_tables("", headings, rows, num_names=num_names, width=console.width, right=right))
+    headings, rows = make_table(records)
+    # a line for each word of a heading
+    columns = [heading.replace(" ", "\n") for heading in headings]
+    table = new_table("", columns, right=set(columns) - {"contender"})
+    table.box = box.SIMPLE_HEAD
+    for row in rows:
+        table.add_row(*row)
+    print_wide(console, table)
     for text in [*reasons(records), explanation]:
         console.print(text, markup=False, highlight=False)
 
