@@ -16,7 +16,6 @@ import torch
 
 from ep_a2a.compat.deep_ep import Buffer  # from deep_ep import Buffer
 from ep_a2a.testing import RankContext, run_ranks
-from ep_a2a.testing.arguments import usable_device, whole
 
 TOPK = 2
 
@@ -62,11 +61,11 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DeepEP's interface on our kernels.")
-    parser.add_argument("--ranks", type=whole(1, 64), default=4)
-    parser.add_argument("--device", type=usable_device, choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tokens", type=whole(), default=8, help="tokens of each rank")
-    parser.add_argument("--hidden", type=whole(), default=64)
-    parser.add_argument("--experts-per-rank", type=whole(), default=2)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of each rank")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--experts-per-rank", type=int, default=2)
     options = parser.parse_args()
     errors = run_ranks(run_rank, options.ranks, options, device=options.device)
     for rank, error in enumerate(errors):

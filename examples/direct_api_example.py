@@ -18,7 +18,6 @@ from ep_a2a import ops
 from ep_a2a.quantization import dequantize, quantize_per_1x128
 from ep_a2a.routing import num_distinct_ranks
 from ep_a2a.testing import RankContext, run_ranks
-from ep_a2a.testing.arguments import usable_device, whole
 
 QUANT_TYPE = "fp8_per_1x128"
 
@@ -61,12 +60,12 @@ def run_rank(context: RankContext, options: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="An op without groups and managers.")
-    parser.add_argument("--ranks", type=whole(1, 64), default=4)
-    parser.add_argument("--device", type=usable_device, choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tokens", type=whole(), default=16, help="tokens of each rank")
-    parser.add_argument("--hidden", type=whole(), default=256, help="a multiple of 128")
-    parser.add_argument("--experts-per-rank", type=whole(), default=4)
-    parser.add_argument("--topk", type=whole(), default=4)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each rank")
+    parser.add_argument("--hidden", type=int, default=256, help="a multiple of 128")
+    parser.add_argument("--experts-per-rank", type=int, default=4)
+    parser.add_argument("--topk", type=int, default=4)
     options = parser.parse_args()
     errors = run_ranks(run_rank, options.ranks, options, device=options.device)
     for rank, error in enumerate(errors):

@@ -19,7 +19,6 @@ from ep_a2a import destroy_dist_env, get_ep_group, init_dist_env
 from ep_a2a.config import num_owned_experts
 from ep_a2a.quantization import dequantize, quantize_per_token
 from ep_a2a.routing import num_distinct_ranks, softmax_topk
-from ep_a2a.testing.arguments import usable_device, whole
 
 QUANT_TYPE = "fp8_per_token"
 
@@ -89,13 +88,13 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="An expert-parallel group and its all-to-all manager.")
-    parser.add_argument("--ranks", type=whole(1, 64), default=4)
-    parser.add_argument("--device", type=usable_device, choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", help="name of the all-to-all backend")
-    parser.add_argument("--max-tokens", type=whole(), default=16, help="tokens of the rank that has most")
-    parser.add_argument("--hidden", type=whole(), default=256)
-    parser.add_argument("--experts", type=whole(), default=16, help="experts over all ranks")
-    parser.add_argument("--topk", type=whole(), default=2)
+    parser.add_argument("--max-tokens", type=int, default=16, help="tokens of the rank that has most")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--experts", type=int, default=16, help="experts over all ranks")
+    parser.add_argument("--topk", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from ep_a2a import create_manager, survivors
 from ep_a2a.errors import RankTimeoutError
 from ep_a2a.routing import num_distinct_ranks
-from ep_a2a.testing.arguments import whole
 
 NUM_LOGICAL, TOPK, HIDDEN, NUM_TOKENS = 8, 2, 64, 6
 STEPS_BEFORE, STEPS_AFTER = 2, 3
@@ -104,13 +103,14 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ranks are killed, the others go on.")
-    parser.add_argument("--ranks", type=whole(3, NUM_LOGICAL), default=4)
+    parser.add_argument("--ranks", type=int, choices=range(3, NUM_LOGICAL + 1), default=4)
     parser.add_argument(
-        "--victim", type=whole(0), nargs="+", default=[1], help="the ranks that are killed; two must be left"
+        "--victim", type=int, nargs="+", default=[1], help="the ranks that are killed; two must be left"
     )
-    parser.add_argument("--secs", type=whole(), default=120, help="bound of the whole program")
+    parser.add_argument("--secs", type=int, default=120, help="bound of the whole program")
     options = parser.parse_args()
-    if max(options.victim) >= options.ranks or options.ranks - len(set(options.victim)) < 2:
+    ranks, victims = set(range(options.ranks)), set(options.victim)
+    if not victims <= ranks or len(ranks - victims) < 2:
         parser.error(f"argument --victim: expected ranks below {options.ranks}, two others left, got {options.victim}")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()

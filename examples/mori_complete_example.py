@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import ep_a2a as mori
 from ep_a2a.routing import num_distinct_ranks
-from ep_a2a.testing.arguments import usable_device, whole
 
 
 def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
@@ -87,13 +86,13 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A MORI program on ep_a2a.")
-    parser.add_argument("--ranks", type=whole(1, 64), default=4)
-    parser.add_argument("--device", type=usable_device, choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tokens", type=whole(), default=16, help="tokens of each rank")
-    parser.add_argument("--max-tokens", type=whole(), default=32, help="tokens that a rank may have at most")
-    parser.add_argument("--hidden", type=whole(), default=256)
-    parser.add_argument("--experts-per-rank", type=whole(), default=4)
-    parser.add_argument("--topk", type=whole(), default=4)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each rank")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens that a rank may have at most")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--experts-per-rank", type=int, default=4)
+    parser.add_argument("--topk", type=int, default=4)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = (Path(folder) / "rendezvous").as_uri()

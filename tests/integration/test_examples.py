@@ -1,12 +1,10 @@
 """The examples on CPU; each checks itself."""
 
-import itertools
 import re
 import runpy
 import sys
 
 import pytest
-import torch
 
 from tests.integration.programs import (
     EXAMPLES,
@@ -72,35 +70,21 @@ def test_group_example_on_other_backends(backend: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *itertools.product(EXAMPLES, [("--ranks", "0"), ("--ranks", "65"), ("--hidden", "0"), ("--device", "cuda")]),
-        ("deep_ep_example", ("--tokens", "0")),
-        ("deep_ep_example", ("--experts-per-rank", "two")),
-        ("direct_api_example", ("--tokens", "-1")),
-        ("direct_api_example", ("--experts-per-rank", "0")),
-        ("direct_api_example", ("--topk", "0")),
-        ("ep_group_example", ("--max-tokens", "0")),
-        ("ep_group_example", ("--experts", "0")),
-        ("ep_group_example", ("--topk", "0")),
-        ("mori_complete_example", ("--tokens", "0")),
-        ("mori_complete_example", ("--max-tokens", "0")),
-        ("mori_complete_example", ("--experts-per-rank", "0")),
-        ("mori_complete_example", ("--topk", "0")),
-        *((TRAINING, options) for options in (("--ranks", "3"), ("--steps", "0"), ("--ranks", "2", "--dense"))),
+        (TRAINING, ("--ranks", "3")),
+        (TRAINING, ("--ranks", "2", "--dense")),
         (WITH_A_DEATH, ("--ranks", "2")),
         (WITH_A_DEATH, ("--ranks", "9")),
-        (WITH_A_DEATH, ("--secs", "0")),
         (WITH_A_DEATH, ("--victim", "-1")),
         (WITH_A_DEATH, ("--victim", "4")),
         (WITH_A_DEATH, ("--victim", "1", "2", "--ranks", "3")),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(
+def test_ranks_that_cannot_be_are_refused_in_one_line(
     name: str, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, *options])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out) == (2, "")
-    assert printed.err.splitlines()[-1].startswith(f"{name}.py: error: argument {options[0]}: expected ")
+    assert printed.err.splitlines()[-1].startswith(f"{name}.py: error: argument {options[0]}: ")
