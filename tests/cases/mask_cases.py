@@ -149,7 +149,7 @@ def go_on(context: Any, lost: Lost) -> dict[str, Any] | None:
 
 
 def refusals(context: Any) -> None:
-    """Refusals before anything is built or launched; no memory shared with other configs; reset takes all ranks back."""
+    """Refusals before anything is built or launched; no memory of other configs' ops; reset takes all ranks back."""
     with Arena(context.group, context.device) as arena:
         for changes, match in (
             ({"layout": "compact"}, "layout"),

@@ -1,18 +1,33 @@
-"""Ranks that die at any operation of a step: the others go on without them, and every token is right."""
+"""Ranks die in a step, and others notice it at any look of a kernel: they go on, and every token is right.
 
+What a rank has stored at others is all that they know of when it died. So for two ranks these are all orders, in a
+schedule of the programs: each store of the dying rank as its last one, and each look of the other rank, when a program
+begins or waits, as the first that sees the mask. For three and four ranks deaths, looks, schedules, and which stores
+land first, are drawn.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
+from ep_a2a.kernels import primitives
 from ep_a2a.memory.arena import Arena
 from tests.cases.mask_cases import op_of, take_step
 from tests.simulator.explain import describe
 from tests.simulator.faults import simulation_of
+from tests.simulator.interpreter import site
 from tests.simulator.ranks import Conditions, Context
 from tests.simulator.scheduler import Fault, Killed
+from tests.simulator.seeds import FIRST_SEED, seeds
 
-NUM_STEPS = 3
+NUM_STEPS, LOST_IN = 3, 1
 PATHS: dict[str, dict[str, Any]] = {
     "low_latency": {},
     "bulk": {"flagged_max_tokens": 0},
@@ -21,37 +36,129 @@ PATHS: dict[str, dict[str, Any]] = {
     "late_weights": {"layout": "expert_major", "kind": CombineTimeWeightsOp},
 }
 VICTIM = 1
+LANDINGS = ("newest", "oldest", "random")
+LATEST_SECS = 1.0
+"""From a death on, after which any look notices it: waits end."""
+MOST_LOOKS, NUM_SEEDS, NUM_QUICK_SEEDS = 16, 20, 1
 
 
-def go_on(context: Context, changes: dict[str, Any], firsts: list[int]) -> tuple[int, ...]:
-    """Takes steps, and returns who is left."""
-    with Arena(context.group, context.device) as arena:
-        op = op_of(context, arena, **changes)
-        firsts[context.rank] = context.machine.scheduler.num_operations[context.rank]
-        for number in range(NUM_STEPS):
-            take_step(op, number)
-        return op.active_ranks()
+class Run:
+    """A simulation in which ranks notice deaths at chosen looks. All survivors must be right.
+
+    Args:
+        path: one of PATHS. looks: by rank, at how many places in programs it looks in vain behind a death.
+
+    Attributes:
+        noticed: ranks that have come to their look. begins: of each rank, operations before each step.
+        posts: of VICTIM, the operations that store at other ranks.
+    """
+
+    def __init__(self, world_size: int, path: str, looks: tuple[int, ...], **conditions: Any) -> None:
+        self.looks, self.noticed, self.posts = looks, set[int](), list[int]()
+        self.begins: list[list[int]] = [[] for _ in range(world_size)]
+        self._tell: dict[int, Any] = {}
+        self._masked: list[set[int]] = [set() for _ in range(world_size)]
+        self._places: list[set[Any]] = [set() for _ in range(world_size)]
+        self._simulation = simulation = simulation_of(world_size, Conditions(**conditions))
+        with self._watched():
+            found = simulation.run(self._live, PATHS[path])
+        dead = simulation.scheduler.dead & set(simulation.scheduler.struck)
+        errors = {rank: error for rank, error in enumerate(found.errors) if error and not isinstance(error, Killed)}
+        assert not errors, f"{errors}\n{looks} {conditions}\n{describe(simulation)}"
+        for rank in {*range(world_size)} - dead:
+            assert {*found.results[rank]} >= {*range(world_size)} - dead, (looks, conditions)
+
+    def _live(self, context: Context, changes: dict[str, Any]) -> tuple[int, ...]:
+        with Arena(context.group, context.device) as arena:
+            op = op_of(context, arena, **changes)
+            # looks alone tell
+            self._tell[context.rank], arena.lose = arena.lose, lambda *_: None  # type: ignore[method-assign]
+            for number in range(NUM_STEPS):
+                self.begins[context.rank].append(context.machine.scheduler.num_operations[context.rank])
+                take_step(op, number)
+            return op.active_ranks()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        machine, scheduler = self._simulation.machine, self._simulation.scheduler
+        note = machine.note
+
+        def note_posts(*access: Any) -> Any:
+            operation = note(*access)
+            if operation.rank == VICTIM and "load" not in operation.name:
+                owners = {machine.pool.trace.name_of(place).split(" word")[0] for place in operation.places.tolist()}
+                if any(not owner.endswith(f"rank {VICTIM}") for owner in owners):
+                    self.posts.append(scheduler.num_operations[VICTIM])
+            return operation
+
+        def looking(function: Any) -> Any:
+            python = function.python
+
+            def look(*args: Any) -> Any:
+                self._look(site())
+                return python(*args)
+
+            return mock.patch.dict(function.__dict__, python=look)
+
+        with (
+            mock.patch.object(machine, "note", note_posts),
+            looking(primitives.load_poison),
+            looking(primitives.masked_now),
+        ):
+            yield
+
+    def _look(self, where: str) -> None:
+        machine, scheduler = self._simulation.machine, self._simulation.scheduler
+        rank = machine.program.grid.rank.number
+        news = scheduler.dead - self._masked[rank]
+        if not news:
+            return
+        places = self._places[rank]
+        places.add((machine.program.author.number, where))
+        is_due = len(places) > self.looks[rank]
+        if is_due or scheduler.now > max(scheduler.struck[each] for each in news) + LATEST_SECS:
+            self.noticed |= {rank} if is_due else set()
+            self._masked[rank] |= news
+            places.clear()
+            self._tell[rank]((), news)
+            machine.pool.absorb()
 
 
-def simulated(world_size: int, path: str, *faults: Fault, **conditions: Any) -> tuple[Any, list[int]]:
-    """Returns the simulation, and by rank the operations before its first step; all survivors are right."""
-    firsts = [0] * world_size
-    simulation = simulation_of(world_size, Conditions(num_sms=4, faults=faults, **conditions))
-    found = simulation.run(go_on, PATHS[path], firsts)
-    dead = {fault.rank for fault in faults}
-    errors = {rank: error for rank, error in enumerate(found.errors) if error and not isinstance(error, Killed)}
-    assert not errors, f"{errors}\n{faults}\n{describe(simulation)}"
-    for rank in {*range(world_size)} - dead:
-        assert {*found.results[rank]} >= {*range(world_size)} - dead, faults
-    return simulation, firsts
+@functools.cache
+def deaths(path: str) -> list[int]:
+    """Operations of VICTIM at which it dies: before its first store at the other rank in a step, and behind each."""
+    run = Run(2, path, (0, 0))
+    begin, end = run.begins[VICTIM][LOST_IN : LOST_IN + 2]
+    return [begin + 1, *(post + 1 for post in run.posts if begin < post <= end)]
+
+
+@pytest.mark.parametrize("each", [6, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_survivor_notices_a_death_at_any_look(path: str, each: int) -> None:
+    """A part of the deaths takes one look each."""
+    for number, operation in enumerate(deaths(path)[::each]):
+        for look in itertools.count(0) if each == 1 else (number,):
+            landing = LANDINGS[(number + look) % len(LANDINGS)]
+            run = Run(2, path, (look, 0), faults=(Fault(VICTIM, operation),), landing=landing)
+            if not run.noticed:
+                # the mask came before this look: in a wait that would not end, or not at all
+                break
 
 
 @pytest.mark.parametrize(
-    ("world_size", "each"),
-    [(2, 400), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in ((3, 200), (4, 400)))],
+    "seed",
+    [
+        pytest.param(each, marks=[pytest.mark.full] * (each >= FIRST_SEED + NUM_QUICK_SEEDS))
+        for each in seeds(NUM_SEEDS)
+    ],
 )
-@pytest.mark.parametrize("path", PATHS)
-def test_survivors_of_a_death_at_any_operation_are_right(path: str, world_size: int, each: int) -> None:
-    simulation, firsts = simulated(world_size, path)
-    for operation in range(firsts[VICTIM], simulation.scheduler.num_operations[VICTIM], each):
-        simulated(world_size, path, Fault(VICTIM, operation))
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_survivors_notice_deaths_in_any_order(world_size: int, seed: int) -> None:
+    draws = random.Random(seed)
+    path = list(PATHS)[seed % len(PATHS)]
+    schedule = {"seed": seed, "switches": draws.choice((0.0, 0.02)), "landing": draws.choice(LANDINGS)}
+    looks = tuple(draws.randrange(MOST_LOOKS) for _ in range(world_size))
+    begins = Run(world_size, path, looks, **schedule).begins
+    victims = draws.sample(range(world_size), draws.randint(1, world_size - 2))
+    faults = tuple(Fault(rank, draws.randint(*begins[rank][LOST_IN : LOST_IN + 2])) for rank in victims)
+    Run(world_size, path, looks, faults=faults, **schedule)
