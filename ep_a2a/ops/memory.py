@@ -5,6 +5,7 @@ Besides it the two words there that the host writes while kernels run: the bound
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass
@@ -167,16 +168,9 @@ class PoisonWord:
 
     def post(self, rank: int) -> None:
         """Makes kernels leave, since `rank` is gone. Returns at once; any thread may call it."""
-        value = FailureCode.TIMEOUT << RANK_BITS | rank
-        with torch.inference_mode():
-            if self._stream is None:
-                # an earlier failure takes precedence
-                if not int(self.word):
-                    self.word.fill_(value)
-                return
-            self._posted.numpy()[0] = value
-            with torch.cuda.stream(self._stream):
-                self.word.copy_(self._posted, non_blocking=True)
+        # an earlier failure takes precedence; a GPU's word cannot be seen at once
+        if self._stream is not None or not int(self.word):
+            self._write(self.word, self._posted, FailureCode.TIMEOUT << RANK_BITS | rank)
 
     def lose(self, gone: tuple[int, ...], masked: set[int]) -> None:
         """Makes kernels leave since ranks are gone; where ranks may be masked, go on without `masked`.
@@ -198,13 +192,15 @@ class PoisonWord:
         self.masked |= sum(1 << rank for rank in ranks)
         if self.masked >> self._config.rank & 1:
             self.post(self._config.rank)
-        with torch.inference_mode():
-            self._masks.numpy()[0] = self.masked
-            if self._stream is None:
-                self.masked_there.copy_(self._masks)
-                return
-            with torch.cuda.stream(self._stream):
-                self.masked_there.copy_(self._masks, non_blocking=True)
+        self._write(self.masked_there, self._masks, self.masked)
+
+    def _write(self, place: torch.Tensor, staged: torch.Tensor, value: int) -> None:
+        staged.numpy()[0] = value
+        with (
+            torch.inference_mode(),
+            contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
+        ):
+            place.copy_(staged, non_blocking=True)
 
 
 class BoundMemory:
