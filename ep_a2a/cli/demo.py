@@ -1,6 +1,5 @@
-"""`ep-a2a demo`: sends real text through an expert-parallel MoE layer and checks it against the dense layer."""
+"""`ep-a2a demo`: sends a text through an expert-parallel MoE layer and checks it against the dense layer."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -11,7 +10,6 @@ from ep_a2a.commands.options import Device, Quant, given, named_backend
 
 DEFAULT_RANKS = 4
 RANKS = "Processes; more than GPUs share them. Default: 4, on 2 or 3 GPUs as many."
-TEXT = "Text to send; default: the project's README."
 BACKENDS = "ep_a2a, naive or allgather_reducescatter; default: EP_A2A_CONFIG's file, EP_A2A_BACKEND, ep_a2a."
 GPUS_PER_NODE = "Ranks per virtual node; default: as the machine is."
 
@@ -19,7 +17,6 @@ GPUS_PER_NODE = "Ranks per virtual node; default: as the machine is."
 def demo(
     ranks: Annotated[int | None, opt.number(RANKS, opt.MOST_PROCESSES)] = None,
     device: opt.OnDevice = Device.AUTO,
-    text: Annotated[Path | None, typer.Option(help=TEXT, exists=True, dir_okay=False)] = None,
     tokens: Annotated[int, opt.number("Tokens (words and marks) over all ranks.", opt.MOST_TOKENS)] = 96,
     hidden: Annotated[int, opt.number("Hidden size; rows must be a multiple of 16 bytes.", opt.MOST_HIDDEN)] = 256,
     experts: Annotated[int, opt.number("Experts over all ranks.", opt.MOST_EXPERTS)] = 16,
@@ -38,7 +35,6 @@ def demo(
     The exit code is 1 where their results differ.
     """
     options = SimpleNamespace(**locals())
-    from ep_a2a.commands.demo.model import read_text
     from ep_a2a.commands.demo.run import DemoSettings, execute
     from ep_a2a.commands.files import check_can_write
     from ep_a2a.commands.ranks import choose_device, default_ranks
@@ -50,4 +46,4 @@ def demo(
     sizes |= {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
     num_ranks = ranks or default_ranks(kind, DEFAULT_RANKS)
     settings = DemoSettings(num_ranks, kind, quant=quant.value, backend=name, backend_reason=reason, **sizes)
-    raise typer.Exit(execute(settings, read_text(text, tokens), options))
+    raise typer.Exit(execute(settings, options))

@@ -15,16 +15,12 @@ from tests.integration.programs import ROOT, environment, run_cli, run_python, s
 BACKENDS = ("ep_a2a", "naive", "allgather_reducescatter")
 MODEL = ("--hidden", "128", "--experts", "4", "--topk", "2")
 SMALL = ("demo", "--device", "cpu", "--ranks", "2", "--tokens", "12", *MODEL)
-TEXT = "The quick brown fox jumps over the lazy dog. It was not amused, [it said]."
-NUM_WORDS_AND_MARKS = 20
 
 # What a test cannot ask for on the command line: experts of rank 1 that return wrong rows.
 CORRUPT = """
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from ep_a2a.commands.demo import run
-from ep_a2a.commands.demo.model import read_text
 
 run_rank, dense_moe = run.run_rank, run.dense_moe
 
@@ -37,15 +33,8 @@ if __name__ == "__main__":
     run.run_rank = corrupted
     settings = run.DemoSettings(ranks=2, tokens=12, hidden=128, experts=4, topk=2, backend="ep_a2a")
     options = SimpleNamespace(output=None, verbose=False, as_json=False)
-    sys.exit(run.execute(settings, read_text(Path(sys.argv[1]), 12), options))
+    sys.exit(run.execute(settings, options))
 """
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> tuple[str, ...]:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return (*SMALL, "--text", str(path))
 
 
 def joined(text: str) -> str:
@@ -84,30 +73,29 @@ def test_as_in_the_readme() -> None:
         ("allgather_reducescatter", "mxfp8"),
     ],
 )
-def test_every_backend_and_cast(small: tuple[str, ...], backend: str, quant: str) -> None:
-    report = checked_json(*small, "--backend", backend, "--quant", quant)
+def test_every_backend_and_cast(backend: str, quant: str) -> None:
+    report = checked_json(*SMALL, "--backend", backend, "--quant", quant)
     assert (report["backend"], report["backend_reason"]) == (backend, "named by --backend")
     assert report["tokens_per_rank"] == [4, 8]
-    assert report["tokens_available"] == NUM_WORDS_AND_MARKS
     # every token has two experts
     assert sum(map(sum, report["rows_without_deduplication"])) == 2 * 12
     assert report["gathers"] == (backend != "ep_a2a")
 
 
-def test_backends_send_the_same_rows(small: tuple[str, ...]) -> None:
+def test_backends_send_the_same_rows() -> None:
     uneven = ("--ranks", "3", "--experts", "7", "--topk", "3", "--tokens", "4")
-    assert len({str(checked_json(*small, *uneven, "--backend", backend)["rows"]) for backend in BACKENDS}) == 1
+    assert len({str(checked_json(*SMALL, *uneven, "--backend", backend)["rows"]) for backend in BACKENDS}) == 1
 
 
-def test_details_on_request(small: tuple[str, ...]) -> None:
-    printed = succeeded(run_cli(*small, "--backend", "naive", "-v"))
+def test_details_on_request() -> None:
+    printed = succeeded(run_cli(*SMALL, "--backend", "naive", "-v"))
     assert printed.startswith("Right: 12 tokens")
     for part in ("naive: named by --backend", "strict, by element", "softmax top-2 router"):
         assert part in joined(printed)
 
 
-def test_one_rank_with_few_words(small: tuple[str, ...]) -> None:
-    report = checked_json(*small, "--ranks", "1", "--tokens", "25")
+def test_one_rank_with_few_words() -> None:
+    report = checked_json(*SMALL, "--ranks", "1", "--tokens", "25")
     assert report["tokens_per_rank"] == [25]
     assert report["rows"] == [[25]]
 
@@ -119,31 +107,29 @@ def test_virtual_nodes() -> None:
     assert report["kernel"] == "InterNodeV1LL"
 
 
-def test_nodes_of_unlike_sizes_are_refused(small: tuple[str, ...]) -> None:
-    done = run_cli(*small, "--ranks", "3", "--gpus-per-node", "2")
+def test_nodes_of_unlike_sizes_are_refused() -> None:
+    done = run_cli(*SMALL, "--ranks", "3", "--gpus-per-node", "2")
     assert done.returncode == 2
     assert done.stdout == ""
     assert "UnsupportedError" in done.stderr
     assert "equally many ranks" in done.stderr
     assert "Traceback" not in done.stderr
-    report = checked_json(*small, "--ranks", "3", "--gpus-per-node", "2", "--backend", "allgather_reducescatter")
+    report = checked_json(*SMALL, "--ranks", "3", "--gpus-per-node", "2", "--backend", "allgather_reducescatter")
     assert "virtual" in report["topology"]
 
 
 def test_mismatch(tmp_path: Path) -> None:
     program = tmp_path / "corrupt.py"
     program.write_text(CORRUPT)
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    done = run_python(str(program), str(text))
+    done = run_python(str(program))
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("Wrong: 12 tokens")
     assert "DOES NOT MATCH the dense layer" in joined(done.stdout)
 
 
-def test_progress_on_a_terminal(small: tuple[str, ...]) -> None:
+def test_progress_on_a_terminal() -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ep_a2a", *small, "--backend", "naive"]
+    command = [sys.executable, "-m", "ep_a2a", *SMALL, "--backend", "naive"]
     with subprocess.Popen(command, cwd=ROOT, env=environment() | {"TERM": "xterm"}, stdout=theirs, stderr=theirs) as it:
         os.close(theirs)
         shown = b"".join(iter(lambda: _read_terminal(ours), b""))

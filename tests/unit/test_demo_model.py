@@ -6,46 +6,22 @@ import pytest
 import torch
 
 from ep_a2a.commands.demo import model as demo_model
-from ep_a2a.commands.demo.model import embed, expert_weights, read_text
+from ep_a2a.commands.demo.model import embed, expert_weights
 from ep_a2a.commands.demo.run import DemoSettings
 from ep_a2a.commands.messages import show_error
 from ep_a2a.commands.options import Quant, named_backend
 from ep_a2a.commands.ranks import choose_device, default_ranks
 from ep_a2a.config import DISPATCH_QUANT_TYPES
-from ep_a2a.errors import ConfigError, ShapeError
+from ep_a2a.errors import ShapeError
 from ep_a2a.reference import dense_moe, expert_mlp_rows
 
 WORDS = ("to", "be", "or", "not", "to", "be")
 
 
-def test_text_is_cut_into_words_and_marks_and_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("Don't — 3 times.", encoding="utf-8")
-    text = read_text(path, 9)
-    assert text.tokens == ("Don", "'", "t", "—", "3", "times", ".", "Don", "'")
-    assert (text.num_available, text.source) == (7, str(path))
-
-
-@pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe\x00"])
-def test_text_that_cannot_be_used(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError):
-        read_text(path, 4)
-
-
-def test_default_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "ep_a2a" / "commands" / "demo" / "model.py"
-    monkeypatch.setattr(demo_model, "__file__", str(module))
-    (tmp_path / "README.md").write_text("another package's")
-
-    monkeypatch.setattr("importlib.metadata.metadata", lambda _: {"Description": "of the package"})
-    assert read_text(None, 3).tokens == ("of", "the", "package")
-    monkeypatch.setattr("importlib.metadata.metadata", lambda _: {})
-    with pytest.raises(ConfigError, match="Pass --text"):
-        read_text(None, 3)
-    (tmp_path / "pyproject.toml").touch()
-    assert read_text(None, 2).tokens == ("another", "package")
+def test_the_text_is_read_again_behind_its_end() -> None:
+    num_words = len(demo_model.WORDS)
+    assert demo_model.words_from(0, 4) == ("A", "router", "sends", "every")
+    assert demo_model.words_from(num_words - 2, 3) == ("back", ".", "A")
 
 
 def test_experts_equal_the_reference_on_received_rows() -> None:

@@ -1,6 +1,5 @@
 """Where files are written: whole, under the wanted name, and through no link that another user has planted."""
 
-import functools
 import os
 import stat
 import subprocess
@@ -10,7 +9,6 @@ import threading
 import pytest
 
 from ep_a2a import path_security, whole_files
-from ep_a2a.commands.demo.model import read_text
 from ep_a2a.commands.plan.model import read_model
 from ep_a2a.config.file import read_config_file
 from ep_a2a.errors import ConfigError, UntrustedFolderError
@@ -18,7 +16,7 @@ from ep_a2a.telemetry.trace import write_trace
 from ep_a2a.whole_files import resolved, write_whole
 
 ANOTHER_USER = 12345
-READERS = {"config file": read_config_file, "model": read_model, "text": functools.partial(read_text, num_tokens=1)}
+READERS = {"config file": read_config_file, "model": read_model}
 CONTENTS = {"TOML": b"a = " + b"[" * 100_000, "JSON": b"[" * 100_000, "digits": b"9" * 6000, "not UTF-8": b"\xff"}
 PLACES = ("pipe", "folder", "none", "a\0b", "/dev/zero", "large", *CONTENTS)
 

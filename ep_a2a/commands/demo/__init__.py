@@ -1,1 +1,1 @@
-"""`ep-a2a demo`: real text through an expert-parallel MoE layer, checked against the dense layer."""
+"""`ep-a2a demo`: a text through an expert-parallel MoE layer, checked against the dense layer."""

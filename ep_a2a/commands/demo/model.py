@@ -4,18 +4,12 @@ Nothing is trained. Seeds determine all weights, so each process makes its own p
 """
 
 import hashlib
-import importlib.metadata
-import itertools
 import math
 import re
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from ep_a2a.errors import ConfigError
 from ep_a2a.routing import softmax_topk
-from ep_a2a.whole_files import read_file
 
 SEED = 20240229
 INTERMEDIATE_DIM = 128
@@ -25,53 +19,18 @@ POSITION_SHARE = 0.5
 ROUTER_SHARPNESS = 2.0
 """Standard deviation of router logits; at 0 all experts are alike, and high values leave one."""
 
-_WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
+TEXT = (
+    "A router sends every token to a few experts. The experts of a layer lie on many ranks, so tokens travel: dispatch "
+    "brings each of them to the ranks of its experts, and combine brings the results back and adds them up. A rank "
+    "that owns two experts of a token gets it once; it adds the two results before they travel: one row comes back."
+)
+WORDS = re.findall(r"\w+|[^\w\s]", TEXT)
+"""Words and marks: the tokens. The text is read again from its start where there are more."""
 
 
-@dataclass(frozen=True)
-class DemoText:
-    """The tokens that go through the layer.
-
-    Attributes:
-        source: where the text comes from.
-        tokens: words and punctuation marks, as many as asked for.
-        num_available: how many the text has; with fewer than asked for it is read again from its start.
-    """
-
-    source: str
-    tokens: tuple[str, ...]
-    num_available: int
-
-
-def read_text(path: Path | None, num_tokens: int) -> DemoText:
-    """Reads the first `num_tokens` words and marks of a file, or of this project's README.
-
-    Raises:
-        ConfigError: the text cannot be read or has no words.
-    """
-    source, text = _default_text() if path is None else (str(path), _read(path))
-    words = _WORD_OR_MARK.findall(text)
-    if not words:
-        raise ConfigError("a text with words", f"none in {source}", "Pass --text with another file.")
-    return DemoText(source, tuple(itertools.islice(itertools.cycle(words), num_tokens)), len(words))
-
-
-def _read(path: Path) -> str:
-    return read_file(path, "a text file in UTF-8", "Pass --text with another file.", str)
-
-
-def _default_text() -> tuple[str, str]:
-    root = Path(__file__).resolve().parents[3]
-    # Beside an installed package, README.md alone could be another project's.
-    if (root / "pyproject.toml").is_file() and (root / "README.md").is_file():
-        return "README.md", _read(root / "README.md")
-    try:
-        metadata = importlib.metadata.metadata("ep-a2a")
-    except importlib.metadata.PackageNotFoundError:
-        metadata = None
-    if metadata is None or "Description" not in metadata:
-        raise ConfigError("this project's README", "neither a checkout nor an installed package", "Pass --text FILE.")
-    return "the README in the package's metadata", metadata["Description"]
+def words_from(position: int, num_tokens: int) -> tuple[str, ...]:
+    """Returns the words of so many tokens, from a position on."""
+    return tuple(WORDS[place % len(WORDS)] for place in range(position, position + num_tokens))
 
 
 def embed(tokens: tuple[str, ...], first_position: int, hidden_dim: int, seed: int = SEED) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ep_a2a.commands import messages
-from ep_a2a.commands.demo.model import INTERMEDIATE_DIM, SEED, DemoText, embed, expert_weights, route
+from ep_a2a.commands.demo.model import INTERMEDIATE_DIM, SEED, embed, expert_weights, route, words_from
 from ep_a2a.commands.demo.view import show_report
 from ep_a2a.commands.files import give_json
 from ep_a2a.commands.options import check_topk
@@ -115,11 +115,11 @@ class RankResult:
     explained: dict[str, str]
 
 
-def execute(settings: DemoSettings, text: DemoText, options: SimpleNamespace) -> int:
+def execute(settings: DemoSettings, options: SimpleNamespace) -> int:
     """Runs the demo, prints its report and returns the exit code.
 
     Args:
-        settings: sizes and choices. text: settings.tokens tokens.
+        settings: sizes and choices.
         options: what to print and write, by name, as cli/demo.py declares them.
     """
     settings.check()
@@ -129,21 +129,17 @@ def execute(settings: DemoSettings, text: DemoText, options: SimpleNamespace) ->
     with progress.status(f"starting {settings.ranks} processes") as status:
         with joined_pool(settings.ranks, settings.device) as pool:
             status.update(f"{NUM_STEPS} steps of dispatch, experts, combine")
-            results = call_ranks(pool, run_rank, settings, text.tokens)
+            results = call_ranks(pool, run_rank, settings)
         status.update("comparing with the dense layer")
-        report = make_report(settings, text, pool.note, results)
+        report = make_report(settings, pool.note, results)
     give_json(report, options.output, as_json=options.as_json)
     if not options.as_json:
         show_report(messages.output(), report, verbose=options.verbose)
     return messages.EXIT_OK if report["matches"] else messages.EXIT_MISMATCH
 
 
-def run_rank(context: RankContext, settings: DemoSettings, text_tokens: tuple[str, ...]) -> RankResult:
-    """Runs NUM_STEPS steps of the layer on this rank. Collective.
-
-    Args:
-        settings: sizes and choices. text_tokens: tokens of all ranks, in order.
-    """
+def run_rank(context: RankContext, settings: DemoSettings) -> RankResult:
+    """Runs NUM_STEPS steps of the layer on this rank. Collective."""
     rank, device = context.rank, context.device
     init_dist_env(
         1,
@@ -158,8 +154,7 @@ def run_rank(context: RankContext, settings: DemoSettings, text_tokens: tuple[st
     kwargs = settings.handle_kwargs(rank)
     op = manager.get_handle(kwargs)
     first = sum(settings.tokens_per_rank[:rank])
-    own = text_tokens[first : first + settings.tokens_per_rank[rank]]
-    tokens = embed(own, first, settings.hidden, settings.seed).to(device)
+    tokens = embed(words_from(first, settings.tokens_per_rank[rank]), first, settings.hidden, settings.seed).to(device)
     weights, ids = route(tokens, settings.experts, settings.topk, settings.seed)
     experts = range(*expert_ranges(settings.experts, settings.ranks)[rank])
     projections = [each.to(device) for each in expert_weights(experts, settings.hidden, settings.seed)]
@@ -236,12 +231,11 @@ def compare(settings: DemoSettings, results: list[RankResult], *, rows_as_routed
     }
 
 
-def make_report(settings: DemoSettings, text: DemoText, note: str, results: list[RankResult]) -> dict[str, Any]:
+def make_report(settings: DemoSettings, note: str, results: list[RankResult]) -> dict[str, Any]:
     """Returns everything that `ep-a2a demo` prints, as plain values; `--json` prints it as it is.
 
     Keys:
         matches: whether the run is right.
-        text: where the tokens come from. tokens_available: words and marks in it.
         tokens_per_rank: tokens that each rank brings.
         ranks: processes. note: what times say where they share GPUs, else "".
         device: "cpu" or "cuda".
@@ -253,7 +247,7 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
         comparison: with the dense model; see `compare`.
 
     Args:
-        settings, text: of the run. note: as above.
+        settings: of the run. note: as above.
         results: of each rank.
     """
     routing = ([result.ids for result in results], settings.experts, settings.ranks)
@@ -263,8 +257,6 @@ def make_report(settings: DemoSettings, text: DemoText, note: str, results: list
     return {
         "matches": comparison["matches"],
         **results[0].explained,
-        "text": text.source,
-        "tokens_available": text.num_available,
         "tokens_per_rank": settings.tokens_per_rank,
         "ranks": settings.ranks,
         "note": note,

@@ -83,15 +83,12 @@ def _saving(it: Report) -> Text:
 
 def _details(it: Report) -> list[tuple[str, str]]:
     """Returns label and value of each line behind the verdict and the traffic."""
-    num_tokens, available = sum(it["tokens_per_rank"]), it["tokens_available"]
-    used = f"the first {num_tokens}" if num_tokens <= available else f"read again up to {num_tokens}"
     cast = "" if it["quant_type"] == "none" else f", tokens cast inside dispatch: {it['quant_type']}"
     sizes = f"hidden size {it['hidden_dim']}, {it['experts']} SwiGLU experts of intermediate size"
     found = it["comparison"]
     errors = f"{found['max_error']:.2e}, tolerance there {found['tolerance']:.2e}; outputs up to"
     worst = f"worst element at {found['worst_share']:.0%} of its tolerance"
     return [
-        ("text", f"{it['text']}: {available} words and marks, {used}"),
         ("tokens", f"{' + '.join(map(str, it['tokens_per_rank']))} by rank, uneven on purpose"),
         ("layer", f"{sizes} {it['intermediate_dim']}, softmax top-{it['topk']} router{cast}"),
         ("topology", it["topology"]),
