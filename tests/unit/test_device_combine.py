@@ -4,8 +4,6 @@ import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a.config import FP8_DTYPE
-from ep_a2a.kernels.cast_kernels import elements_of
 from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE, is_own, next_rows, own_rows, routes_of, slots_of
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
 from ep_a2a.kernels.constants import Block
@@ -136,29 +134,3 @@ def test_words_of_fp8_equal_the_reference(part, num_parts, dtype):
     expected, expected_scales = quantize_groups(rows, "float32")
     assert torch.equal(words.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales.view(torch.int32).view(-1, 1).expand_as(scales))
-
-
-@portable
-def take_apart(words, out, DTYPE: tl.constexpr, PER_WORD: tl.constexpr):
-    lanes = tl.arange(0, 1024)
-    values = elements_of(tl.load(words + lanes), DTYPE)
-    for part in tl.static_range(PER_WORD):
-        tl.store(out + lanes * PER_WORD + part, values[part])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "triton_dtype"),
-    [
-        (FP8_DTYPE, tl.float8e4nv),
-        (torch.bfloat16, tl.bfloat16),
-        (torch.float16, tl.float16),
-        (torch.float32, tl.float32),
-    ],
-    ids=str,
-)
-def test_elements_of_words(dtype, triton_dtype):
-    words = torch.randint(-(2**31), 2**31, (1024,), generator=torch.Generator().manual_seed(3)).to(torch.int32)
-    expected = words.view(dtype).to(torch.float32)
-    out = torch.zeros_like(expected)
-    take_apart.interpret((1,), words, out, DTYPE=triton_dtype, PER_WORD=4 // dtype.itemsize)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
