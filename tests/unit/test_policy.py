@@ -233,16 +233,6 @@ def test_programs_that_send_and_programs_that_add_end_together(quant_type, world
     assert end_ns <= 1.2 * max((sent_ns + added_ns) / max_sms, wire_ns)
 
 
-def test_programs_that_fill_the_wire_are_enough():
-    for max_sms in (24, 64):
-        config = config_of()
-        launch = policy.choose_launch(config, policy.Phase.COMBINE, 4096, 4096, H200_SMS, max_sms=max_sms)
-        assert (
-            launch.num_senders * config.hidden_dim * 2 / policy._combine_ns(config, 4096, 4096)[0]
-            <= 1.15 * policy.WIRE_BYTES_PER_NS
-        )
-
-
 @pytest.mark.parametrize("phase", policy.Phase)
 @pytest.mark.parametrize("max_sms", [0, H200_SMS, 500])
 def test_a_bound_that_is_none_changes_nothing(phase, max_sms):

@@ -6,8 +6,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ep_a2a import quantization
 from ep_a2a.config import QuantType, ScaleFormat
@@ -176,34 +174,6 @@ def test_weight_blocks(shape: tuple[int, int], scale_format: str) -> None:
     assert (back - weights).abs().max() <= weights.abs().max() / 16
 
 
-@given(
-    num_tokens=st.integers(0, 5),
-    num_groups=st.integers(1, 4),
-    dtype=st.sampled_from(FLOAT_DTYPES),
-    scale_format=st.sampled_from(FORMATS),
-    quant_type=st.sampled_from(["fp8_per_token", "fp8_per_1x128"]),
-    exponent=st.integers(-20, 12),
-    seed=st.integers(0, 2**16),
-)
-@settings(max_examples=60)
-def test_round_trip_error_is_bounded(
-    num_tokens: int, num_groups: int, dtype: torch.dtype, scale_format: str, quant_type: str, exponent: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    x = (torch.randn(num_tokens, 128 * num_groups, generator=generator) * 2.0**exponent).to(dtype)
-    q, scales = quantization.quantize(x, quant_type, scale_format)
-    assert q.dtype == torch.float8_e4m3fn
-    assert scales.shape == (num_tokens, 1 if quant_type == "fp8_per_token" else num_groups)
-    back = quantization.dequantize(q, scales, quant_type)
-    factor = quantization.scales_to_float32(scales).repeat_interleave(x.shape[1] // scales.shape[1], 1)
-    exact = x.to(torch.float32)
-    # Half a step: 2^-4 of a normal value, 2^-10 scales of a subnormal one; the rest is float32 rounding.
-    assert ((back - exact).abs() <= exact.abs() * (2**-4 + 1e-5) + factor * 2**-10).all()
-    rounded = quantization.dequantize(q, scales, quant_type, torch.bfloat16)
-    assert rounded.dtype == torch.bfloat16
-    assert torch.equal(rounded, back.to(torch.bfloat16))
-
-
 CASTS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
     "fp8_per_token": lambda x: quantization.quantize_per_token(x, "ue8m0"),
     "fp8_per_1x128": lambda x: quantization.quantize_per_1x128(x, "ue8m0"),
@@ -222,7 +192,11 @@ def test_quantize_dispatches_by_type(quant_type: QuantType) -> None:
             direct, direct_scales = CASTS[quant_type.value](x)
             assert same_bytes(q, direct)
             assert torch.equal(scales, direct_scales)
-        assert (quantization.dequantize(q, scales, quant_type) - x).abs().max() < 0.3
+        back = quantization.dequantize(q, scales, quant_type)
+        assert (back - x).abs().max() < 0.3
+        assert torch.equal(quantization.dequantize(q, scales, quant_type, torch.bfloat16), back.bfloat16())
+        nothing = quantization.quantize(x[:0], quant_type, ScaleFormat.UE8M0, SCALE)
+        assert quantization.dequantize(*nothing, quant_type).shape == (0, 256)
         return
     with pytest.raises(UnknownNameError, match="fp8_per_1x128"):
         quantization.quantize(x, quant_type)
