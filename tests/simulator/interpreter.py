@@ -23,7 +23,7 @@ from ep_a2a.kernels.portable import PortableFunction, _without_overflow_checks
 from tests.simulator.memory import Author, Pool, View
 from tests.simulator.puts import Puts
 from tests.simulator.scheduler import Scheduler, Task
-from tests.simulator.trace import FUNCTIONS, Operation
+from tests.simulator.trace import Operation
 
 builder = interpreter.interpreter_builder
 KERNELS = Path(primitives.__file__).parent
@@ -46,11 +46,8 @@ def site() -> str:
     """The place in the source of a kernel that is being interpreted, "file:line"."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        code = frame.f_code
-        if name := source_name(code.co_filename):
-            place = f"{name}:{frame.f_lineno}"
-            FUNCTIONS[place] = code.co_name
-            return place
+        if name := source_name(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
@@ -287,7 +284,7 @@ class Machine:
                 return self.plain[name](builder, *[target if each is ptr else each for each in args], sem, scope)
 
             result = self.pool.gpu_atomic(author, operation, elsewhere, **order)
-        operation.read = np.ascontiguousarray(result.data[here]).view(np.uint8).reshape(-1, size)
+        operation.values = np.ascontiguousarray(result.data[here]).view(np.uint8).reshape(-1, size)
         return result
 
     def _reduce(self, tile: Any, axis: Any, combine: Any, **options: Any) -> Any:
@@ -320,10 +317,10 @@ class Machine:
 
     def note(self, name: str, addresses: np.ndarray, size: int, where: str) -> Operation:
         """Add an access of elements of that size to the trace."""
-        author, task = self.program.author, self.scheduler.current
+        task = self.scheduler.current
         assert task is not None
         places = addresses.astype(np.int64) - self.pool.address
-        return self.pool.trace.add(author.rank, task.name, name, where, places, size, author.number, author.phase)
+        return self.pool.trace.add(self.program.author.rank, task.name, name, where, places, size)
 
     def barrier(self) -> None:
         """create_barrier."""

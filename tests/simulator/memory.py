@@ -155,15 +155,7 @@ class Atomic(NamedTuple):
 
 
 class MixedScopes(AssertionError):
-    """Atomics of two ranks meet that are not atomic for each other.
-
-    Args:
-        text: of the error. program: of the first one. place: where they meet.
-    """
-
-    def __init__(self, text: str, program: int, place: int) -> None:
-        super().__init__(text)
-        self.program, self.place = program, place
+    """Atomics of two ranks meet that are not atomic for each other."""
 
 
 class Pool:
@@ -224,7 +216,6 @@ class Pool:
             self.num_changes += 1
             self._settled[changed] = self._mirror[changed] = self.landed[changed]
             self._last[changed] = 0
-            self.trace.add_host_write(changed, self.landed[changed])
             self.reads.forget(changed)
 
     # --- what programs do ---
@@ -236,7 +227,7 @@ class Pool:
             self.reads.add(author, places, operation.site, is_volatile=is_strong)
         values = self._at_some_time(author, places) if is_strong else self._maybe_old(author, places)
         self._add_pending(author, places, values)
-        operation.read = values
+        operation.values = values
         return values
 
     def _at_some_time(self, author: Author, places: np.ndarray) -> np.ndarray:
@@ -300,7 +291,7 @@ class Pool:
     def store(self, author: Author, operation: Operation, values: np.ndarray, *, passes_caches: bool) -> None:
         """A store of elements: pending from now on. Of equal addresses the last one counts."""
         places = operation.bytes
-        raw = operation.stored = np.ascontiguousarray(values).view(np.uint8).reshape(places.shape)
+        raw = operation.values = np.ascontiguousarray(values).view(np.uint8).reshape(places.shape)
         self.reads.check_store(author, places, operation.site)
         self.pending.append(Pending(places, raw, author.rank, author.number, author.phase, operation, passes_caches))
 
@@ -319,8 +310,6 @@ class Pool:
                 self.land(store, here)
         result = work()
         changed = (self.landed[places] != self._mirror[places]).any(1)
-        if changed.any():
-            operation.stored, operation.landed_at = self.landed[places], operation.number
         self.reads.check_store(author, places[changed], operation.site)
         self._write(places[changed], self.landed[places[changed]], author.rank, author.number, author.phase)
         author.seen.update(zip(places[:, 0].tolist(), self._moment[self._last[places[:, 0]]].tolist()))
@@ -341,7 +330,6 @@ class Pool:
         changed = (values != before).any(1)
         if changed.any():
             self.num_changes += 1
-            operation.stored = values[copies]
             self.pending.append(
                 Pending(
                     places[changed],
@@ -384,7 +372,7 @@ class Pool:
         if last.phase >= max(int(author.view.of(program)[0]), int(author.performed.of(program)[0])):
             where = self.trace.name_of(place)
             text = f"atomics of ranks {last.rank} and {author.rank} at {where}, one of gpu scope"
-            raise MixedScopes(text, last.program, place)
+            raise MixedScopes(text)
 
     def land(self, store: Pending, elements: np.ndarray | None = None) -> None:
         """Let a pending store land, or some of its elements."""
@@ -401,7 +389,6 @@ class Pool:
             store.places, store.values = places[rest], values[rest]
         else:
             self.pending.remove(store)
-        store.operation.landed_at = self.trace.num_operations
         self._land_elements(store, places[~rest], values[~rest])
 
     def _land_elements(self, store: Pending, places: np.ndarray, values: np.ndarray) -> None:

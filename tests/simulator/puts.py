@@ -72,7 +72,7 @@ class Puts:
             self._pool.reads.add(Author(reader, author.rank, author.view), load.bytes, site, is_volatile=False)
             author.view.learn(reader, 1)
         put = self._machine.note("put", targets, size, site)
-        put.stored, places = values, put.bytes
+        put.values, places = values, put.bytes
         self._pool.reads.check_store(author, places, site)
         raised = self._machine.note("put counts", target_counter, 8, site)
 
@@ -93,8 +93,8 @@ class Puts:
         def count() -> np.ndarray:
             value = self._pool.landed[place].view(np.int64) + 1
             self._counted[int(place[0, 0]), int(value.item())] = known
-            raised.stored = value.view(np.uint8)
-            return raised.stored
+            raised.values = value.view(np.uint8)
+            return raised.values
 
         signal = Pending(place, np.empty((1, 8), np.uint8), author.rank, number, 0, raised, passes_caches=True)
         signal.released, signal.value_now = released, count

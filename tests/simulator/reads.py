@@ -25,15 +25,7 @@ BEFORE, PROGRAM, PHASE, TURN, SITE, IS_VOLATILE = range(6)
 
 
 class Overtaken(AssertionError):
-    """A store is not ordered behind a load of what it overwrites.
-
-    Args:
-        text: of the error. program: that loads. place: of a byte of both.
-    """
-
-    def __init__(self, text: str, program: int, place: int) -> None:
-        super().__init__(text)
-        self.program, self.place = program, place
+    """A store is not ordered behind a load of what it overwrites."""
 
 
 class Reads:
@@ -84,10 +76,10 @@ class Reads:
             is_own = loads[PROGRAM] == author.number
             is_late = np.where(is_own, loads[TURN] >= author.turn, (loads[PHASE] >= known) & (loads[IS_VOLATILE] == 0))
             if is_late.any():
-                load, place = loads[:, is_late.argmax()], flat[at > 0][is_late.argmax()]
+                load = loads[:, is_late.argmax()]
                 whose = "the same program" if load[PROGRAM] == author.number else f"program {load[PROGRAM]}"
                 where = list(self._sites)[load[SITE]]
                 text = f"the load at {where} of {whose} is not ordered before the store at {site}"
-                raise Overtaken(text, int(load[PROGRAM]), int(place))
+                raise Overtaken(text)
             at = self._records[BEFORE, at]
         self._last[flat] = 0

@@ -70,18 +70,6 @@ class Conditions:
     halves: bool = False
 
 
-class Failure(NamedTuple):
-    """A task that has raised an error.
-
-    Attributes:
-        task: its name. error: what it raised. number: of the last operation of the run before its end.
-    """
-
-    task: str
-    error: BaseException
-    number: int
-
-
 class Stuck(AssertionError):
     """No task can go on."""
 
@@ -154,7 +142,6 @@ class Scheduler:
         num_operations: by rank.
         struck: when what happens to ranks has happened, by rank.
         dead: ranks that have died. stopped: ranks that stand still, and until when.
-        failures: in the order of their ends.
 
     Args:
         draws: random choices. pool: memory whose stores land when nobody can go on.
@@ -170,7 +157,6 @@ class Scheduler:
         self.struck: dict[int, float] = {}
         self.dead: set[int] = set()
         self.stopped: dict[int, float] = {}
-        self.failures: list[Failure] = []
         self._hub = greenlet.getcurrent()
         self._step_secs = SHORTEST_STEP_SECS
         self._changes = 0
@@ -300,10 +286,8 @@ class Scheduler:
         if task.has_ended:
             if task in self.tasks:
                 self.tasks.remove(task)
-            if task.error is not None and not isinstance(task.error, Killed):
-                self.failures.append(Failure(task.name, task.error, self.pool.trace.num_operations))
-                if not task.is_host:
-                    raise task.error
+            if task.error is not None and not isinstance(task.error, Killed) and not task.is_host:
+                raise task.error
 
     def _land_one(self) -> bool:
         """Let one store land that lands by itself. Returns whether there was one."""
