@@ -108,15 +108,6 @@ def life_of_a_manager(context):
         _ = communicator.all2all_manager
 
 
-def backend_of_the_environment(context):
-    """As an engine's launcher sets it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("EP_A2A_CONFIG", raising=False)
-        patch.setenv("EP_A2A_BACKEND", "naive")
-        with initialised(context, context.world_size) as group:
-            assert group.device_communicator.all2all_manager.backend == "naive"
-
-
 def unknown_backend(context):
     """Refused before any group is made; and again by a communicator whose backend was changed afterwards."""
     with pytest.raises(errors.UnknownNameError, match="Did you mean 'ep_a2a'"):
@@ -171,7 +162,6 @@ def wrong_world(context):
     "body",
     [
         life_of_a_manager,
-        backend_of_the_environment,
         unknown_backend,
         initialise_twice,
         destroy_leaves_no_group,

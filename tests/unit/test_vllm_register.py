@@ -2,8 +2,6 @@
 
 import logging
 import sys
-import tomllib
-from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Literal, get_args
 
@@ -13,7 +11,6 @@ from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations.vllm import plugin as name
 from ep_a2a.integrations.vllm import register, support
 from ep_a2a.log_once import log_once
-from tests.engines.vllm.contract.wheels import ROOT
 
 OTHERS = (
     ["vllm", "serve", "model"],
@@ -131,9 +128,3 @@ def test_without_vllm_nothing_happens(monkeypatch):
     monkeypatch.setattr(sys, "argv", OTHERS[0])
     monkeypatch.setitem(sys.modules, "vllm.config", None)
     register()
-
-
-def test_the_entry_point_is_declared():
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    value = declared["vllm.general_plugins"]["ep_a2a"]
-    assert EntryPoint("ep_a2a", value, "vllm.general_plugins").load() is register
