@@ -1,14 +1,21 @@
-"""Registry of backends by name. A backend is imported when somebody asks for it."""
+"""Registry of backends by name. A backend is imported when somebody asks for it.
+
+The doctor checks names where torch is absent, so this module imports none.
+"""
+
+from __future__ import annotations
 
 import importlib
 import threading
 from collections.abc import Callable
-from typing import Any
-
-from torch.distributed import ProcessGroup
+from typing import TYPE_CHECKING, Any
 
 from ep_a2a.errors import ConfigError, UnknownNameError, did_you_mean, shown
-from ep_a2a.managers.base import All2AllManagerBase
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ep_a2a.managers.base import All2AllManagerBase
 
 Creator = Callable[..., "All2AllManagerBase"]
 """Called as creator(cpu_group, tcp_store_group=...)."""
