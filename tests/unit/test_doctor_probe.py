@@ -137,7 +137,8 @@ def test_commands_that_fail_say_nothing():
 
 def test_the_doctor_runs_without_torch_and_triton():
     """But for the self-test: neither is imported, by whatever module, nor where the name of a backend is looked up."""
-    program = "import sys, ep_a2a.commands.doctor.report, ep_a2a.managers.registry\nfor name in sys.argv[1:]: assert name not in sys.modules"
+    program = "import sys, ep_a2a.commands.doctor.report, ep_a2a.managers.registry\n"
+    program += "for name in sys.argv[1:]: assert name not in sys.modules"
     subprocess.run([sys.executable, "-c", program, "torch", "triton", "numpy"], cwd=ROOT, check=True, timeout=60)
 
 
