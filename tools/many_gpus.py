@@ -51,7 +51,6 @@ PARTS: dict[str, tuple[Command, ...]] = {
         Command("24_sms", 60, f"{BENCH} --ranks {{ranks}} {OURS} --max-sms 24 --output {{rows}}"),
     ),
     "more": (
-        Command("cold", 120, f"{BENCH} --ranks {{ranks}} {OURS} --cold-cache --output {{rows}}"),
         Command("compact", 120, f"{BENCH} --ranks {{ranks}} {OURS} --layout compact --output {{rows}}"),
         Command("expert_major", 120, f"{BENCH} --ranks {{ranks}} {OURS} --layout expert_major --output {{rows}}"),
         Command("fp8", 120, f"{BENCH} --ranks {{ranks}} {OURS} --combine-quant fp8_blockwise --output {{rows}}"),

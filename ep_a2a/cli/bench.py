@@ -15,7 +15,6 @@ CONTENDER_NAMES = (
 )
 RANKS = "Processes; more than GPUs share them. Default: one per GPU, 2 on CPU, torchrun's."
 MAX_SMS = "Bounds on each rank's multiprocessors (CTAs), such as 8,16, within its share; 0 = none."
-COLD_CACHE = "Time round trips behind a flushed L2, too; always where ranks share."
 ITERATIONS = "Timed runs; default: 50, of layers 10 in each round, on CPU 2 and 1."
 LAYER = "Time whole MoE layers with fp8 experts over ep_a2a, flashinfer, nccl_agrs."
 MICRO_BATCHES = (
@@ -38,7 +37,6 @@ def bench(
     layout: Annotated[Any, opt.names("compact (default), rank_major (of layers), expert_major.")] = None,
     routing: Annotated[Any, opt.names("uniform, zipf, all_to_one, ...: names in ep_a2a.routing.")] = "uniform",
     max_sms: Annotated[Any, opt.numbers(MAX_SMS)] = "0",
-    cold_cache: Annotated[bool, typer.Option("--cold-cache", help=COLD_CACHE)] = False,
     gpus_per_node: Annotated[Any, opt.numbers("Cut virtual nodes of so many ranks; 0 = one node.")] = "0",
     contenders: Annotated[Any, opt.names(f"Default: all that make sense. Names: {CONTENDER_NAMES}.")] = None,
     iterations: Annotated[int | None, opt.number(ITERATIONS, opt.MOST_ITERATIONS)] = None,

@@ -218,7 +218,7 @@ SMALL = ("bench", "--device", "cpu", "--ranks", "2", *SHAPE.split())
 
 def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "result.jsonl"
-    measured = ["--contenders", "reference_push,nccl_agrs,deepep", "--iterations", "2", "--cold-cache"]
+    measured = ["--contenders", "reference_push,nccl_agrs,deepep", "--iterations", "2"]
     printed = succeeded(run_cli(*SMALL, *measured, f"--output={path}"))
     assert printed.startswith("Right: 4 of 4 results on 2 CPU processes.")
     assert printed.count("functional check") == 1
@@ -231,7 +231,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
         for tokens in (1, 2)
         for name, status in (("reference_push", "ok"), ("nccl_agrs", "ok"), ("deepep", "unavailable"))
     ]
-    # asked for, but there is no such time on CPU
+    # there is no such time on CPU
     assert [row.get("round_trip_cold_us", "absent") for row in rows] == [None, None, "absent"] * 2
     # ratios of CPU times would say nothing about GPUs
     assert not any({"dispatch_gb_per_s", "dispatch_fraction_of_limit"} & set(row) for row in rows)

@@ -95,9 +95,7 @@ def run(options: SimpleNamespace) -> bool:
 
 def refuse_combinations(options: SimpleNamespace) -> None:
     """Raises ConfigError where options exclude each other."""
-    if options.layer:
-        refuse({"cold_cache": options.cold_cache or None}, "with --layer, whose layers flush the L2", "Leave it out.")
-    else:
+    if not options.layer:
         refuse({name: getattr(options, name) or None for name in LAYER_OPTIONS}, "without --layer", "Say --layer, too.")
     if options.micro_batches:
         refused = {"contenders": options.contenders, "uneven": options.uneven or None}
@@ -138,9 +136,7 @@ def sweep_of(options: SimpleNamespace, device: str, runner: Runner) -> Sweep:
         values |= {"intermediate": options.intermediate, "uneven": (options.uneven,)}
     workloads = make_workloads(values)
     num_warmups, num_in_a_row = (0, 1) if device == "cpu" else (2, 4) if options.layer else (20, 10)
-    settings = TimingSettings(
-        num_warmups, options.iterations, num_in_a_row, cold_cache=options.cold_cache, num_rounds=options.rounds
-    )
+    settings = TimingSettings(num_warmups, options.iterations, num_in_a_row, num_rounds=options.rounds)
     return Sweep(device, workloads, options.contenders, settings)
 
 

@@ -43,8 +43,6 @@ class TimingSettings:
         num_runs: timed runs.
         num_round_trips: round trips, or layers, in one CUDA graph (on CPU: between two readings of the clock).
         num_host_calls: eager calls over which host time is averaged; none on CPU.
-        cold_cache: whether single round trips behind a flush of the L2 are timed, too, on GPUs. Where ranks share a
-            GPU they always are.
         num_rounds: times that all contenders of a workload are measured in turn.
     """
 
@@ -52,7 +50,6 @@ class TimingSettings:
     num_runs: int = 50
     num_round_trips: int = 10
     num_host_calls: int = 200
-    cold_cache: bool = False
     num_rounds: int = 1
 
 
@@ -132,7 +129,6 @@ class Timer:
         # Graphs that are replayed one after another need the memory of the largest only.
         self._pool = torch.cuda.graph_pool_handle() if self._clock.on_gpu else None
         self._rendezvous = Rendezvous(context.group)
-        self._is_cold = self._clock.on_gpu and (settings.cold_cache or context.ranks_per_gpu > 1)
 
     def median_us(self, call: Callable[[], Any]) -> float:
         """Returns microseconds of one of `num_round_trips` calls in a row: medians of each rank, the slowest rank."""
@@ -151,7 +147,7 @@ class Timer:
 
         Returns:
             `dispatch_us` and `combine_us` behind a barrier, whose skew is in them; `round_trip_us`; the same with
-            `_p99_us`; `round_trip_cold_us` with nothing in the L2, None where it was not asked for, and on CPU;
+            `_p99_us`; `round_trip_cold_us` with nothing in the L2, None on CPU;
             `pair_period_us` of PAIRS_IN_A_ROW round trips behind as many others, the median of the ranks, None on CPU;
             `in_graph`; on GPUs `dispatch_host_us` and `combine_host_us`, which an eager call keeps the host busy.
         """
@@ -164,9 +160,8 @@ class Timer:
         times_us = {"dispatch": dispatch_us, "combine": combine_us}
         times_us["round_trip"] = time_calls(round_trip, clock, settings)
         found: dict[str, Any] = {"round_trip_cold_us": None, "pair_period_us": None, "in_graph": clock.on_gpu}
-        if self._is_cold:
-            found["round_trip_cold_us"] = self._over_ranks(time_calls(round_trip, clock, settings, flushes=True))[0]
         if clock.on_gpu:
+            found["round_trip_cold_us"] = self._over_ranks(time_calls(round_trip, clock, settings, flushes=True))[0]
             # Ranks that share cores slow each other down here, as they do in an engine.
             own = time_on_host(dispatch, combine, clock, settings.num_host_calls)
             slowest = map(max, zip(*self._rendezvous.exchange("host time", own)))
