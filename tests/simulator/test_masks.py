@@ -40,6 +40,7 @@ LANDINGS = ("newest", "oldest", "random")
 LATEST_SECS = 1.0
 """From a death on, after which any look notices it: waits end."""
 MOST_LOOKS, NUM_SEEDS, NUM_QUICK_SEEDS = 16, 20, 1
+PARTS = 8
 
 
 class Run:
@@ -132,13 +133,14 @@ def deaths(path: str) -> list[int]:
     return [begin + 1, *(post + 1 for post in run.posts if begin < post <= end)]
 
 
-@pytest.mark.parametrize("each", [6, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("part", ["quick", *(pytest.param(part, marks=pytest.mark.full) for part in range(PARTS))])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_survivor_notices_a_death_at_any_look(path: str, each: int) -> None:
-    """A part of the deaths takes one look each."""
-    for number, operation in enumerate(deaths(path)[::each]):
-        for look in itertools.count(0) if each == 1 else (number,):
-            landing = LANDINGS[(number + look) % len(LANDINGS)]
+def test_a_survivor_notices_a_death_at_any_look(path: str, part: int | str) -> None:
+    """Every PARTS-th death; the quick part takes one look of each."""
+    is_quick = part == "quick"
+    for turn, operation in enumerate(deaths(path)[0 if is_quick else int(part) :: PARTS]):
+        for look in (turn,) if is_quick else itertools.count(0):
+            landing = LANDINGS[(turn + look) % len(LANDINGS)]
             run = Run(2, path, (look, 0), faults=(Fault(VICTIM, operation),), landing=landing)
             if not run.noticed:
                 # the mask came before this look: in a wait that would not end, or not at all
