@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, address_at, full_like, reduce_max, reduce_sum
-from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, weights_at
+from ep_a2a.kernels.primitives import address, address_at, full_like, pick
+from ep_a2a.kernels.routing_kernels import destinations_of, ids_at, ranks_in_turn, weights_at
 from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
 
 # Places whose addresses a program picks from a vector before it sends words to any of them.
@@ -59,15 +59,15 @@ def targets_of(op, region: tl.constexpr, peers, rows, WIDTH: tl.constexpr, DTYPE
 
 @portable
 def places_of(step, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr):
-    """Return Places. peers, rows: from rows_of_token."""
+    """Return Places. peers, rows: from destinations_of."""
     op = step.op
     return Places(
         peers,
         (rows >= 0) & (rows < step.row_limit),
         targets_of(op, Region.TOKENS, peers, rows, ROW.ROW_WORDS, tl.int32),
-        targets_of(op, Region.SCALES, peers, rows, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE),
-        targets_of(op, Region.WEIGHTS, peers, rows, op.TOPK, tl.int32),
-        targets_of(op, Region.INDICES, peers, rows, op.TOPK, tl.int32),
+        targets_of(op, Region.SCALES, peers[:, None], rows[:, None], LINE.SCALE_WIDTH, LINE.SCALE_DTYPE),
+        targets_of(op, Region.WEIGHTS, peers[:, None], rows[:, None], op.TOPK, tl.int32),
+        targets_of(op, Region.INDICES, peers[:, None], rows[:, None], op.TOPK, tl.int32),
         targets_of(op, Region.SOURCE_POSITIONS, peers, rows, 1, tl.int32),
     )
 
@@ -82,9 +82,7 @@ def send_words(words, first_word, places, ROW: tl.constexpr):
     for first_place in range(0, num_places, picked):
         starts = ()
         for each in tl.static_range(picked):
-            # not `pick`: its sum takes three times the instructions
-            place = full_like(tl.arange(0, 1), first_place + each)
-            starts = starts + (reduce_sum(tl.gather(targets, place, 0), 0),)
+            starts = starts + (pick(targets, first_place + each),)
         for each in tl.static_range(picked):
             if starts[each] != 0:
                 line = tl.multiple_of(starts[each].to(tl.pointer_type(tl.int32)), 16)
@@ -98,39 +96,19 @@ def send_beside(beside, scales, position, places, op, LINE: tl.constexpr, FORM: 
     goes, peers, ids = places.goes[:, None], places.peers[:, None], beside.ids[None, :]
     if LINE.SCALE_WIDTH > 0:
         scales = scales.to(LINE.SCALE_DTYPE)[None, :]
-        tl.store(places.scales[:, None] + lanes, scales, mask=goes & (lanes < LINE.SCALE_WIDTH))
+        tl.store(places.scales + lanes, scales, mask=goes & (lanes < LINE.SCALE_WIDTH))
     if FORM.HAS_WEIGHTS:
         weights = weights_at(beside.weights[None, :], ids, peers, op)
-        tl.store(places.weights[:, None] + choices, weights, mask=goes & (choices < op.TOPK))
-    tl.store(places.ids[:, None] + choices, ids_at(ids, peers, op), mask=goes & (choices < op.TOPK))
+        tl.store(places.weights + choices, weights, mask=goes & (choices < op.TOPK))
+    tl.store(places.ids + choices, ids_at(ids, peers, op), mask=goes & (choices < op.TOPK))
     tl.store(places.positions, full_like(places.peers, position), mask=places.goes)
-
-
-@portable
-def rows_of_token(token_ids, index, bases, op, OWNERS: tl.constexpr, masked):
-    """Find where a token goes.
-
-    Args:
-        index, bases: [WORLD_LANES], of ranks that follow each other from this one on. masked: from masked_of.
-
-    Returns:
-        (ranks, its row there or -1), vectors with a place for each of the most ranks that it may go to; and 1 for the
-        ranks that it goes to, in the order of `index`.
-    """
-    peers, goes = destinations_of(token_ids, op, OWNERS, masked)
-    sent, rows = goes.to(tl.int32), bases + index
-    if op.WORLD_SIZE > op.TOPK:
-        distances = tl.where(peers >= op.rank, peers - op.rank, peers - op.rank + op.WORLD_SIZE)
-        there = (distances[:, None] == tl.arange(0, op.WORLD_LANES)[None, :]) & goes[:, None]
-        sent, rows = reduce_max(there.to(tl.int32), 0), tl.gather(rows, distances, 0)
-    return peers, tl.where(goes, rows, -1), sent
 
 
 @portable
 def send_token(
     given, step, token, last, tiles, beside, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr
 ):
-    """Send a token. tiles: of its row, from load_row. beside: Beside. peers, rows: from rows_of_token.
+    """Send a token. tiles: of its row, from load_row. beside: Beside. peers, rows: from destinations_of.
 
     Returns:
         (tiles, Beside) of the next token.
@@ -168,14 +146,13 @@ def send_one_by_one(
     sent_ids = address(op, Region.SENT_INDICES, tl.int32)
     routes = address(op, Region.ROUTES, tl.int32)
     lanes, choices = tl.arange(0, op.WORLD_LANES), tl.arange(0, op.TOPK_LANES)
-    # beginning elsewhere on each rank spreads the load over the links
-    ranks = (op.rank + lanes) % op.WORLD_SIZE
+    ranks = ranks_in_turn(op)
     index = tl.gather(index, ranks, 0)
     if op.COMPACT:
         bases = tl.gather(bases, ranks, 0)
     for token in range(first, last):
         token_ids, number = beside.ids, tl.cast(token, tl.int64)
-        peers, rows, sent = rows_of_token(token_ids, index, bases, op, OWNERS, masked)
+        peers, rows, sent = destinations_of(token_ids, bases + index, op, OWNERS, masked)
         tiles, beside = send_token(given, step, token, last, tiles, beside, peers, rows, ROW, LINE, FORM)
         tl.store(routes + number * op.WORLD_SIZE + ranks, tl.where(sent > 0, index, -1), mask=lanes < op.WORLD_SIZE)
         tl.store(sent_ids + number * op.TOPK + choices, token_ids, mask=choices < op.TOPK)

@@ -66,8 +66,9 @@ def targets_of(step, token, going, poison, masked, OWNERS: tl.constexpr, ROW: tl
     op = step.op
     side_words: tl.constexpr = LL.SCALE_WORDS + 2 * op.TOPK + 1
     own_region: tl.constexpr = Region.LOW_LATENCY_ROWS if op.COMPACT else Region.TOKENS
-    peers, goes = destinations_of(token.ids, op, OWNERS, masked)
-    goes = goes & (full_like(peers, poison) == 0)
+    found_poison = full_like(tl.arange(0, op.WORLD_LANES), poison)
+    peers, found_poison, _ = destinations_of(token.ids, found_poison, op, OWNERS, masked)
+    goes = found_poison == 0
     is_own = peers == op.rank
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
     regions = tl.where(is_own, own_region, Region.LOW_LATENCY_ROWS)

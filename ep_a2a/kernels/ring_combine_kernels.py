@@ -245,9 +245,9 @@ def return_turn(op, channel, to_send, sent, sent_before, R: tl.constexpr, A: tl.
     for step in range(R.NODES):
         peer = (op.rank // R.GPUS + step) % R.NODES
         here = nodes == peer
-        count = prim.pick(sent, peer, R.NODE_LANES)
-        if count < prim.pick(to_send, peer, R.NODE_LANES):
-            before = prim.pick(sent_before, peer, R.NODE_LANES)
+        count = prim.pick(sent, peer)
+        if count < prim.pick(to_send, peer):
+            before = prim.pick(sent_before, peer)
             gone = return_chunk(op, channel, peer, count, before, R, A)
             sent += (here & gone).to(tl.int32)
             moved += gone.to(tl.int32)
@@ -267,7 +267,7 @@ def return_channel(out, bias_0, bias_1, forwarded, channel, poison, R: tl.conste
     op = out.op
     nodes = tl.arange(0, R.NODE_LANES)
     sent_before, taken_before = ring.load_channel(op, channel, R)
-    before_all = prim.pick(taken_before, 0, R.NODE_LANES)
+    before_all = prim.pick(taken_before, 0)
     num_own = ring.num_own_chunks(out.num_tokens, channel, R)
     to_send = tl.load(forwarded + channel * R.NODES + nodes, mask=nodes < R.NODES, other=0)
     sent = prim.full_like(nodes, 0)

@@ -71,8 +71,8 @@ def send_turn(
     Returns:
         (sent, unsent, moved), brought up to date.
     """
-    if pick(unsent, peer, R.NODE_LANES) > 0:
-        count, before = pick(sent, peer, R.NODE_LANES), pick(sent_before, peer, R.NODE_LANES)
+    if pick(unsent, peer) > 0:
+        count, before = pick(sent, peer), pick(sent_before, peer)
         gone = send_chunk(source, op, channel, peer, count, before, num_own, R, ROW, LINE)
         sent += (here & gone).to(tl.int32)
         unsent = tl.where(here & gone & (count + 1 == num_own), 0, unsent)
@@ -95,8 +95,8 @@ def forward_turn(
     Returns:
         (taken, unfinished, moved), brought up to date.
     """
-    if pick(unfinished, peer, R.NODE_LANES) > 0:
-        count, before = pick(taken, peer, R.NODE_LANES), pick(taken_before, peer, R.NODE_LANES)
+    if pick(unfinished, peer) > 0:
+        count, before = pick(taken, peer), pick(taken_before, peer)
         gone, ended = forward_chunk(op, channel, peer, count, before, places, R, ROW, LINE)
         taken += (here & gone).to(tl.int32)
         unfinished = tl.where(here & ended, 0, unfinished)

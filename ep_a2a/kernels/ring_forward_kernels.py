@@ -53,7 +53,7 @@ def rows_of_line(line, bases, first_rank, row_limit, op, R: tl.constexpr, LINE: 
     rows = ()
     for local in tl.static_range(R.GPUS):
         index = tl.load(ring.words_at(line, LINE.ROWS_AT + local, tl.int32))
-        row = pick(bases, first_rank + local, op.WORLD_LANES) + index
+        row = pick(bases, first_rank + local) + index
         rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
     return rows
 

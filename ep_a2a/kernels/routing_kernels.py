@@ -1,11 +1,17 @@
 """Device helpers that turn expert ids into destination ranks and row numbers."""
 
+from typing import Any
+
 import triton.language as tl
 
+from ep_a2a.config.op_config import MAX_TOPK
 from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.target import volatile_load
+from ep_a2a.kernels.target import on_amd, volatile_load
+
+# A token has so many experts at most; ids and bits of them fit into 32 bits.
+MAX_SLOTS = tl.constexpr(MAX_TOPK)
 
 
 @portable
@@ -67,29 +73,75 @@ def either(left, right):
 
 
 @portable
-def destinations_of(token_ids, op, OWNERS: tl.constexpr, masked):
-    """Return (ranks, whether a token goes there): vectors with a place for each of the most ranks it may go to.
+def first_slots(owners, op, masked):
+    """Return by rank [WORLD_LANES] the first of a token's slots whose expert it owns; MAX_SLOTS and more for none.
 
-    The ranks follow each other from this one on, which spreads the load over the links. Where they are more than a
-    token has experts, there is a place for each expert. masked: from masked_of.
+    Slot by slot, each in a register of all threads: of a tile of slots and ranks, whose code would grow with the ranks,
+    warps would exchange parts. owners: from owner_of. masked: from masked_of.
+    """
+    ranks = tl.arange(0, op.WORLD_LANES)
+    keys = owners * MAX_SLOTS + tl.arange(0, op.TOPK_LANES)
+    first = prim.full_like(ranks, -1).to(tl.uint32, bitcast=True)
+    for slot in tl.static_range(op.TOPK):
+        # how far a slot lies behind the first one that the rank could own, as if unsigned: far where another owns it
+        first = tl.minimum(first, (prim.pick(keys, slot) - ranks * MAX_SLOTS).to(tl.uint32, bitcast=True))
+    if op.MASKS:
+        first = tl.where(prim.is_live(masked, ranks), first, MAX_SLOTS)
+    return first
+
+
+def _itself(values: Any) -> Any:
+    return values
+
+
+@portable(interpreted=_itself)
+def computed_once(values):
+    """Return `values`, int64. The compiler would compute them anew for each arrangement of threads that reads them."""
+    if not on_amd():
+        values = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [values], dtype=tl.int64, is_pure=False, pack=1)
+    return values
+
+
+@portable
+def ranks_in_turn(op):
+    """Return the ranks [WORLD_LANES] in the order in which what is known of each is kept while tokens are sent.
+
+    Where rows are sent in this order, it begins with this rank, which spreads the load over the links.
+    """
+    ranks = tl.arange(0, op.WORLD_LANES)
+    if op.WORLD_SIZE <= op.TOPK:
+        ranks = (op.rank + ranks) % op.WORLD_SIZE
+    return ranks
+
+
+@portable
+def destinations_of(token_ids, rows, op, OWNERS: tl.constexpr, masked):
+    """Find where a token goes. Where ranks are more than a token has experts, there is a place for each expert.
+
+    Args:
+        rows: of ranks_in_turn, the row of a token that goes there. masked: from masked_of.
+
+    Returns:
+        (ranks, its row there or -1), vectors with a place for each of the most ranks that it may go to; and 1 for the
+        ranks that it goes to, of ranks_in_turn.
     """
     owners = owner_of(token_ids, OWNERS)
     if op.WORLD_SIZE <= op.TOPK:
-        lanes = tl.arange(0, op.WORLD_LANES)
-        peers = (op.rank + lanes) % op.WORLD_SIZE
+        peers = ranks_in_turn(op)
         distances = tl.where(owners >= 0, owners - op.rank + op.WORLD_SIZE, 0) % op.WORLD_SIZE
-        # TOPK is 32 at most
         bits = tl.reduce(tl.where(owners >= 0, prim.full_like(owners, 1) << distances, 0), 0, either)
-        goes = ((bits >> lanes) & 1) > 0
+        goes = ((bits >> tl.arange(0, op.WORLD_LANES)) & 1) > 0
+        if op.MASKS:
+            goes = goes & prim.is_live(masked, peers)
+        sent, rows = goes.to(tl.int32), tl.where(goes, rows, -1)
     else:
-        slots = tl.arange(0, op.TOPK_LANES)
         # one row for several experts of a rank: the first of them counts
-        earlier = (slots[None, :] < slots[:, None]) & (owners[None, :] == owners[:, None])
-        goes = (owners >= 0) & (prim.reduce_max(earlier.to(tl.int32), 1) == 0)
-        peers = tl.where(goes, owners, op.rank)
-    if op.MASKS:
-        goes = goes & prim.is_live(masked, peers)
-    return peers, goes
+        first, peers = first_slots(owners, op, masked), tl.maximum(owners, 0)
+        found = tl.gather(prim.flagged(rows, first), peers, 0)
+        goes = prim.epoch_of(found) == tl.arange(0, op.TOPK_LANES)
+        found = computed_once(prim.flagged(tl.where(goes, prim.payload_of(found), -1), peers))
+        sent, peers, rows = (first < MAX_SLOTS).to(tl.int32), prim.epoch_of(found), prim.payload_of(found)
+    return peers, rows, sent
 
 
 @portable

@@ -14,6 +14,7 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.routing_kernels import (
     count_by_rank,
     destinations_of,
+    ranks_in_turn,
     ranks_of_tokens,
     rows_before_token,
     rows_of_programs_before,
@@ -82,15 +83,18 @@ def find_rows(ids, table, first_rows, row_limit, rank, num_tokens, out, SHAPE: t
     own_counts = count_by_rank(ids, first, last, op, OWNERS, 8)
     told = rows_of_programs_before(op, 9, own_counts, program, 1)
     going = ranks_of_tokens(ids, num_tokens, op, OWNERS, 64)
+    in_turn = ranks_in_turn(op)
+    alone = tl.gather(alone, in_turn, 0)
     for token in range(first, last):
         token_ids = tl.load(ids + token * SHAPE.TOPK + at, mask=at < SHAPE.TOPK, other=-1)
-        peers, goes = destinations_of(token_ids, op, OWNERS, 0)
-        few = tl.load(first_rows + peers) + rows_before_token(going, token, peers, 64)
-        for way, rows in enumerate((tl.gather(bases + alone, peers, 0), tl.gather(bases + told, peers, 0), few)):
+        peers, by_all, sent = destinations_of(token_ids, tl.gather(bases, in_turn, 0) + alone, op, OWNERS, 0)
+        _, by_told, _ = destinations_of(token_ids, tl.gather(bases + told, in_turn, 0), op, OWNERS, 0)
+        few = tl.where(by_all >= 0, tl.load(first_rows + peers) + rows_before_token(going, token, peers, 64), -1)
+        for way, rows in enumerate((by_all, by_told, few)):
             line = out + (way * num_tokens + token) * world_size
             tl.store(line + ranks, ranks * 0 - 1, mask=ranks < world_size)
-            tl.store(line + (peers - rank + world_size) % world_size, rows, mask=goes & (rows < row_limit))
-        alone += rows_before_token(going, token + 1, ranks, 64) - rows_before_token(going, token, ranks, 64)
+            tl.store(line + (peers - rank + world_size) % world_size, rows, mask=(rows >= 0) & (rows < row_limit))
+        alone += sent
         told += count_by_rank(ids, token, token + 1, op, OWNERS, 8)
 
 

@@ -90,7 +90,7 @@ def test_ways_through_a_loop_are_counted_apart():
 def test_a_loop_belongs_to_the_function_around_it_and_loads_addresses():
     primitives, kernel = order.KERNELS / "primitives.py", order.KERNELS / "routing_kernels.py"
     load = min(lines_that_load_addresses(primitives))
-    call = kernel.read_text().splitlines().index("    return peers, goes")
+    call = kernel.read_text().splitlines().index("    return peers, rows, sent")
     around = f'//## File "{kernel}", line {call}'
     listing = [".L_x_0:", f'//## File "{primitives}", line {load}', around, "/*0010*/ LDG.E.64 R2, [R4] ;"]
     listing += [around, "/*0020*/ @P0 BRA `(.L_x_0) ;", "/*0030*/ EXIT ;"]
