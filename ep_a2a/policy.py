@@ -304,7 +304,7 @@ def _widened(
     if phase is not Phase.COMBINE:
         return wish
     casts = config.combine_quant != QuantType.NONE
-    wish = _by_rows(wish, WIDE_CASTER_ROWS if casts else WIDE_ROWS)
+    wish = _by_rows(wish, config, WIDE_CASTER_ROWS if casts else WIDE_ROWS)
     row_ns, sent_ns, added_ns = _combine_ns(config, num_tokens, step_tokens)
     row_wire_ns = config.hidden_dim * config.combine_wire_dtype.itemsize / WIRE_BYTES_PER_NS
     programs = max(FLAG_PROGRAMS[phase] + 2, max_sms)
@@ -323,15 +323,16 @@ def _by_all(wish: Launch) -> Launch:
     return replace(wish, num_senders=wish.num_programs, num_receivers=0)
 
 
-def _by_rows(wish: Launch, send_rows: int) -> Launch:
-    """Returns the wish for a combine with programs that send `send_rows` whole rows at once, and add whole rows."""
+def _row_elements(config: EpDispatchCombineConfig) -> int:
+    """Returns the elements of a row that a program moves at once; half as many of float32, for want of registers."""
+    return SEND_ROW_ELEMENTS * 2 // config.combined_dtype.itemsize
+
+
+def _by_rows(wish: Launch, config: EpDispatchCombineConfig, send_rows: int) -> Launch:
+    """Returns the wish for a combine with programs that send `send_rows` rows at once, and add whole rows."""
+    elements = _row_elements(config)
     return replace(
-        wish,
-        num_warps=WIDE_WARPS,
-        send_elements=SEND_ROW_ELEMENTS,
-        send_rows=send_rows,
-        add_elements=SEND_ROW_ELEMENTS,
-        read_ahead=True,
+        wish, num_warps=WIDE_WARPS, send_elements=elements, send_rows=send_rows, add_elements=elements, read_ahead=True
     )
 
 
@@ -386,7 +387,7 @@ def _default(
             return _with_wide_casters(wish, config, num_tokens)
         return replace(wish, num_senders=BULK_CASTERS, send_elements=CASTER_ELEMENTS)
     bulk_senders = min(BULK_SENDERS_PER_RANK * config.world_size, MOST_BULK_SENDERS)
-    return replace(wish, num_senders=bulk_senders, send_elements=SEND_ROW_ELEMENTS)
+    return replace(wish, num_senders=bulk_senders, send_elements=_row_elements(config))
 
 
 def many_cast_tokens(config: EpDispatchCombineConfig) -> int:
@@ -397,10 +398,10 @@ def many_cast_tokens(config: EpDispatchCombineConfig) -> int:
 def _with_wide_casters(wish: Launch, config: EpDispatchCombineConfig, num_tokens: int) -> Launch:
     """Returns the wish for a combine of many rows that are cast, with all multiprocessors."""
     senders = math.ceil(WIDE_CASTERS * config.world_size / max(1, config.world_size - 1))
-    receivers = max(1, num_tokens * -(-config.hidden_dim // SEND_ROW_ELEMENTS))
+    receivers = max(1, num_tokens * -(-config.hidden_dim // _row_elements(config)))
     num_programs = FLAG_PROGRAMS[Phase.COMBINE] + senders + receivers
     wish = replace(wish, num_programs=num_programs, num_senders=senders, num_receivers=receivers)
-    return _by_rows(wish, WIDE_CASTER_ROWS)
+    return _by_rows(wish, config, WIDE_CASTER_ROWS)
 
 
 def adds_arrived(config: EpDispatchCombineConfig) -> bool:

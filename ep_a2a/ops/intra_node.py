@@ -70,10 +70,14 @@ since the combine may start before that has ended. The dispatch's program holds 
 have 64 each and 384 have 80. With these the compiler puts nothing on the stack (Triton 3.6, compute capability 9.0).
 
 A key is the largest product of ranks and bytes of an element for which its value holds: 4 for 2 ranks with bf16, 8 for
-4 ranks. With larger products so few registers would not do without the stack, and no room is asked for.
+4 ranks. Where ranks may be masked, which takes registers, twice the product counts. With larger products so few
+registers would not do without the stack, and no room is asked for.
 
 A round trip of 32 tokens on 2 H200s took 9.2 µs when a thread had 56 registers, 9.7 after changes that gave it 72 (27
 November), and 9.6 with 64 (another call, 28 November). 4 ranks were not timed with other numbers."""
+FLOAT32_THREADS = 512
+"""Threads of a combine of float32 that must fit on a multiprocessor. With registers for as many as of other dtypes the
+compiler would put up to 88 bytes of a thread on the stack (8 ranks, Triton 3.9, compute capability 9.0)."""
 LOOK_BACK_LANES, SHARED_LOOK_BACK_LANES = 2048, 512
 """Words that a program reads at once to learn how many rows the programs before it send: 8 for each of 256 threads.
 And where it shares a multiprocessor with a product: 4 for each of 128. Other numbers were not timed."""
@@ -257,7 +261,7 @@ def combine_launch(
             "FORM": kernels.form(stages, has_weights=form.has_weights),
         },
         num_warps,
-        max_registers=_combine_registers(launch, config.world_size * config.combined_dtype.itemsize),
+        max_registers=_combine_registers(launch, config),
         shares_sm=launch.shares_sm,
     )
     fitted = fitted_launch(kernels, launch, Phase.COMBINE, row.kernel)
@@ -266,23 +270,23 @@ def combine_launch(
     return row._replace(numbers=numbers, num_programs=_num_programs(fitted, Phase.COMBINE, stages))
 
 
-def _combine_registers(launch: Launch, element_bytes: int) -> int:
+def _combine_registers(launch: Launch, config: EpDispatchCombineConfig) -> int:
     """The most registers per thread with which as many programs fit as the policy asks for.
 
     Left to itself the compiler spills some in order to fit one program more. Programs of few tokens find some room
     beside those of their dispatch, of which one holds half of a multiprocessor's registers.
 
     Args:
-        launch: of the combine.
-        element_bytes: of an element of a sum, times the ranks.
+        launch: of the combine. config: the op's.
     """
     if launch.shares_sm:
         return SHARED_REGISTERS
     threads = 32 * launch.num_warps
-    num_programs = max(1, THREADS_PER_SM[Phase.COMBINE] // threads)
-    registers = REGISTERS_PER_SM // (num_programs * threads)
+    most_threads = FLOAT32_THREADS if config.combined_dtype.itemsize > 2 else THREADS_PER_SM[Phase.COMBINE]
+    registers = REGISTERS_PER_SM // (max(1, most_threads // threads) * threads)
     if launch.send_elements == BLOCK_ELEMENTS and not launch.read_ahead:
-        beside = next((room for most, room in THREADS_BESIDE_DISPATCH.items() if element_bytes <= most), 1)
+        taken = config.world_size * config.combined_dtype.itemsize * (2 if config.masks else 1)
+        beside = next((room for most, room in THREADS_BESIDE_DISPATCH.items() if taken <= most), 1)
         registers = min(registers, REGISTERS_PER_SM // LL_PROGRAMS_PER_SM // beside)
     return registers // REGISTER_GRANULARITY * REGISTER_GRANULARITY
 

@@ -198,6 +198,24 @@ def test_sparse_polls_read_as_the_others_do():
     assert whole == sparse > 0
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data_type": torch.float32},
+        {"data_type": torch.float32, "max_sms": 16},
+        {"data_type": torch.float32, "max_sms": 33, "on_rank_loss": "mask", "layout": "rank_major"},
+        {"world_size": 4, "on_rank_loss": "mask", "layout": "rank_major", "compiled_calls": "serving"},
+    ],
+    ids=["float32", "float32-arrived", "float32-marked-masks", "masks"],
+)
+def test_a_combine_puts_nothing_on_the_stack(changes, tmp_path):
+    combines = [variant for variant in variants_of(config_of(**changes)) if kind_of(variant) == "combine"]
+    assert combines
+    for variant in combines:
+        assert resources(compile_kernel(variant)["cubin"], tmp_path)["STACK"] == 0
+
+
 @pytest.mark.parametrize(("world_size", "num_beside"), [(2, 4), (4, 3)])
 def test_registers_leave_room_for_as_many_programs_as_launches_ask_for(world_size, num_beside):
     """A program of a low-latency dispatch leaves half of a multiprocessor; a spread combine fits into the other."""
