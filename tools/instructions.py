@@ -59,9 +59,10 @@ BOUNDS = PROJECT / "tests" / "instruction_bounds.toml"
 WORLD_SIZES = (2, 4, 8, 16, 64)
 BASE_RANKS = 8
 """Ranks with which more ranks are compared."""
-FEW_SMS = 16
-"""The bound on multiprocessors of variants whose name has `few`. Those of `wide` have programs as wide without it, and
-those of `shared` run beside products."""
+FEW_SMS, MARKED_SMS = 16, 33
+"""The bounds on multiprocessors of variants whose name has `few`, and of those of combine whose name has `marked`: with
+the second, rows announce themselves. Those of `wide` have programs as wide without a bound, and those of `shared` run
+beside products."""
 MARKS = {"COUNTS_ALONE": "alone", "SPARSE_POLLS": "sparse"}
 """Constants that tell variants of a kernel apart, and how names have them."""
 FORMS = (
@@ -144,17 +145,19 @@ def listing_of(cubin: bytes) -> str:
 
 def variants(world_size: int) -> Iterator[tuple[str, CompiledKernel]]:
     """(name, variant) of the kernels of an op inside a node, layout rank_major, DeepSeek-V3's shape."""
-    for max_sms, shares_sm in ((0, False), (FEW_SMS, False), (0, True)):
+    for max_sms, shares_sm in ((0, False), (FEW_SMS, False), (MARKED_SMS, False), (0, True)):
         for form, changes, roles in FORMS:
             engine = compare_ptx.kernels_of(world_size, layout="rank_major", max_sms=max_sms, **changes)
             engine.kernels.shares_sm = shares_sm
             for variant in engine.compiled_kernels():
                 kernel = variant.kernel.__name__.removesuffix("_kernel")
+                if max_sms == MARKED_SMS and kernel != "combine":
+                    continue
                 if kernel.endswith(roles) and variant.shares_sm == shares_sm:
                     constants = variant.named_constants
                     marks = [mark for name, mark in MARKS.items() if constants.get(name)]
                     if max_sms:
-                        marks = ["few", *marks]
+                        marks = ["few" if max_sms == FEW_SMS else "marked", *marks]
                     elif shares_sm:
                         marks = ["shared", *marks]
                     elif constants.get("READ_AHEAD"):
