@@ -3,21 +3,27 @@
 `ep_a2a.shmem`, below, takes and returns tensors.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_a2a import shmem
 from ep_a2a.compat.parameters import refusals, refused, remedy_of, take_mori_variables, warn_once
-from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.config import EpDispatchCombineKernelType as KernelType
 from ep_a2a.errors import InputError, UnsupportedError, max_tokens_named
-from ep_a2a.memory.arena import Arena
 from ep_a2a.ops.factory import OpFactory
-from ep_a2a.ops.op import EpDispatchCombineOp
 from ep_a2a.shmem import shmem_barrier_all, shmem_mype, shmem_npes
 from ep_a2a.topology import Topology, TopologyReport, classify, gather_report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ep_a2a.config import EpDispatchCombineConfig
+    from ep_a2a.memory.arena import Arena
+    from ep_a2a.ops.op import EpDispatchCombineOp
 
 __all__ = [
     "MORI_SHMEM_INIT_WITH_MPI_COMM",
