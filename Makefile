@@ -47,7 +47,7 @@ mutants: $(VENV)/.test-installed
 
 seeds: $(VENV)/.test-installed
 	EP_A2A_TEST_FIRST_SEED=$(FIRST_SEED) EP_A2A_TEST_SEEDS=10 $(PYTEST) tests/simulator \
-		--hypothesis-seed=$(FIRST_SEED) -k "by_chance or survivors_name or fuzz" $(ARGS)
+		--hypothesis-seed=$(FIRST_SEED) -k "by_chance or survivors_name or survivors_notice or survivor_notices or fuzz" $(ARGS)
 
 wheel:
 	$(PYTHON) tools/build_wheel.py dist
