@@ -188,9 +188,13 @@ class PoisonWord:
         (waits, suspect), self._record_words[noted] = self._record_words[noted].tolist(), 0
         return {suspect - 1} - {-1} if waits else None
 
+    def has_masked(self, rank: int) -> bool:
+        """Whether a rank is masked."""
+        return bool(self.masked >> rank & 1)
+
     def _mask(self, ranks: set[int]) -> None:
         self.masked |= sum(1 << rank for rank in ranks)
-        if self.masked >> self._config.rank & 1:
+        if self.has_masked(self._config.rank):
             self.post(self._config.rank)
         self._write(self.masked_there, self._masks, self.masked)
 

@@ -300,8 +300,8 @@ class EpDispatchCombineOp(BaseOp):
 
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that are not masked, ascending; with on_rank_loss="fail" all of them. Local."""
-        masked = self.memory.poison.masked
-        return tuple(rank for rank in range(self.config.world_size) if not masked >> rank & 1)
+        has_masked = self.memory.poison.has_masked
+        return tuple(rank for rank in range(self.config.world_size) if not has_masked(rank))
 
     def step_fault(self) -> torch.Tensor:
         """A bool [1] on the device: whether ranks were masked since the last call, in the order of the current stream.
@@ -323,7 +323,7 @@ class EpDispatchCombineOp(BaseOp):
         """
         if self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        if self.memory.poison.masked >> self.config.rank & 1:
+        if self.memory.poison.has_masked(self.config.rank):
             raise RankTimeoutError(
                 "this rank to come to every step within mask_after_secs",
                 "the other ranks go on without it",
