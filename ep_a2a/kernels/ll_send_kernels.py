@@ -66,9 +66,10 @@ def targets_of(step, token, going, poison, masked, OWNERS: tl.constexpr, ROW: tl
     op = step.op
     side_words: tl.constexpr = LL.SCALE_WORDS + 2 * op.TOPK + 1
     own_region: tl.constexpr = Region.LOW_LATENCY_ROWS if op.COMPACT else Region.TOKENS
-    found_poison = full_like(tl.arange(0, op.WORLD_LANES), poison)
-    peers, found_poison, _ = destinations_of(token.ids, found_poison, op, OWNERS, masked)
-    goes = found_poison == 0
+    # low-latency rows have no number yet: at each rank poison stands for it, and -1 where the token does not go
+    poison_there = full_like(tl.arange(0, op.WORLD_LANES), poison)
+    peers, poison_there, _ = destinations_of(token.ids, poison_there, op, OWNERS, masked)
+    goes = poison_there == 0
     is_own = peers == op.rank
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
     regions = tl.where(is_own, own_region, Region.LOW_LATENCY_ROWS)

@@ -326,7 +326,7 @@ def post_all(op, region: tl.constexpr, epoch, ORDERS: tl.constexpr, masked=0):
     peers = tl.arange(0, op.WORLD_LANES)
     present = present_ranks(op, peers, masked)
     flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
-    epochs = tl.full((op.WORLD_LANES,), 0, tl.int32) + epoch
+    epochs = full_like(peers, epoch)
     if ORDERS:
         barrier()
         tl.atomic_xchg(flags, epochs, mask=present, sem="release", scope="sys")
@@ -484,10 +484,7 @@ def fail(op, poison, phase, epoch, detail, late):
             present = present & is_live(masked_there, full_like(lanes, op.rank))
         # compare-and-swap takes no mask: surplus lanes repeat this rank's own word
         words = address_at(op, Region.POISON, tl.where(present, lanes, op.rank), tl.int32)
-        tl.atomic_cas(
-            words, tl.full((op.WORLD_LANES,), 0, tl.int32), tl.full((op.WORLD_LANES,), 0, tl.int32) + poison,
-            sem="relaxed", scope="sys",
-        )  # fmt: skip
+        tl.atomic_cas(words, full_like(lanes, 0), full_like(lanes, poison), sem="relaxed", scope="sys")
         barrier()
         tl.store(record + Record.CODE, poison >> 16)
 
