@@ -142,13 +142,13 @@ class PoisonWord:
     Attributes:
         word: [1]. Work that is enqueued behind a kernel reads there what this kernel has met.
         masked_there, reported: [1], as of Poison.
-        masked: ranks that are masked, as bits.
+        masked: the ranks that are masked; a new set whenever one is added.
     """
 
     def __init__(self, config: EpDispatchCombineConfig, words: torch.Tensor, record_words: Any) -> None:
         self._config, self._record_words = config, record_words
         self.word, self.masked_there, self.reported = words[:, None]
-        self.masked, on_gpu = 0, words.is_cuda
+        self.masked, on_gpu = frozenset[int](), words.is_cuda
         self._stream = torch.cuda.Stream(words.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._seen, self._posted, self._masks = (
             torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(3)
@@ -188,15 +188,11 @@ class PoisonWord:
         (waits, suspect), self._record_words[noted] = self._record_words[noted].tolist(), 0
         return {suspect - 1} - {-1} if waits else None
 
-    def has_masked(self, rank: int) -> bool:
-        """Whether a rank is masked."""
-        return bool(self.masked >> rank & 1)
-
     def _mask(self, ranks: set[int]) -> None:
-        self.masked |= sum(1 << rank for rank in ranks)
-        if self.has_masked(self._config.rank):
+        self.masked |= ranks
+        if self._config.rank in self.masked:
             self.post(self._config.rank)
-        self._write(self.masked_there, self._masks, self.masked)
+        self._write(self.masked_there, self._masks, sum(1 << rank for rank in self.masked))
 
     def _write(self, place: torch.Tensor, staged: torch.Tensor, value: int) -> None:
         staged.numpy()[0] = value
@@ -361,7 +357,7 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.poison.masked = 0
+        self.poison.masked = frozenset()
         self.peers.forgive()
         self.set_timeouts(self.timeouts)
         self.steps.zero_()

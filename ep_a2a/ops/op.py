@@ -300,8 +300,7 @@ class EpDispatchCombineOp(BaseOp):
 
     def active_ranks(self) -> tuple[int, ...]:
         """The ranks that are not masked, ascending; with on_rank_loss="fail" all of them. Local."""
-        has_masked = self.memory.poison.has_masked
-        return tuple(rank for rank in range(self.config.world_size) if not has_masked(rank))
+        return tuple(sorted(set(range(self.config.world_size)) - self.memory.poison.masked))
 
     def step_fault(self) -> torch.Tensor:
         """A bool [1] on the device: whether ranks were masked since the last call, in the order of the current stream.
@@ -323,7 +322,7 @@ class EpDispatchCombineOp(BaseOp):
         """
         if self.arena.closed:
             raise ClosedError("an open op", "a closed one")
-        if self.memory.poison.has_masked(self.config.rank):
+        if self.config.rank in self.memory.poison.masked:
             raise RankTimeoutError(
                 "this rank to come to every step within mask_after_secs",
                 "the other ranks go on without it",
