@@ -3,6 +3,7 @@
     python tools/cold_start.py --ranks 8                  # make_op and the first call of every form
     python tools/cold_start.py --ranks 2 --what vllm      # an op as vLLM's integration asks for it, and its first calls
     python tools/cold_start.py --what readme              # README's program, with its processes' start and imports
+    python tools/cold_start.py --what vllm --each         # on stderr also where each kernel's seconds went
     python tools/cold_start.py --device cpu               # a smoke test in the interpreter, with small rows
 
 Forms are round trips of SIZES tokens, with and without router weights, bounded by their size and by the op's limit,
@@ -21,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ sys.path.insert(0, str(PROJECT))
 import ep_a2a  # noqa: E402
 from ep_a2a.integrations.manager import EngineManager  # noqa: E402
 from ep_a2a.integrations.token_format import LayerShape, TokenFormat  # noqa: E402
+from ep_a2a.kernels.compiled_kernel import CompiledKernel  # noqa: E402
 from ep_a2a.testing import RankContext, RankPool  # noqa: E402
 
 if TYPE_CHECKING:
@@ -49,14 +52,26 @@ def sizes_on(device: torch.device) -> tuple[int, int]:
     return (128, 4) if device.type == "cpu" else (7168, max(SIZES))
 
 
-def first_calls(context: RankContext, what: str) -> dict[str, Any]:
-    """Builds an op, makes its first calls, and makes them again. Collective. Returns this rank's figures."""
+def first_calls(context: RankContext, what: str, each: bool) -> dict[str, Any]:
+    """Builds an op, makes its first calls, and makes them again. Collective. Returns this rank's figures.
+
+    each: whether the first rank prints its kernels.
+    """
     hits: list[bool] = []
-    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    stages: dict[int, str] = {}
+
+    def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        hits.append(cache_hit)
+        parts = [("source", times.ir_initialization), *times.lowering_stages]
+        stages[threading.get_ident()] = ", ".join(f"{name} {us / 1e6:.2f}" for name, us in parts)
+
+    triton.knobs.compilation.listener = listen
     # starts CUDA, and loads what draws and captures need
     call_all(context.device, lambda tokens, *_: tokens.zero_(), (1,))
     torch.distributed.all_reduce(torch.zeros(1), group=context.group)
     start = time.perf_counter()
+    if each and context.rank == 0:
+        CompiledKernel.build = timed(CompiledKernel.build, start, stages)
     step, close = {"forms": of_make_op, "vllm": of_vllm}[what](context)
     built = time.perf_counter()
     call_all(context.device, step, SIZES)
@@ -69,6 +84,22 @@ def first_calls(context: RankContext, what: str) -> dict[str, Any]:
         raise AssertionError("a call that was not the first of its form has compiled or loaded a kernel")
     close()
     return found
+
+
+def timed(build: Callable[..., Any], start: float, stages: dict[int, str]) -> Callable[..., Any]:
+    """CompiledKernel.build that prints when it began and ended, in seconds since `start`, and seconds of its stages.
+
+    What the stages lack are Triton's keys, its launcher in C and the load onto the GPU. stages: by threads.
+    """
+
+    def timed_build(kernel: CompiledKernel) -> Any:
+        began = time.perf_counter() - start
+        built, ended = build(kernel), time.perf_counter() - start
+        parts = stages.pop(threading.get_ident(), "in memory")
+        sys.stderr.write(f"{began:6.2f} to {ended:6.2f} s: {kernel.name}: {parts}\n")
+        return built
+
+    return timed_build
 
 
 def call_all(device: torch.device, step: Callable[..., Any], sizes: tuple[int, ...]) -> None:
@@ -139,7 +170,8 @@ def main() -> None:
     parser.add_argument("--what", choices=("forms", "vllm", "readme"), default="forms")
     parser.add_argument("--ranks", type=int, default=2, help="they must divide 256 experts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    what, num_ranks, device = vars(parser.parse_args()).values()
+    parser.add_argument("--each", action="store_true", help="print the first rank's kernels; not of README's program")
+    what, num_ranks, device, each = vars(parser.parse_args()).values()
     from tools import cold_start  # ranks import it by this name
 
     with tempfile.TemporaryDirectory() as folder:
@@ -150,9 +182,9 @@ def main() -> None:
                 line |= readme(num_ranks, device, Path(folder))
             else:
                 with RankPool(num_ranks, device=device, timeout_secs=600) as pool:
-                    found = pool.run(cold_start.first_calls, what)
-                line |= {key: max(each[key] for each in found) for key in found[0]}
-                line["compiled"] = sum(each["compiled"] for each in found)
+                    found = pool.run(cold_start.first_calls, what, each)
+                line |= {key: max(rank[key] for rank in found) for key in found[0]}
+                line["compiled"] = sum(rank["compiled"] for rank in found)
             print(json.dumps({key: round(value, 2) if key.endswith("secs") else value for key, value in line.items()}))
             sys.stdout.flush()
 
