@@ -11,7 +11,6 @@ from ep_a2a.managers.external.mori import LIBRARY as MORI
 from ep_a2a.ops.op import EpDispatchCombineOp
 from tests.peer_contract import compare
 from tests.peer_contract.calls import PINNED
-from tests.peer_contract.python_source import signature_of
 from tests.signatures.reader import load, read_mori
 from tests.wheels import DOWNLOAD_TIMEOUT_SECS, Unavailable
 
@@ -59,6 +58,6 @@ def test_moris_op_has_the_arguments_of_ours_in_its_order() -> None:
     file, *_ = PINNED["mori"]["functions"]["EpDispatchCombineOp"]
     for method in ("dispatch", "combine"):
         path = sources("mori", *PINNED["mori"]["versions"]) / file
-        theirs = signature_of(path, f"EpDispatchCombineOp.{method}").positional
+        theirs = compare.function_of(path, f"EpDispatchCombineOp.{method}").positional
         ours = tuple(inspect.signature(getattr(EpDispatchCombineOp, method)).parameters)
         assert ours[1 : len(theirs) + 1] == theirs

@@ -4,17 +4,29 @@ Standard library only, for tools/release.py. Nothing of the libraries is importe
 """
 
 import ast
+import inspect
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from ep_a2a.integrations import contract
 from tests.peer_contract.calls import CALLED_FIELDS, PINNED, Call, attributes_of, calls_of, imports_of
-from tests.peer_contract.python_source import Signature, parsed, signature_of
-from tests.signatures.reader import MISSING, describe
 from tests.wheels import Release, Unavailable, newest
+
+
+class Function(NamedTuple):
+    """What a call must fit: its parameters, and the members of the tuple that it returns, None for unknown."""
+
+    parameters: inspect.Signature
+    num_returned: int | None = None
+
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """Names that can be passed by position."""
+        return tuple(each.name for each in self.parameters.parameters.values() if each.kind < each.KEYWORD_ONLY)
 
 
 def wheel_of(library: str, version: str = "") -> Release:
@@ -23,75 +35,92 @@ def wheel_of(library: str, version: str = "") -> Release:
     return Release(entry["package"], version, tuple(entry["below"]), tuple(entry["suffixes"]))
 
 
-def pinned(library: str, name: str) -> Signature:
-    """The signature that was read at the pinned commit."""
-    entry = next(each for each in PINNED[library]["function"] if each["name"] == name)
-    return Signature(parsed(", ".join(each.replace("=", "=0") for each in entry["parameters"])), entry.get("returned"))
+def _expected(library: str, name: str) -> tuple[str, tuple[str, ...], Function | None]:
+    """The file of a function, the names that may be passed by position, and the function as it was read, if it was."""
+    if "functions" in PINNED[library]:
+        file, *positional = PINNED[library]["functions"][name]
+        return file, tuple(positional), None
+    (entry,) = (each for each in PINNED[library]["function"] if each["name"] == name)
+    parameters = ", ".join(each.replace("=", "=0") for each in entry["parameters"])
+    read = Function(inspect.signature(eval(f"lambda {parameters}: None")), entry.get("returned"))
+    return entry["file"], read.positional, read
 
 
-def _expected(library: str, name: str) -> tuple[str, tuple[str, ...]]:
-    """The file of a function, and the names that may be passed by position."""
-    entry: dict[str, Any] = PINNED[library]
-    if "functions" in entry:
-        file, *positional = entry["functions"][name]
-        return file, tuple(positional)
-    found = next(each for each in entry["function"] if each["name"] == name)
-    return found["file"], pinned(library, name).positional
+def function_of(path: Path, name: str) -> Function | None:
+    """Reads `function`, `Class.method` or `Class` (its constructor, or its fields if a dataclass) from a source."""
+    node, is_method = contract.find(path, name), "." in name
+    if isinstance(node, ast.ClassDef):
+        constructor = contract.find(path, f"{name}.__init__")
+        if constructor is None:
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            named = [f"{ast.unparse(each.target)}{'=0' if each.value else ''}" for each in fields]
+            return Function(inspect.signature(eval(f"lambda {', '.join(named)}: None")))
+        node, is_method = constructor, True
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    signature = contract.signature_of(node)
+    if is_method and "staticmethod" not in map(ast.unparse, node.decorator_list):
+        signature = signature.replace(parameters=[*signature.parameters.values()][1:])
+    return Function(signature, _num_returned(node))
 
 
-def problems(library: str, folder: Path) -> Iterator[str]:
-    """What in a library's sources does not fit what its manager calls, a line each."""
-    calls, targets = calls_of(library), PINNED[library]["calls"]
-    for spelled in sorted(set(calls) ^ set(targets)):
+def _num_returned(found: ast.FunctionDef) -> int | None:
+    """Members of the tuple in the last return statement, or that the returned name was given."""
+    returns = [node.value for node in ast.walk(found) if isinstance(node, ast.Return)]
+    last = returns[-1] if returns else None
+    for node in ast.walk(found):
+        if isinstance(last, ast.Name) and isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            last = node.value if last.id in map(ast.unparse, node.targets) else last
+    return len(last.elts) if isinstance(last, ast.Tuple) else None
+
+
+def problems(library: str, folder: Path | None = None) -> Iterator[str]:
+    """What in a library's sources, or in the pinned functions, does not fit what its manager calls, a line each."""
+    calls, entry = calls_of(library), PINNED[library]
+    for spelled in sorted(set(calls) ^ set(entry["calls"])):
         yield f"{spelled}: not both in managers/external/{library}.py and in pinned.toml"
     for module, name in imports_of(library):
-        if not has(folder, module, name):
+        if folder and not has(folder, module, name):
             yield f"{module}.{name}: is not there"
-    for name, made in _calls_by_function(calls, targets).items():
-        file, positional = _expected(library, name)
-        if file.endswith(".hpp"):
-            if not _defines(folder / file, name.rpartition(".")[2]):
-                yield f"{name}: is not in {file}"
-            continue
-        try:
-            signature = signature_of(folder / file, name)
-        except (FileNotFoundError, KeyError):
+    made: dict[str, list[Call]] = {}
+    for spelled in set(calls) & set(entry["calls"]):
+        for name in entry["calls"][spelled]:
+            made.setdefault(name, []).extend(calls[spelled])
+    for name in sorted(made):
+        file, positional, function = _expected(library, name)
+        if folder and file.endswith(".hpp"):
+            function = function if _defines(folder / file, name.rpartition(".")[2]) else None
+        elif folder:
+            function = function_of(folder / file, name)
+        if function is None:
             yield f"{name}: is not in {file}"
             continue
-        either = PINNED[library].get("either", {})
-        misfits = [each for call in made for each in _misfits(call, signature, positional, either)]
+        misfits = [
+            each for call in made[name] for each in _misfits(call, function, positional, entry.get("either", {}))
+        ]
         yield from dict.fromkeys(f"{name}: {each}" for each in misfits)
-    for name, (file, *fields) in PINNED[library].get("fields", {}).items():
+    for name, (file, *fields) in entry.get("fields", {}).items():
         if sorted(fields) != sorted(attributes_of(library, (CALLED_FIELDS,)).get(CALLED_FIELDS, ())):
             yield f"{name}: pinned.toml has other fields than managers/external/{library}.py reads"
-        path = folder / file
-        tree = ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
-        yield from (
-            f"{name}.{each}: is not in {file}" for each in fields if describe(tree, f"{name}.{each}") == MISSING
-        )
-
-
-def _calls_by_function(calls: dict[str, list[Call]], targets: dict[str, list[str]]) -> dict[str, list[Call]]:
-    by_function: dict[str, list[Call]] = {}
-    for spelled in set(calls) & set(targets):
-        for name in targets[spelled]:
-            by_function.setdefault(name, []).extend(calls[spelled])
-    return dict(sorted(by_function.items()))
+        lacking = [each for each in fields if folder and contract.find(folder / file, f"{name}.{each}") is None]
+        yield from (f"{name}.{each}: is not in {file}" for each in lacking)
 
 
 def _misfits(
-    call: Call, signature: Signature, positional: tuple[str, ...], either: dict[str, list[str]]
+    call: Call, function: Function, positional: tuple[str, ...], either: dict[str, list[str]]
 ) -> Iterator[str]:
-    got = signature.positional[: call.num_positional]
-    if got != positional[: call.num_positional]:
-        yield f"takes {', '.join(got) or 'nothing'} by position, not {', '.join(positional[: call.num_positional])}"
-    known = signature.parameters.parameters
+    got, wanted = (names[: call.num_positional] for names in (function.positional, positional))
+    if got != wanted:
+        yield f"takes {', '.join(got) or 'nothing'} by position, not {', '.join(wanted)}"
+    known = function.parameters.parameters
     choices = [either.get(each, [each]) for each in call.keywords]
-    keywords = tuple(next((name for name in names if name in known), names[0]) for names in choices)
-    if problem := signature.problem(call.num_positional, keywords):
-        yield problem
-    if None not in (signature.num_returned, call.num_taken) and signature.num_returned != call.num_taken:
-        yield f"returns {signature.num_returned} members, not {call.num_taken}"
+    keywords = [next((name for name in names if name in known), names[0]) for names in choices]
+    try:
+        function.parameters.bind(*range(call.num_positional), **dict.fromkeys(keywords))
+    except TypeError as error:
+        yield str(error)
+    if None not in (function.num_returned, call.num_taken) and function.num_returned != call.num_taken:
+        yield f"returns {function.num_returned} members, not {call.num_taken}"
 
 
 def has(folder: Path, module: str, name: str) -> bool:

@@ -1,27 +1,19 @@
 """Calls of DeepEP and pplx-kernels in the managers, against the signatures that were read in their sources."""
 
-import itertools
 from pathlib import Path
 
 import pytest
 
 from ep_a2a.managers.external import deepep
-from tests.peer_contract.calls import PINNED, attributes_of, calls_of
-from tests.peer_contract.compare import pinned, problems
-from tests.peer_contract.python_source import Signature, parsed
+from tests.peer_contract.calls import PINNED, attributes_of
+from tests.peer_contract.compare import problems
 
 AT_COMMITS = ("deepep", "pplx")
 
 
 @pytest.mark.parametrize("module", AT_COMMITS)
 def test_every_call_fits_the_signature_that_was_read(module: str) -> None:
-    calls, targets = calls_of(module), PINNED[module]["calls"]
-    assert set(calls) == set(targets)
-    for spelled, made in calls.items():
-        for call, name in itertools.product(made, targets[spelled]):
-            signature = pinned(module, name)
-            assert signature.problem(call.num_positional, call.keywords) == "", (spelled, call)
-            assert call.num_taken in (None, signature.num_returned), (spelled, call)
+    assert list(problems(module)) == []
 
 
 def test_every_pinned_signature_is_called() -> None:
@@ -46,18 +38,12 @@ def test_names_that_a_release_lacks_are_told(tmp_path: Path) -> None:
     assert f"NVLinkOneSidedAlltoAll.dispatch: is not in {file}" in said
     assert "flashinfer.moe_ep.BootstrapConfig: is not there" in said
     assert "MoEEpDispatchResult.topk_ids: is not in flashinfer/moe_ep/core/comm/communication.py" in said
-    path = tmp_path / file
+    folder, dispatch = tmp_path / "another", "NVLinkOneSidedAlltoAll.dispatch"
+    path = folder / file
     path.parent.mkdir(parents=True)
     path.write_text("class NVLinkOneSidedAlltoAll:\n    def dispatch(self, hidden_states, ids, topk_weights): ...\n")
-    said = [each for each in problems("flashinfer", tmp_path) if each.startswith("NVLinkOneSidedAlltoAll.dispatch")]
     taken, wanted = ("hidden_states, ids, topk_weights", "hidden_states, topk_ids, topk_weights")
-    assert said == [
-        f"NVLinkOneSidedAlltoAll.dispatch: takes {taken} by position, not {wanted}",
-        "NVLinkOneSidedAlltoAll.dispatch: got an unexpected keyword argument 'hidden_states_scale'",
+    assert [each for each in problems("flashinfer", folder) if each.startswith(dispatch)] == [
+        f"{dispatch}: takes {taken} by position, not {wanted}",
+        f"{dispatch}: got an unexpected keyword argument 'hidden_states_scale'",
     ]
-
-
-def test_a_call_that_does_not_fit_is_found() -> None:
-    signature = Signature(parsed("a, b=0, *, c=0"))
-    assert signature.problem(1, ("c",)) == ""
-    assert all(signature.problem(*call) for call in ((0, ("b",)), (1, ("a",)), (3, ()), (1, ("d",))))
