@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ep_a2a.integrations import contract
+
 FOLDER = Path(__file__).parent
 MISSING = "missing"
 
@@ -24,39 +26,37 @@ MORI_MODULES = ("ops/dispatch_combine", "ops/local_expert_count", "shmem/api", "
 """Of these all public names are read."""
 
 
-def describe(tree: ast.Module, symbol: str) -> str:
-    """A symbol in words that differ when what we use of it does; MISSING where it is not there.
+def describe(path: Path, symbol: str) -> str:
+    """A symbol of a file in words that differ when what we use of it does; MISSING where it is not there.
 
     A function is its parameters with their defaults, a property "property" or "property with setter", a field its
     default, another attribute "attribute".
     """
     name, _, detail = symbol.partition(":")
     if detail:
-        function = definitions(tree).get(name)
+        function = contract.find(path, name)
         return MISSING if function is None else _in_body(function, detail)
     if symbol.endswith(" choices"):
-        return _choices(tree, symbol.removesuffix(" choices"))
+        return _choices(ast.parse(path.read_text()), symbol.removesuffix(" choices"))
     if symbol.endswith(" variable"):
-        return _keyed(tree, symbol.removesuffix(" variable"))
-    return _describe(tree, name)
+        return _keyed(ast.parse(path.read_text()), symbol.removesuffix(" variable"))
+    return _describe(contract.find(path, name))
 
 
-def _describe(tree: ast.Module, name: str) -> str:
-    node = definitions(tree).get(name)
+def _describe(node: ast.AST | None) -> str:
     if isinstance(node, ast.FunctionDef):
         kinds = [ast.unparse(each) for each in node.decorator_list]
-        if "property" in kinds:
-            return "property with setter" if f"{name}.setter" in definitions(tree) else "property"
-        return parameters(node.args)
-    if isinstance(node, ast.AnnAssign | ast.Assign):
-        return f"field = {ast.unparse(node.value)}" if node.value is not None else "field"
+        if any(kind.endswith(".setter") for kind in kinds):
+            return "property with setter"
+        return "property" if "property" in kinds else parameters(node.args)
     if isinstance(node, ast.ClassDef):
         return "class"
-    owner, _, attribute = name.rpartition(".")
-    owner_node = definitions(tree).get(owner)
-    if owner_node is not None and any(_sets(each, attribute) for each in ast.walk(owner_node)):
+    if not isinstance(node, ast.AnnAssign | ast.Assign):
+        return MISSING
+    target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+    if isinstance(target, ast.Attribute):
         return "attribute"
-    return MISSING
+    return f"field = {ast.unparse(node.value)}" if node.value is not None else "field"
 
 
 def parameters(arguments: ast.arguments) -> str:
@@ -67,36 +67,7 @@ def parameters(arguments: ast.arguments) -> str:
     return ast.unparse(arguments)
 
 
-def _sets(node: ast.AST, attribute: str) -> bool:
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return any(
-        isinstance(each, ast.Attribute) and each.attr == attribute and ast.unparse(each.value) == "self"
-        for target in targets
-        for each in (target.elts if isinstance(target, ast.Tuple) else [target])
-    )
-
-
-def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
-    found: dict[str, ast.stmt] = {}
-    for node in tree.body:
-        found |= _named(node)
-        if isinstance(node, ast.ClassDef):
-            for child in node.body:
-                found |= {f"{node.name}.{name}": each for name, each in _named(child).items()}
-    return found
-
-
-def _named(node: ast.stmt) -> dict[str, ast.stmt]:
-    if isinstance(node, ast.FunctionDef):
-        setter = any(ast.unparse(each).endswith(".setter") for each in node.decorator_list)
-        return {f"{node.name}.setter" if setter else node.name: node}
-    if isinstance(node, ast.ClassDef):
-        return {node.name: node}
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {target.id: node for target in targets if isinstance(target, ast.Name)}
-
-
-def _in_body(function: ast.stmt, detail: str) -> str:
+def _in_body(function: ast.AST, detail: str) -> str:
     subject, _, kind = detail.rpartition(" ")
     if kind == "calls":
         calls = [
@@ -139,25 +110,20 @@ def _keyed(tree: ast.Module, key: str) -> str:
 def read_symbols(project: str, folder: Path) -> dict[str, dict[str, str]]:
     """What the symbols that a project's table names look like in a checkout."""
     return {
-        path: {name: describe(ast.parse((folder / path).read_text()), name) for name in names}
-        for path, names in load(project)["files"].items()
+        path: {name: describe(folder / path, name) for name in names} for path, names in load(project)["files"].items()
     }
 
 
 def read_mori(folder: Path) -> dict[str, Any]:
     """Public names of MORI_MODULES, and the enumerations, of an unpacked wheel."""
-    modules = {name: _public(ast.parse((folder / "mori" / f"{name}.py").read_text())) for name in MORI_MODULES}
+    modules = {name: _public(folder / "mori" / f"{name}.py") for name in MORI_MODULES}
     return {"modules": modules, "enums": _enums((folder / KERNEL_TYPES).read_text())}
 
 
-def _public(tree: ast.Module) -> dict[str, str]:
-    found = {}
-    for name, node in definitions(tree).items():
-        is_public = not any(part.startswith("_") and part != "__init__" for part in name.split("."))
-        if is_public and not (isinstance(node, ast.Assign) and "." not in name and name == "logger"):
-            found[name] = describe(tree, name)
-    found["EpDispatchCombineOp.local_expert_count"] = describe(tree, "EpDispatchCombineOp.local_expert_count")
-    return {name: text for name, text in found.items() if text != MISSING}
+def _public(path: Path) -> dict[str, str]:
+    names = [name for name in contract._definitions(path) if not re.search(r"\b_(?!_init__)", name)]
+    found = {name: describe(path, name) for name in [*names, "EpDispatchCombineOp.local_expert_count"]}
+    return {name: text for name, text in found.items() if text != MISSING and name != "logger"}
 
 
 def _enums(header: str) -> dict[str, dict[str, int]]:

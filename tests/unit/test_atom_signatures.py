@@ -18,6 +18,7 @@ from ep_a2a.compat.mori.ops import EpDispatchCombineConfig, EpDispatchCombineOp
 from ep_a2a.config.handle_kwargs import config_from_handle_kwargs
 from ep_a2a.errors import UnsupportedError
 from ep_a2a.integrations import atom as integration
+from ep_a2a.integrations import contract
 from ep_a2a.integrations.atom.patches import CONTRACT, check_options, handle_kwargs, make_prepare_finalize, patch_layers
 from ep_a2a.integrations.atom.prepare_finalize import AtomPrepareAndFinalize
 from ep_a2a.managers import base
@@ -39,12 +40,12 @@ def names_of(text: str) -> list[str]:
     return [each.partition("=")[0].strip() for each in text.split(",")]
 
 
-def bind(function: Any, calls: str) -> None:
-    """Whether a function takes each of the calls that were read, "N positional; keyword, ..."."""
+def bind(function: Any, calls: str, *first: None) -> None:
+    """Whether a function takes each of the calls that were read, "N positional; keyword, ...", behind its first."""
     for call in calls.split(" | "):
         number, _, keywords = call.partition(" positional")
         named = [each for each in keywords.removeprefix("; ").split(", ") if each and each != "**"]
-        inspect.signature(function).bind(*range(int(number)), **dict.fromkeys(named))
+        inspect.signature(function).bind(*first, *range(int(number)), **dict.fromkeys(named))
 
 
 def test_what_was_read_is_named_and_found():
@@ -103,8 +104,7 @@ def test_prepare_and_finalize_take_what_atoms_do(method):
     text = pinned(f"{FUSED}/mori_prepare_finalize.py", f"MoriPrepareAndFinalize.{method}")
     ours = getattr(AtomPrepareAndFinalize, method)
     assert list(inspect.signature(ours).parameters) == names_of(text)
-    calls = pinned(f"{FUSED}/modular_kernel.py", f"FusedMoEModularKernel.{CALLS[method]}:{method} calls")
-    inspect.signature(ours).bind(None, *range(int(calls.partition(" positional")[0])))
+    bind(ours, pinned(f"{FUSED}/modular_kernel.py", f"FusedMoEModularKernel.{CALLS[method]}:{method} calls"), None)
 
 
 def test_it_has_every_method_of_atoms_base_class():
@@ -119,16 +119,15 @@ def test_it_has_every_method_of_atoms_base_class():
 )
 def test_our_op_takes_the_calls_that_atoms_own_prepare_finalize_makes(call):
     symbols = ATOM["files"][f"{FUSED}/mori_prepare_finalize.py"]
-    calls = [text for name, text in symbols.items() if name.endswith(f":{call} calls")]
-    assert len(calls) == 1
-    method = getattr(EpDispatchCombineOp, call)
-    number = int(calls[0].partition(" positional")[0])
-    inspect.signature(method).bind(None, *range(number))
+    (calls,) = (text for name, text in symbols.items() if name.endswith(f":{call} calls"))
+    bind(getattr(EpDispatchCombineOp, call), calls, None)
 
 
 def test_our_configuration_takes_what_atom_and_aiter_set():
-    set_by_atom = pinned(f"{FUSED}/mori_prepare_finalize.py", "init_mori_op:EpDispatchCombineConfig calls")
-    bind(EpDispatchCombineConfig, set_by_atom)
+    bind(
+        EpDispatchCombineConfig,
+        pinned(f"{FUSED}/mori_prepare_finalize.py", "init_mori_op:EpDispatchCombineConfig calls"),
+    )
     communicators = "aiter/dist/device_communicators"
     set_by_aiter = pinned(f"{communicators}/all2all.py", "MoriAll2AllManager._make_all2all_kwargs:kwargs keys")
     inspect.signature(EpDispatchCombineConfig).bind(**dict.fromkeys(names_of(set_by_aiter)))
@@ -217,11 +216,10 @@ def test_the_setter_and_the_patched_methods_are_there():
 
 
 def test_our_managers_have_what_aiters_have():
-    tree = ast.parse(Path(base.__file__).read_text())
     prefix = "All2AllManagerBase."
     for name, text in AITER["files"]["aiter/dist/device_communicators/base_device_communicator.py"].items():
         if name.startswith(prefix):
-            ours = describe(tree, name)
+            ours = describe(Path(base.__file__), name)
             assert ours != MISSING, name
             if text not in ("field", "attribute"):
                 positional = names_of(text)[1:]
@@ -236,20 +234,13 @@ def test_our_managers_have_what_aiters_have():
 def test_the_shape_is_as_pinned(path):
     if path == "atom/utils/envs.py":
         names = {name.removesuffix(" variable") for name in ATOM["files"][path]}
-        assert names == {name for name in describe_all(path) if name.isupper()}
+        assert names == {name for name in contract._definitions(SHAPE / path) if name.isupper()}
         return
     symbols = (ATOM if path.startswith("atom/") else AITER)["files"][path]
-    tree = ast.parse((SHAPE / path).read_text())
     for name, text in symbols.items():
         if not name.endswith(("keys", " choices")) or ":returned" in name:
-            found = describe(tree, name)
-            assert found in (text, MISSING), name
-    assert any(describe(tree, name) == text for name, text in symbols.items())
-
-
-def describe_all(path: str) -> list[str]:
-    tree = ast.parse((SHAPE / path).read_text())
-    return [each.targets[0].id for each in tree.body if isinstance(each, ast.Assign)]  # type: ignore[attr-defined]
+            assert describe(SHAPE / path, name) in (text, MISSING), name
+    assert any(describe(SHAPE / path, name) == text for name, text in symbols.items())
 
 
 # --- ATOM's settings ---
