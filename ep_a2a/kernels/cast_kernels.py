@@ -12,7 +12,7 @@ import triton.language as tl
 from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, POWER_OF_TWO_SCALES
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_max
-from ep_a2a.kernels.target import E4M3FN, fp8_bias, fp8_dtype, fp8_largest, fp8_nan, has_negative_zero, on_amd
+from ep_a2a.kernels.target import E4M3FN, fp8, on_amd
 
 FP8_MAX = tl.constexpr(E4M3FN.largest)
 MIN_AMAX = tl.constexpr(1e-10)
@@ -34,7 +34,7 @@ def e4m3_bits_by_integers(values):
     magnitude = bits & 0x7FFFFFFF
     exponent = magnitude >> 23
     # normal results: drop 20 mantissa bits and move the exponent's bias from 127 to 7 (fnuz: 8)
-    least = 128 - fp8_bias()
+    least = 128 - fp8().bias
     normal = round_shift(magnitude, 20) - ((least - 1) << 3)
     # subnormal results (below 2^-6) count steps of 2^-9 (fnuz: half of both): the mantissa with its hidden bit,
     # shifted further
@@ -42,11 +42,11 @@ def e4m3_bits_by_integers(values):
     mantissa = (magnitude & 0x7FFFFF) | 0x800000
     subnormal = tl.where(exponent < least - 4, 0, round_shift(mantissa, shift))
     result = tl.minimum(tl.where(exponent < least, subnormal, normal), 0x7E)
-    if has_negative_zero():
+    if fp8().negative_zero:
         result = result | sign
     else:
         result = tl.where(result == 0, 0, result | sign)
-    return tl.where(magnitude > 0x7F800000, fp8_nan(), result).to(tl.uint8)
+    return tl.where(magnitude > 0x7F800000, fp8().nan, result).to(tl.uint8)
 
 
 @portable(interpreted=e4m3_bits_by_integers)
@@ -57,16 +57,16 @@ def e4m3_bits(values):
     """
     if on_amd():
         # NaN, which is neither larger nor smaller, becomes a bound first
-        largest: tl.constexpr = fp8_largest()
+        largest: tl.constexpr = fp8().largest
         bounded = tl.minimum(tl.maximum(values, -largest), largest)
         # the lower half of a register is written, twice the same byte; what follows may read it a cycle later
         twice = tl.inline_asm_elementwise(
             "v_cvt_pk_fp8_f32 $0, $1, $1\ns_nop 1", "=v,v", [bounded], dtype=tl.int32, is_pure=True, pack=1
         )
         bits = twice & 0xFF
-        if not has_negative_zero():
+        if not fp8().negative_zero:
             bits = tl.where(bits == 0x80, 0, bits)
-        bits = tl.where(values != values, fp8_nan(), bits).to(tl.uint8)
+        bits = tl.where(values != values, fp8().nan, bits).to(tl.uint8)
     else:
         bits = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return bits
@@ -79,8 +79,8 @@ def _interpreted_widened(bits, DTYPE):
     values = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if DTYPE == tl.float8e4b8:
         values = values * 0.5
-    codes = bits & 0x7F if has_negative_zero() else bits
-    return tl.where(codes == fp8_nan(), float("nan"), values)
+    codes = bits & 0x7F if fp8().negative_zero else bits
+    return tl.where(codes == fp8().nan, float("nan"), values)
 
 
 @portable(interpreted=_interpreted_widened)
@@ -104,7 +104,7 @@ def magnitudes_of(values):
 
 
 def _interpreted_over_fp8_max(values):
-    return tl.div_rn(values, tl.full(values.shape, fp8_largest(), tl.float32))
+    return tl.div_rn(values, tl.full(values.shape, fp8().largest, tl.float32))
 
 
 @portable(interpreted=_interpreted_over_fp8_max)
@@ -113,7 +113,7 @@ def over_fp8_max(values):
 
     It has none of a division's branches. Half of 448 has the same mantissa, so it rounds equally.
     """
-    largest: tl.constexpr = fp8_largest()
+    largest: tl.constexpr = fp8().largest
     reciprocal = tl.full(values.shape, 1 / largest, tl.float32)
     near = values * reciprocal
     remainder = tl.fma(near, tl.full(values.shape, -largest, tl.float32), values)
@@ -143,7 +143,7 @@ def mx_scales_of(maxima):
     """scales_of as vLLM's MXFP8 has it: the least power of two with which the largest is at most 448, or 2^-127."""
     bits = tl.maximum(maxima, 0.0).to(tl.int32, bitcast=True)
     # the largest number of the format is 1.75 * 2^8 (fnuz: 2^7): a mantissa above .75 carries into the exponent
-    exponents = tl.maximum(((bits + 0x1FFFFF) >> 23) - (15 - fp8_bias()), 0)
+    exponents = tl.maximum(((bits + 0x1FFFFF) >> 23) - (15 - fp8().bias), 0)
     return exponents << 23, ((254 - exponents) << 23).to(tl.float32, bitcast=True)
 
 
@@ -202,16 +202,10 @@ def _interpreted_round_to(values, DTYPE):
     if DTYPE != tl.bfloat16:
         return values.to(DTYPE)
     bits = values.to(tl.int32, bitcast=True)
-    rounded = tl.where(values != values, 0x7FC0, round_half_even(bits))
-    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-
-
-@portable
-def round_half_even(bits):
-    """The upper 16 bits of float32 bit patterns, rounded to nearest even: bf16."""
     # unsigned, since the carry may reach the sign bit of a large negative pattern
     low = tl.add(bits.to(tl.int64) & 0xFFFFFFFF, 0x7FFF)
-    return (tl.add(low, (bits >> 16) & 1) >> 16) & 0xFFFF
+    rounded = tl.where(values != values, 0x7FC0, (tl.add(low, (bits >> 16) & 1) >> 16) & 0xFFFF)
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @portable(interpreted=_interpreted_round_to)
@@ -236,7 +230,7 @@ def quarters_by_shifts(words):
     """quarters_of by the conversion of single bytes."""
     quarters = ()
     for place in tl.static_range(4):
-        quarters = quarters + (widened(((words >> (8 * place)) & 0xFF).to(tl.uint8), fp8_dtype()),)
+        quarters = quarters + (widened(((words >> (8 * place)) & 0xFF).to(tl.uint8), fp8().dtype),)
     return quarters
 
 

@@ -24,7 +24,7 @@ from ep_a2a.kernels.combine_send_kernels import block_offsets
 from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.target import barrier, fp8_dtype
+from ep_a2a.kernels.target import barrier, fp8
 
 
 class Results(NamedTuple):
@@ -84,7 +84,7 @@ def sum_of(
 @portable
 def add_line(op, line, rows, R: tl.constexpr, A: tl.constexpr):
     """Writes the sum of a token's `rows` at the ranks of this node to its line, and the sum of their weights."""
-    offered: tl.constexpr = fp8_dtype() if A.QUANTIZED else A.DTYPE
+    offered: tl.constexpr = fp8().dtype if A.QUANTIZED else A.DTYPE
     element: tl.constexpr = tl.uint8 if A.QUANTIZED else A.ELEMENT
     first_rank = (op.rank // R.GPUS) * R.GPUS
     places = places_of_rows(op, Region.COMBINE_ROWS, rows, first_rank, A.HIDDEN, element, R)

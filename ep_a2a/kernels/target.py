@@ -99,11 +99,6 @@ def _is_amd(semantic: Any) -> bool:
     return semantic is not None and semantic.builder.options.backend_name == AMD_BACKEND
 
 
-def _fp8(semantic: Any) -> Fp8:
-    arch = semantic.builder.options.arch if _is_amd(semantic) else _interpreted_arch if semantic is None else ""
-    return FP8_OF_ARCH.get(arch, E4M3FN)
-
-
 def _with(semantic: Any) -> dict[str, Any]:
     return {} if semantic is None else {"_semantic": semantic}
 
@@ -149,30 +144,7 @@ def polls_in_one(_semantic: Any = None) -> Any:
 
 
 @_builtin
-def fp8_dtype(_semantic: Any = None) -> Any:
-    """Triton's dtype of fp8 rows."""
-    return _given(_fp8(_semantic).dtype, _semantic)
-
-
-@_builtin
-def fp8_largest(_semantic: Any = None) -> Any:
-    """The largest magnitude of an fp8 row."""
-    return _given(_fp8(_semantic).largest, _semantic)
-
-
-@_builtin
-def fp8_bias(_semantic: Any = None) -> Any:
-    """The bias of an fp8 row's exponents."""
-    return _given(_fp8(_semantic).bias, _semantic)
-
-
-@_builtin
-def fp8_nan(_semantic: Any = None) -> Any:
-    """The bits of an fp8 row's NaN."""
-    return _given(_fp8(_semantic).nan, _semantic)
-
-
-@_builtin
-def has_negative_zero(_semantic: Any = None) -> Any:
-    """Whether the fp8 format of rows has a negative zero."""
-    return _given(_fp8(_semantic).negative_zero, _semantic)
+def fp8(_semantic: Any = None) -> Any:
+    """The format of fp8 rows (Fp8)."""
+    arch = _semantic.builder.options.arch if _is_amd(_semantic) else _interpreted_arch if _semantic is None else ""
+    return _given(FP8_OF_ARCH.get(arch, E4M3FN), _semantic)
