@@ -17,36 +17,37 @@ ADD = tl.constexpr(SIGNAL_ADD)
 GE = tl.constexpr(COMPARE_GE)
 
 
+def _call(name: str, args: list[Any], types: tuple[str, ...], semantic: Any) -> Any:
+    """A call of a device function of NVSHMEM."""
+    functions = {tuple(map(core.dtype, types)): (name, core.dtype("int32"))}
+    return core.extern_elementwise("", "", args, functions, is_pure=False, _semantic=semantic)
+
+
 @core.extern
 def put_with_signal(target, source, num_bytes, signal, value, operation, element, _semantic=None):
     """All threads of a program together copy bytes to a symmetric address of an element, then signal it once.
 
     NVSHMEM's signal alone (nvshmemx_signal_op) is made by each thread: it would count as often as there are threads.
     """
+    args = [target, source, num_bytes, signal, value, operation, element]
     types = ("int64", "int64", "int64", "int64", "uint64", "int32", "int32")
-    return core.extern_elementwise(
-        "", "", [target, source, num_bytes, signal, value, operation, element],
-        {tuple(core.dtype(name) for name in types): ("nvshmemx_putmem_signal_block", core.dtype("int32"))},
-        is_pure=False, _semantic=_semantic,
-    )  # fmt: skip
+    return _call("nvshmemx_putmem_signal_block", args, types, _semantic)
 
 
 @core.extern
 def wait_for_signal(signal, comparison, value, _semantic=None):
     """NVSHMEM's wait, which has no bound."""
-    types = ("int64", "int32", "uint64")
-    return core.extern_elementwise(
-        "", "", [signal, comparison, value],
-        {tuple(core.dtype(name) for name in types): ("nvshmem_signal_wait_until", core.dtype("int32"))},
-        is_pure=False, _semantic=_semantic,
-    )  # fmt: skip
+    return _call("nvshmem_signal_wait_until", [signal, comparison, value], ("int64", "int32", "uint64"), _semantic)
 
 
 @core.extern
 def _fence(_semantic=None):
-    return core.extern_elementwise(
-        "", "", [], {(): ("nvshmem_fence", core.dtype("int32"))}, is_pure=False, _semantic=_semantic
-    )
+    return _call("nvshmem_fence", [], (), _semantic)
+
+
+@core.extern
+def _quiet(_semantic=None):
+    return _call("nvshmem_quiet", [], (), _semantic)
 
 
 def _number(value: Any) -> int:
@@ -83,13 +84,6 @@ def _in_order(_counter: object, _target: object) -> None:
 def after_arrival(counter, target):
     """Orders reads behind a counter (address) that has reached `target`, as the transport needs it; returns at once."""
     wait_for_signal(counter, tl.full((), GE, tl.int32), tl.cast(target, tl.uint64))
-
-
-@core.extern
-def _quiet(_semantic=None):
-    return core.extern_elementwise(
-        "", "", [], {(): ("nvshmem_quiet", core.dtype("int32"))}, is_pure=False, _semantic=_semantic
-    )
 
 
 def _nothing() -> None:
