@@ -237,18 +237,13 @@ def rows_before(op, source):
 
 
 @portable
-def last_rows(op, LANES: tl.constexpr):
-    """[LANES]: the previous step's rows by source, behind them where each source's begin, until accept_rows."""
+def last_received(op, LANES: tl.constexpr):
+    """State of the previous step (Received), until accept_rows; loaded before the wait for this one."""
+    state = prim.address(op, Region.STATE, tl.int32)
     lanes = tl.arange(0, LANES)
     rows = prim.address(op, Region.RECV_COUNTS, tl.int32)
-    return tl.load(rows + lanes, mask=lanes < 2 * op.WORLD_SIZE, other=0)
-
-
-@portable
-def last_received(op, LANES: tl.constexpr):
-    """State of the previous step (Received), loaded before the wait for this one."""
-    state = prim.address(op, Region.STATE, tl.int32)
-    return Received(last_rows(op, LANES), tl.load(state + State.LAST_PAD_ID))
+    rows = tl.load(rows + lanes, mask=lanes < 2 * op.WORLD_SIZE, other=0)
+    return Received(rows, tl.load(state + State.LAST_PAD_ID))
 
 
 @portable
