@@ -24,7 +24,7 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.receive_kernels import STEP_NUMBERS
 from ep_a2a.kernels.routing_kernels import count_by_rank, list_destinations, record_routes, rows_of_programs_before
 from ep_a2a.kernels.send_kernels import load_row
-from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_cast_tiles, send_tiles
+from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_tiles
 from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
 from ep_a2a.kernels.target import barrier
 
@@ -100,11 +100,7 @@ def send_by_tiles(
         # the lists of destinations are read by other threads than wrote them
         barrier()
         send_beside_rows(given, step, start, last, TILE.LISTED, FORM.HAS_WEIGHTS)
-    parts = load_parts(given.x, first, last, ROW, TILE)
-    if ROW.GROUP > 0:
-        send_cast_tiles(given, step, first, last, parts, ROW, LINE, TILE)
-    else:
-        send_tiles(given, step, first, last, parts, ROW, LINE, TILE)
+    send_tiles(given, step, first, last, load_parts(given.x, first, last, ROW, TILE), ROW, LINE, TILE)
 
 
 @portable

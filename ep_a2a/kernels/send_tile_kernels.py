@@ -43,16 +43,15 @@ def send_beside_rows(given, step, start, last, LISTED: tl.constexpr, HAS_WEIGHTS
 
 
 @portable
-def aims_of(
-    step, start, last, ROW_WIDTH: tl.constexpr, ELEMENT: tl.constexpr, SCALE_WIDTH: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def aims_of(step, start, last, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
     """Return where a tile of tokens goes: (rows, their scales, whether there is such a rank).
 
     Each is a tuple with a vector [TILE.TOKENS] for each of the most ranks that a token goes to.
     """
     op = step.op
     most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
+    element: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
+    width: tl.constexpr = ROW.ROW_WORDS * 32 // element.primitive_bitwidth
     tokens = start + tl.arange(0, TILE.TOKENS)
     listed = address(op, Region.DESTINATIONS, tl.int64)
     row_aims, scale_aims, all_go = (), (), ()
@@ -60,10 +59,10 @@ def aims_of(
         words = tl.load(listed + tl.cast(tokens, tl.int64) * most + place, mask=tokens < last, other=-1)
         goes, rows = words >= 0, tl.cast(payload_of(words), tl.int64)
         peers = tl.where(goes, epoch_of(words), op.rank)
-        row_aim = address_at(op, Region.TOKENS, peers, ELEMENT) + rows * ROW_WIDTH
+        row_aim = address_at(op, Region.TOKENS, peers, element) + rows * width
         row_aims, all_go = row_aims + (tl.multiple_of(row_aim, 16),), all_go + (goes,)
-        if SCALE_WIDTH > 0:
-            scale_aim = address_at(op, Region.SCALES, peers, SCALE_DTYPE) + rows * SCALE_WIDTH
+        if LINE.SCALE_WIDTH > 0:
+            scale_aim = address_at(op, Region.SCALES, peers, LINE.SCALE_DTYPE) + rows * LINE.SCALE_WIDTH
             scale_aims = scale_aims + (scale_aim,)
     return row_aims, scale_aims, all_go
 
@@ -97,39 +96,23 @@ def send_given_scales(scales, start, last, aims, all_go, op, LINE: tl.constexpr,
 
 
 @portable
-def load_parts(x, start, last, ROW: tl.constexpr, TILE: tl.constexpr):
-    """Load the first parts of the rows of a tile of tokens, as send_tiles or send_cast_tiles wants them."""
-    parts = ()
-    for part in tl.static_range(TILE.PARTS):
-        if ROW.GROUP > 0:
-            parts = parts + load_groups(x, start, last, part * TILE.GROUPS, ROW, TILE)
-        else:
-            parts = parts + (load_words(x, start, last, part * TILE.WORDS, ROW, TILE),)
-    return parts
+def load_part(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Load a part of the rows of a tile of tokens: a tuple of load_words, or with a cast load_groups."""
+    if ROW.GROUP > 0:
+        part = load_groups(x, start, last, first, ROW, TILE)
+    else:
+        part = (load_words(x, start, last, first, ROW, TILE),)
+    return part
 
 
 @portable
-def send_tiles(given, step, first, last, parts, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
-    """Send the rows of tokens first ... last - 1, and their scales if they have some. parts: from load_parts."""
-    block: tl.constexpr = TILE.WORDS * TILE.PARTS
-    num_blocks: tl.constexpr = (ROW.ROW_WORDS + block - 1) // block
-    for start in range(first, last, TILE.TOKENS):
-        row_aims, scale_aims, all_go = aims_of(
-            step, start, last, ROW.ROW_WORDS, tl.int32, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, TILE
-        )
-        for number in range(num_blocks):
-            # the next block is under way while this one leaves
-            ends = number == num_blocks - 1
-            next_start, next_first = tl.where(ends, start + TILE.TOKENS, start), tl.where(ends, 0, (number + 1) * block)
-            next_parts = ()
-            for part in tl.static_range(TILE.PARTS):
-                next_parts = next_parts + (
-                    load_words(given.x, next_start, last, next_first + part * TILE.WORDS, ROW, TILE),
-                )
-                send_words(parts[part], number * block + part * TILE.WORDS, row_aims, all_go, step.op, ROW, TILE)
-            parts = next_parts
-        if LINE.SCALE_WIDTH > 0:
-            send_given_scales(given.scales, start, last, scale_aims, all_go, step.op, LINE, TILE)
+def load_parts(x, start, last, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Load the first parts of the rows of a tile of tokens, as send_tiles wants them."""
+    unit: tl.constexpr = TILE.GROUPS if ROW.GROUP > 0 else TILE.WORDS
+    parts = ()
+    for part in tl.static_range(TILE.PARTS):
+        parts = parts + load_part(x, start, last, part * unit, ROW, TILE)
+    return parts
 
 
 @portable
@@ -219,29 +202,34 @@ def send_scales(parts, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.cons
 
 
 @portable
-def send_cast_tiles(given, step, first, last, parts, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
-    """Cast the rows of tokens first ... last - 1 to fp8, and send them with their scales. parts: from load_parts."""
-    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
-    block: tl.constexpr = TILE.GROUPS * TILE.PARTS
-    num_blocks: tl.constexpr = (num_groups + block - 1) // block
+def send_tiles(given, step, first, last, parts, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
+    """Send the rows of tokens first ... last - 1, cast to fp8 if asked, with their scales. parts: from load_parts."""
+    casts: tl.constexpr = ROW.GROUP > 0
+    # a part has so many groups, or words
+    unit: tl.constexpr = TILE.GROUPS if casts else TILE.WORDS
+    width: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP if casts else ROW.ROW_WORDS
+    block: tl.constexpr = unit * TILE.PARTS
+    num_blocks: tl.constexpr = (width + block - 1) // block
     for start in range(first, last, TILE.TOKENS):
-        row_aims, scale_aims, all_go = aims_of(
-            step, start, last, ROW.ROW_WORDS * 4, tl.uint8, LINE.SCALE_WIDTH, LINE.SCALE_DTYPE, TILE
-        )
+        row_aims, scale_aims, all_go = aims_of(step, start, last, ROW, LINE, TILE)
         for number in range(num_blocks):
             # the next block is under way while this one is cast and leaves
             ends = number == num_blocks - 1
             next_start, next_first = tl.where(ends, start + TILE.TOKENS, start), tl.where(ends, 0, (number + 1) * block)
             next_parts, scales = (), ()
             for part in tl.static_range(TILE.PARTS):
-                bits, scale_bits = cast_groups(
-                    parts[2 * part], parts[2 * part + 1], given.scales, given.x.dtype.element_ty, ROW, TILE
-                )
-                next_parts = next_parts + load_groups(
-                    given.x, next_start, last, next_first + part * TILE.GROUPS, ROW, TILE
-                )
-                send_groups(bits, number * block + part * TILE.GROUPS, row_aims, all_go, step.op, ROW, TILE)
-                scales = scales + (scale_bits,)
-            if LINE.SCALE_WIDTH > 0:
+                if casts:
+                    bits, scale_bits = cast_groups(
+                        parts[2 * part], parts[2 * part + 1], given.scales, given.x.dtype.element_ty, ROW, TILE
+                    )
+                    scales = scales + (scale_bits,)
+                next_parts = next_parts + load_part(given.x, next_start, last, next_first + part * unit, ROW, TILE)
+                if casts:
+                    send_groups(bits, number * block + part * unit, row_aims, all_go, step.op, ROW, TILE)
+                else:
+                    send_words(parts[part], number * block + part * unit, row_aims, all_go, step.op, ROW, TILE)
+            if casts and LINE.SCALE_WIDTH > 0:
                 send_scales(scales, number * block, scale_aims, all_go, step.op, ROW, TILE)
             parts = next_parts
+        if LINE.SCALE_WIDTH > 0 and not casts:
+            send_given_scales(given.scales, start, last, scale_aims, all_go, step.op, LINE, TILE)
