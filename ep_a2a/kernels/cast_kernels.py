@@ -11,7 +11,6 @@ import triton.language as tl
 
 from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, POWER_OF_TWO_SCALES
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import reduce_max
 from ep_a2a.kernels.target import E4M3FN, fp8, on_amd
 
 FP8_MAX = tl.constexpr(E4M3FN.largest)
@@ -171,30 +170,6 @@ def scales_of(maxima, given, SCALING: tl.constexpr):
             scales = bits.to(tl.float32, bitcast=True)
         reciprocals = reciprocals_of(scales)
     return bits, reciprocals
-
-
-def _interpreted_to_float32(values):
-    # the interpreter takes subnormal bf16 for 0
-    if values.dtype != tl.bfloat16:
-        return values.to(tl.float32)
-    return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@portable(interpreted=_interpreted_to_float32)
-def to_float32(values):
-    """Numbers of any dtype as float32."""
-    return values.to(tl.float32)
-
-
-@portable
-def quantize_tile(tile, given, SCALING: tl.constexpr):
-    """Quantises a tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups]).
-
-    given, SCALING: as of scales_of.
-    """
-    values = to_float32(tile)
-    scale_bits, reciprocals = scales_of(reduce_max(magnitudes_of(values), 1), given, SCALING)
-    return e4m3_bits(values * reciprocals[:, None]), scale_bits
 
 
 def _interpreted_round_to(values, DTYPE):

@@ -10,7 +10,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import MIN_AMAX, e4m3_bits, quantize_tile, quarters_of
+from ep_a2a.commands.bench.layer_kernels import quantize_tile
+from ep_a2a.kernels.cast_kernels import MIN_AMAX, e4m3_bits, quarters_of
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.kernels.line_cast_kernels import packed_e4m3
 from ep_a2a.kernels.portable import portable

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from ep_a2a.commands.bench.layer_kernels import quantize_tile
 from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
-from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, quantize_tile, round_to
+from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, round_to
 from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, ExpertPlacement
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.op_context import OpContext

@@ -6,7 +6,7 @@ work on the largest possible number of pairs.
 
 import triton.language as tl
 
-from ep_a2a.kernels.cast_kernels import FP8_MAX, MIN_AMAX, e4m3_bits, quantize_tile, round_to
+from ep_a2a.kernels.cast_kernels import FP8_MAX, MIN_AMAX, e4m3_bits, magnitudes_of, round_to, scales_of
 from ep_a2a.kernels.constants import FULL_SCALES
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import reduce_max, reduce_sum, running_sum
@@ -25,6 +25,16 @@ def count_pairs_kernel(ids, counts, positions, first_expert, num_pairs, NUM_LOCA
         own = inside & (expert >= 0) & (expert < NUM_LOCAL)
         position = tl.atomic_add(counts + expert, 1, mask=own, sem="relaxed")
         tl.store(positions + pairs, tl.where(own, position, -1), mask=inside)
+
+
+@portable
+def quantize_tile(values, given, SCALING: tl.constexpr):
+    """Quantises a float32 tile [groups, elements]: (fp8 bits uint8 of the same shape, scale bits int32 [groups]).
+
+    given, SCALING: as of scales_of.
+    """
+    scale_bits, reciprocals = scales_of(reduce_max(magnitudes_of(values), 1), given, SCALING)
+    return e4m3_bits(values * reciprocals[:, None]), scale_bits
 
 
 @portable
