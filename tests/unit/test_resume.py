@@ -1,16 +1,23 @@
 """A pass in an earlier run counts for the same code alone."""
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from tests import resume
 
 
-def test_a_pass_of_other_code_does_not_count(tmp_path: Path) -> None:
-    path = tmp_path / resume.FILE
-    lines = [{"test": "a", "outcome": "passed", "code": resume.code()}, {"test": "b", "outcome": "passed", "code": "0"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"test": "c", "outcome": "passed"}]))
-    assert resume.passed(path) == {"a"}
+def test_only_a_whole_pass_of_the_same_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(resume.VARIABLE, str(tmp_path / "new"))
+    for name, *outcomes in (("a", "passed", "passed"), ("b", "passed", "failed"), ("c", "skipped", "passed")):
+        for when, outcome in zip(("call", "teardown"), outcomes):
+            report: Any = SimpleNamespace(nodeid=name, when=when, outcome=outcome)
+            resume.note(report)
+    assert resume.passed() == {"a"}
+    monkeypatch.setattr(resume, "code", lambda: "another")
+    assert resume.passed() == set()
 
 
 def test_the_code_is_that_of_the_package_and_the_tests(tmp_path: Path) -> None:
