@@ -1,5 +1,20 @@
-"""A pytest plugin that adds this backend to the lists of vLLM's own tests of MoE layers; run.py uses it.
+"""vLLM's own tests of MoE layers with this backend, on GPUs: a pytest plugin that adds it to their lists.
 
+    cd FOLDER
+    PYTHONPATH=CHECKOUT/tests/engines/vllm/acceptance python -m pytest -p ep_a2a_acceptance -p no:cacheprovider \\
+      -c pyproject.toml --confcutdir tests/kernels/moe --vllm-tests . \\
+      tests/kernels/moe/test_modular_kernel_combinations.py tests/kernels/moe/test_moe_layer.py
+
+FOLDER has `tests` and `pyproject.toml` of the source distribution of the vLLM that is installed, and nothing else; the
+files conftest.py above tests/kernels/moe import much that these tests do not use:
+
+    pip install pytest setuptools-scm setuptools-rust
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.26.0 \\
+      pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.26.0
+    tar xzf vllm-0.26.0.tar.gz --wildcards 'vllm-0.26.0/tests/*' vllm-0.26.0/pyproject.toml
+
+Options are those of pytest and of vLLM's tests: `-k TritonExperts`, `-k 2-1-True` for two data-parallel ranks of the
+layer test, `--subtests ID,ID` for a few of its layers; and `--rank-timeout SECS` for how long a process may take.
 No part of the package `tests`: vLLM's tests are a package of that name, too. Their processes import this module again.
 """
 
