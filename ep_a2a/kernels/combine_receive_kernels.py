@@ -275,9 +275,14 @@ def take_block(seen, step, places, own, slots, first, sums, masked, B: tl.conste
         polls = prim.next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (missing < NEVER):
             late = missing // step.M
+            absent = -1
             if step.op.MASKS:
                 lost = lost_rows(step, slots, prim.masked_now(step.op))
-            poison, deadline = prim.overdue(step.op, polls, deadline, late, 1)
+                lanes = tl.arange(0, step.op.WORLD_LANES)
+                flags = prim.address(step.op, Region.COMBINE_FLAGS, tl.int32) + lanes
+                behind = prim.late_lanes(flags, step.epoch, lanes < step.op.WORLD_SIZE, False)
+                absent = tl.where(behind > 0, lanes, -1)
+            poison, deadline = prim.overdue(step.op, polls, deadline, late, 1, absent)
     empty_block(places, own, slots, first, B)
     if step.op.MASKS:
         seen = without_lost(seen, lost, B)

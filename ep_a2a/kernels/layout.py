@@ -138,10 +138,10 @@ class FailureCode(DeviceEnum):
 
 
 class Record(DeviceEnum):
-    """Words of the ERROR_RECORD region (int32); from RANKS on there is one for each rank.
+    """Words of the ERROR_RECORD region (int32); from RANKS on there are two for each rank, first one of each.
 
-    WAITS and SUSPECT are no failure, and the host clears them. WAITS: 1 where a wait takes time. SUSPECT: 1 + a rank
-    that is awaited for long (LIMITS), 0 for none.
+    WAITS and the second words are no failure, and the host clears them. WAITS: 1 + a number that grows from wait to
+    wait, by two in a step, where one takes time; 0 for none. The second word of a rank: 1 where it is awaited.
     DETAIL; words of ranks, by code. TIMEOUT: 0; 1 for ranks whose flag had not come. ALTERNATION: 0; 0.
     STEP_TOKENS_MISMATCH: 1; the wire words of all ranks. CAPACITY: the rows that came; rows by source.
     WEIGHTS_MISSING: 1; 1 for ranks without weights. FOREIGN_INDICES: the token; not written.
@@ -154,7 +154,6 @@ class Record(DeviceEnum):
     EPOCH = 3
     DETAIL = 4
     WAITS = 5
-    SUSPECT = 6
     RANKS = 8
 
 
@@ -357,7 +356,7 @@ def _local_block(config: EpDispatchCombineConfig, rings: Rings) -> Block:
     return _block(
         (Region.STATE, I32, (STATE_WORDS,)),
         (Region.CHUNK_COUNTS, I64, (MAX_DISPATCH_PROGRAMS, world_size)),
-        (Region.LIMITS, I64, (3,)),
+        (Region.LIMITS, I64, (2,)),
         (Region.ROUTES, I32, (max_tokens, world_size)),
         (Region.SENT_INDICES, I32, (max_tokens, config.topk)),
         (Region.DESTINATIONS, I64, (max_tokens, min(world_size, config.topk))),

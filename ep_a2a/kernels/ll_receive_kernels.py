@@ -8,6 +8,7 @@ from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, POLLS_PER_CLOCK
+from ep_a2a.kernels.receive_kernels import absent_ranks
 from ep_a2a.kernels.target import barrier, volatile_load
 
 POSITION_MASK = tl.constexpr(0x7FFFFFFF)
@@ -100,10 +101,12 @@ def take_row_block(step, row, words_at, sides_at, sent, masked, ROW: tl.constexp
             num_late = judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
         polls = prim.next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
+            absent = -1
             if step.op.MASKS:
                 masked = prim.masked_now(step.op)
                 no_row = tl.where(prim.is_live(masked, row.source), no_row, NO_ROW)
-            poison, deadline = prim.overdue(step.op, polls, deadline, row.source, 1)
+                absent = absent_ranks(step.op, step.epoch, -1)
+            poison, deadline = prim.overdue(step.op, polls, deadline, row.source, 1, absent)
     if not is_cast:
         # a row written in full may have been read before its last word came: read it behind the fence
         position = prim.reduce_sum(tl.where(sides_at == side_words - 1, prim.payload_of(side), 0), 0)

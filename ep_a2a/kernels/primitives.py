@@ -350,9 +350,9 @@ def post_arrival(op, region: tl.constexpr, program, num_programs, masked=0):
 
 
 @portable
-def num_steps(op):
-    """The number of steps of the op that have ended here."""
-    return tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
+def num_steps(op, stage: tl.constexpr = Stage.COMBINE_RECEIVE):
+    """The number of steps of the op that have ended here, or have come so far."""
+    return tl.load(op.table + NUM_REGIONS * op.WORLD_SIZE + stage) >> STEP_SHIFT
 
 
 @portable
@@ -386,25 +386,25 @@ def time_limit(op):
 
 
 @portable
-def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr):
+def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr, late=-1):
     """(poison word, deadline): the verdict on a wait after `polls` polls, a multiple of POLLS_PER_CLOCK; 0 to go on.
 
     All threads of a program get one verdict, the old value of one compare-and-swap on the poison word: threads read
     different clocks. `accused` is the rank to be named when time is up, after PATIENCE timeouts: more than one where it
-    may be waiting itself, so that whoever waits for the culprit is the first to name one.
+    may be waiting itself, so that whoever waits for the culprit is the first to name one. late: more ranks that have
+    not come, -1 for none.
     """
     now = clock_ns()
     # the first look at the clock starts the time: waits that end before it, the common ones, never look
     if polls == POLLS_PER_CLOCK:
         deadline = now + PATIENCE * time_limit(op)
     if op.MASKS:
-        # the host decides whether to mask it; who is in the second step may wait for one that loads in its first
-        limit = PATIENCE * time_limit(op)
-        mask_after = tl.load(address(op, Region.LIMITS, tl.int64) + 2)
+        # the host decides how long it waits for whom
         record = address(op, Region.ERROR_RECORD, tl.int32)
-        tl.store(record + Record.WAITS, 1)
-        if (now > deadline - limit + mask_after) & (limit > mask_after) & (num_steps(op) > 1):
-            tl.store(record + Record.SUSPECT, 1 + accused)
+        tl.store(record + Record.WAITS, (1 + num_steps(op) + num_steps(op, Stage.DISPATCH_RECEIVE)).to(tl.int32))
+        awaited = record + Record.RANKS + op.WORLD_SIZE
+        tl.store(awaited + accused, 1)
+        tl.store(awaited + late, 1, mask=late >= 0)
     verdict = tl.where(now > deadline, (FailureCode.TIMEOUT << 16) | accused, 0)
     poison_word = address(op, Region.POISON, tl.int32)
     return tl.atomic_cas(poison_word, 0, verdict, sem="relaxed", scope="sys"), deadline
@@ -437,7 +437,7 @@ def wait_all(
             if op.MASKS:
                 present = present & is_live(masked_now(op), lanes)
             accused = reduce_min(tl.where(late > 0, lanes, op.WORLD_LANES), 0)
-            poison, deadline = overdue(op, polls, deadline, accused, PATIENCE)
+            poison, deadline = overdue(op, polls, deadline, accused, PATIENCE, tl.where(late > 0, lanes, -1))
     barrier()
     return poison
 

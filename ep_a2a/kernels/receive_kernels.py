@@ -154,7 +154,8 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
                 if op.MASKS:
                     gone = prim.masked_now(op)
                 accused = prim.reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
-                poison, deadline = prim.overdue(op, polls, deadline, accused, PATIENCE)
+                suspects = tl.where(late > 0, source, -1)
+                poison, deadline = prim.overdue(op, polls, deadline, accused, PATIENCE, suspects)
     return words, poison
 
 
@@ -182,13 +183,19 @@ def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr
 
 
 @portable
-def absent_rank(op, epoch, otherwise):
-    """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
+def absent_ranks(op, epoch, none: tl.constexpr):
+    """[WORLD_LANES] the ranks whose counts have not come, `none` in the other lanes."""
     lanes = tl.arange(0, op.WORLD_LANES)
     lines = prim.address(op, Region.COUNTS, tl.int64) + lanes * (op.WORLD_SIZE + 2)
     words = volatile_load(lines + op.WORLD_SIZE + 1, mask=lanes < op.WORLD_SIZE, other=0)
     absent = (prim.epoch_of(words) != epoch) & (lanes < op.WORLD_SIZE)
-    first = prim.reduce_min(tl.where(absent, lanes, op.WORLD_SIZE), 0)
+    return tl.where(absent, lanes, none)
+
+
+@portable
+def absent_rank(op, epoch, otherwise):
+    """The first rank whose counts have not come, or `otherwise`. A rank that waits for it is not to blame."""
+    first = prim.reduce_min(absent_ranks(op, epoch, op.WORLD_SIZE), 0)
     return tl.where(first < op.WORLD_SIZE, first, otherwise)
 
 

@@ -64,7 +64,7 @@ class Peers:
         self.arena_numbers = itertools.count(1)
         self._alarmed: tuple[int, ...] = ()
         self._masked: set[int] = set()
-        self._num_trials, self._trial_over_at, self._has_waited = 0, math.inf, False
+        self._num_trials, self._trial_over_at = 0, math.inf
         self._fallen: dict[int, float] = {}
         self._joined: set[int] = {rank}
         self._given_up: dict[int, GivenUp] = {}
@@ -217,9 +217,8 @@ class Peers:
         found = self.verdict(trial)
         if found is None and (suspects or any(each.failure == trial for each in self._given_up.values())):
             self._trial_over_at = min(self._trial_over_at, now + TRIAL_SECS)
-            # once is enough: a busy host takes long for a look
-            self._has_waited |= bool(awaited)
-            if self._has_waited:
+            # once is enough: on a busy host kernels that wait look less often than this
+            if awaited:
                 self.give_up(GivenUp(trial, "a step", suspects, waited=True, at=now))
         if found is None and now >= self._trial_over_at:
             spared = self._masked | self._fallen.keys()
@@ -229,7 +228,7 @@ class Peers:
             found = self.record(trial, judge_trial(trial, self.see(), spared))
         if found is None:
             return set()
-        self._num_trials, self._trial_over_at, self._has_waited = self._num_trials + 1, math.inf, False
+        self._num_trials, self._trial_over_at = self._num_trials + 1, math.inf
         return set(found.late)
 
     def beat(self) -> bool:

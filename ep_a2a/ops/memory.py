@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ep_a2a import clock
 from ep_a2a.config import EpDispatchCombineConfig, Layout
 from ep_a2a.config.requirements import checked_seconds
 from ep_a2a.errors import PeerAccessError, StateError, UnsupportedError
@@ -44,6 +45,8 @@ FIRST_PAD_ID = -1
 EMPTY_BYTE = 0xFF
 NS_PER_SEC = 1_000_000_000
 FIRST_EPOCH = 1
+FIRST_JUDGED_WAIT = 5
+"""Record.WAITS of the first wait behind two steps."""
 RANK_BITS = 16
 """Low bits of a poison word, code << 16 | accused rank, that hold the rank (kernels/primitives.py)."""
 
@@ -57,7 +60,7 @@ def block_sizes(config: EpDispatchCombineConfig) -> BlockSizes:
         shared={dispatch: layout.dispatch.num_bytes, combine: layout.combine.num_bytes},
         local_own=layout.local.num_bytes,
         local_shared={"result": layout.result.num_bytes, "expert": layout.expert.num_bytes},
-        record_words=RECORD_HEADER_WORDS + config.world_size,
+        record_words=RECORD_HEADER_WORDS + 2 * config.world_size,
         fill_bytes={combine: EMPTY_BYTE} if _leaves_empty(config) else {},
     )
 
@@ -148,11 +151,16 @@ class PoisonWord:
     def __init__(self, config: EpDispatchCombineConfig, words: torch.Tensor, record_words: Any) -> None:
         self._config, self._record_words = config, record_words
         self.word, self.masked_there, self.reported = words[:, None]
-        self.masked, on_gpu = frozenset[int](), words.is_cuda
+        self.forget()
+        on_gpu = words.is_cuda
         self._stream = torch.cuda.Stream(words.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._seen, self._posted, self._masks = (
             torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(3)
         )
+
+    def forget(self) -> None:
+        """Forgets masks and waits, when the op begins anew."""
+        self.masked, self._wait, self._began_at = frozenset[int](), 0, 0.0
 
     def read(self) -> Failure | None:
         """Returns the failure that any rank had reported here when the kernels that this rank has waited for ended."""
@@ -184,9 +192,16 @@ class PoisonWord:
 
     def awaited(self) -> set[int] | None:
         """Returns whom kernels await for mask_after_secs; None where they have not waited since the last call."""
-        noted = slice(Record.WAITS, Record.SUSPECT + 1)
-        (waits, suspect), self._record_words[noted] = self._record_words[noted].tolist(), 0
-        return {suspect - 1} - {-1} if waits else None
+        words, ranks = self._record_words, Record.RANKS + self._config.world_size
+        wait, late = int(words[Record.WAITS]), words[ranks:].nonzero()[0].tolist()
+        words[Record.WAITS] = words[ranks:] = 0
+        if wait not in (0, self._wait):
+            self._wait, self._began_at = wait, clock.now()
+        # the trial ends mask_after_secs after the wait has begun; a wait of the second step may be for a first one
+        is_long = clock.now() >= self._began_at + self._config.mask_after_secs - TRIAL_SECS
+        if not wait:
+            return None
+        return {*late} if wait >= FIRST_JUDGED_WAIT and is_long else set()
 
     def _mask(self, ranks: set[int]) -> None:
         self.masked |= ranks
@@ -357,7 +372,7 @@ class BoundMemory:
         self.view(Region.INDICES).fill_(FIRST_PAD_ID)
         self.acquired.local_own.zero_()
         self.view(Region.STATE)[State.LAST_PAD_ID] = FIRST_PAD_ID
-        self.poison.masked = frozenset()
+        self.poison.forget()
         self.peers.forgive()
         self.set_timeouts(self.timeouts)
         self.steps.zero_()
@@ -371,9 +386,7 @@ class BoundMemory:
         """Bound the waits of launches from now on, also of captured graphs."""
         self.timeouts = timeouts
         limits = self.view(Region.LIMITS)
-        # the trial ends mask_after_secs after the wait has begun
-        suspected_ns = int(max(0.0, self.config.mask_after_secs - TRIAL_SECS) * NS_PER_SEC)
-        for place, nanoseconds in enumerate((*timeouts.in_nanoseconds(), suspected_ns)):
+        for place, nanoseconds in enumerate(timeouts.in_nanoseconds()):
             limits[place].fill_(nanoseconds)
 
     @property

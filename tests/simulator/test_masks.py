@@ -16,14 +16,15 @@ from unittest import mock
 
 import pytest
 
+from ep_a2a import clock
 from ep_a2a.compat.combine_time_weights import CombineTimeWeightsOp
 from ep_a2a.kernels import primitives
 from ep_a2a.memory.arena import Arena
-from tests.cases.mask_cases import op_of, take_step
+from tests.cases.mask_cases import POINTS, op_of, take_step
 from tests.simulator.explain import describe
-from tests.simulator.faults import simulation_of
+from tests.simulator.faults import POLLING_SECS, simulation_of
 from tests.simulator.interpreter import site
-from tests.simulator.ranks import Conditions, Context
+from tests.simulator.ranks import Conditions, Context, Record
 from tests.simulator.scheduler import Fault, Killed
 from tests.simulator.seeds import FIRST_SEED, seeds
 
@@ -35,8 +36,10 @@ PATHS: dict[str, dict[str, Any]] = {
     "expert_major": {"layout": "expert_major"},
     "late_weights": {"layout": "expert_major", "kind": CombineTimeWeightsOp},
 }
+SLOW_PATHS = [path for path in PATHS if path != "counters"]
 VICTIM = 1
 LANDINGS = ("newest", "oldest", "random")
+MASK_AFTER_SECS, DELAY_SECS = 20.0, 40.0
 LATEST_SECS = 1.0
 """From a death on, after which any look notices it: waits end."""
 MOST_LOOKS, NUM_SEEDS, NUM_QUICK_SEEDS = 16, 10, 1
@@ -166,3 +169,31 @@ def test_survivors_notice_deaths_in_any_order(world_size: int, seed: int) -> Non
     victims = draws.sample(range(world_size), draws.randint(1, world_size - 2))
     faults = tuple(Fault(rank, draws.randint(*begins[rank][LOST_IN : LOST_IN + 2])) for rank in victims)
     Run(world_size, path, looks, faults=faults, **schedule)
+
+
+@pytest.mark.parametrize("point", [POINTS[0], pytest.param(POINTS[2], marks=pytest.mark.full)])
+@pytest.mark.parametrize("path", ["counters", *(pytest.param(each, marks=pytest.mark.full) for each in SLOW_PATHS)])
+def test_a_rank_that_hangs_is_masked_in_time_beside_one_that_is_slow(path: str, point: str) -> None:
+    """Rank 1 computes for longer than mask_after_secs, which spares it; rank 2 hangs."""
+    masked_after: list[float] = []
+
+    def live(context: Context) -> None:
+        with Arena(context.group, context.device) as arena:
+            op = op_of(context, arena, mask_after_secs=MASK_AFTER_SECS, timeout_secs=200, **PATHS[path])
+            for number in range(NUM_STEPS - 1):
+                take_step(op, number)
+            hung_at, lose = clock.now(), arena.lose
+
+            def note(gone: tuple[int, ...], masked: set[int]) -> None:
+                assert masked == {2}
+                masked_after.append(clock.now() - hung_at)
+                lose(gone, masked)
+
+            arena.lose = note  # type: ignore[method-assign]
+            take_step(op, NUM_STEPS - 1, lambda at: clock.sleep(DELAY_SECS * context.rank * (at == point)))
+
+    with mock.patch.object(Record, "computes", lambda _, rank: rank == 1):
+        found = simulation_of(3, Conditions()).run(live)
+    assert found.errors[:2] == [None] * 2
+    assert len(masked_after) == 3
+    assert max(masked_after) < MASK_AFTER_SECS + 1 + POLLING_SECS

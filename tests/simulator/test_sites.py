@@ -93,7 +93,7 @@ NOTICED_BY: dict[str, tuple[str, str, str]] = {
     "primitives.load_poison volatile 0": ("small_room", "without_room", "late"),
     "primitives.fail scope 1": ("small_room", "without_room", "late"),
     "primitives.overdue scope 0": ("low_latency", "until_late", "stopping"),
-    "receive_kernels.absent_rank volatile 0": ("rings", "steps", "pausing"),
+    "receive_kernels.absent_ranks volatile 0": ("rings", "steps", "pausing"),
     "staged_kernels.pass_on_flags barrier 0": ("staged", "steps", "late"),
     "staged_kernels.pass_on_flags scope 0": ("staged", "steps", "late"),
     "staged_kernels.pass_on_flags sem 0": ("staged", "steps", "late"),
