@@ -23,15 +23,14 @@ def agree(peers: Peers, given_up: GivenUp, bound_secs: float, left_secs: float =
         bound_secs: of a wait.
         left_secs: the rest of this rank's own wait, where a lost connection has ended it before its bound.
     """
-    failure = given_up.failure
-    found = peers.verdict(failure)
+    found = peers.verdict(given_up.failure)
     if found is None:
         peers.give_up(given_up)
     over_at = clock.now() + left_secs + PATIENCE_SECS
     while found is None:
         is_over = clock.now() >= over_at
-        judged = judge(failure, peers.see(bound_secs), since=given_up.at - 2 * bound_secs, is_over=is_over)
-        found = peers.verdict(failure) if judged is None else peers.record(failure, judged)
+        judged = judge(given_up.failure, peers.see(bound_secs), since=given_up.at - 2 * bound_secs, is_over=is_over)
+        found = peers.verdict(given_up.failure) if judged is None else peers.record(given_up.failure, judged)
         if found is None:
             clock.sleep(LOOK_SECS)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import struct
@@ -24,10 +23,9 @@ BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 def host_identity() -> str:
     """Returns the random id of the running kernel, equal for processes of one host; "" where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return BOOT_ID_PATH.read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 class HostRecord:
@@ -68,16 +66,14 @@ class HostRecord:
         except OSError:
             # a file that no other rank can open
             descriptor = os.memfd_create(name)
-        for number in itertools.count():
+        own, found, number = cls(descriptor, name, rank, world_size), None, 0
+        while found is None:
             first = store.compare_set(f"host/{host_identity()}/{number}", "", name).decode(errors="replace")
-            if first == name:
-                return cls(descriptor, name, rank, world_size)
-            found = cls._open(first, rank, world_size)
-            if found is not None:
-                os.close(descriptor)
-                remove_private(name)
-                return found
-        raise AssertionError("unreachable")
+            found = own if first == name else cls._open(first, rank, world_size)
+            number += 1
+        if found is not own:
+            own.close()
+        return found
 
     @classmethod
     def _open(cls, name: str, rank: int, world_size: int) -> HostRecord | None:
@@ -109,12 +105,10 @@ class HostRecord:
         return self._state(rank) == b"R"
 
     def _state(self, rank: int) -> bytes:
-        holder = self._holder(rank)
-        try:
-            # the state follows the name in brackets, which may hold any character
-            return Path(f"/proc/{holder}/stat").read_bytes().rpartition(b")")[2].split()[0] if holder else b""
-        except (OSError, IndexError):
-            return b""
+        # no process has the number that stands for none; the state follows the name in brackets, of any characters
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self._holder(rank) or 0}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        return b""
 
     def _holder(self, byte: int) -> int | None:
         """The process that holds the lock of a byte; None without one, 0 where this process cannot see it."""

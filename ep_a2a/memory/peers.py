@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from ep_a2a import clock
 from ep_a2a.errors import ForkedProcessError
 from ep_a2a.memory.host_record import HostRecord, parsed
-from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict, judge_trial
+from ep_a2a.memory.verdict import GivenUp, Seen, Verdict, judge_trial
 
 Result = TypeVar("Result")
 
@@ -120,8 +120,7 @@ class Peers:
     @property
     def _grace_secs(self) -> float:
         """From the last death until it counts. A death on another host is heard two beats later."""
-        is_one_host = len(self._joined) == self.world_size
-        return GRACE_SECS if is_one_host else GRACE_SECS + 2 * HEART_SECS
+        return GRACE_SECS + 2 * HEART_SECS * (len(self._joined) < self.world_size)
 
     def settle(self) -> tuple[int, ...]:
         """Waits until deaths just noticed are confirmed, for a second or two at most; returns the dead ranks."""
@@ -137,23 +136,20 @@ class Peers:
         given_up = {rank: each for rank, each in self._given_up.items() if each.failure}
         # who is stopped waits for nobody any more
         given_up |= {rank: each._replace(waited=False) for rank, each in given_up.items() if record.is_stopped(rank)}
-        presence = {rank: self._presence(rank, silent_secs) for rank in range(self.world_size)}
-        return Seen(presence, given_up, local, frozenset(filter(record.waits, local)))
+        gone, unheard = self._gone(silent_secs), self._silent(UNHEARD_SECS) | self._fallen.keys()
+        return Seen(self.world_size, gone, unheard - gone, given_up, local, frozenset(filter(record.waits, local)))
 
-    def _presence(self, rank: int, silent_secs: float) -> Presence:
-        if rank in self.gone:
-            return Presence.GONE
-        if rank in self._fallen:
-            return Presence.UNHEARD
-        silence_secs = clock.now() - self._heard[rank][1]
-        if rank in self._joined or silence_secs < UNHEARD_SECS:
-            return Presence.ALIVE
-        return Presence.GONE if silence_secs >= silent_secs else Presence.UNHEARD
+    def _gone(self, silent_secs: float) -> frozenset[int]:
+        return self._silent(max(silent_secs, UNHEARD_SECS)) - self._fallen.keys() | {*self.gone}
+
+    def _silent(self, secs: float) -> frozenset[int]:
+        """Ranks of other hosts that have said nothing for so long."""
+        heard = self._heard.items()
+        return frozenset(rank for rank, (_, at) in heard if rank not in self._joined and clock.now() - at >= secs)
 
     def has_gone(self, rank: int) -> bool:
         """Whether a meeting stops waiting for a rank. A rank that was never seen may be slow to start."""
-        was_seen = rank in self._joined or bool(self._heard[rank][0])
-        return was_seen and self._presence(rank, SILENT_SECS) is Presence.GONE
+        return rank in self._gone(SILENT_SECS) and (rank in self._joined or bool(self._heard[rank][0]))
 
     def forgive(self) -> None:
         """Takes back the masks of ranks that live, when all ranks have met again."""

@@ -111,8 +111,7 @@ class Rendezvous:
         """
         if self._has_all:
             return int(self._store.add(f"generation/{self.rank}", 1))
-        numbers = itertools.count()
-        return next(n for n in numbers if not self._store.check([self._key((n << 32) + 1, DECISION)]))
+        return next(n for n in itertools.count() if not self._store.check([self._key((n << 32) + 1, DECISION)]))
 
     @property
     def last_meeting(self) -> str:
@@ -274,9 +273,15 @@ class Rendezvous:
             raise unreadable("the first rank to decide", label, "no decision") from None
         if verdict != Verdict():
             self._all_know = True
-            if (call := self._ended_call((*verdict.missing, *verdict.late))) is not None:
+            absent = sorted((*verdict.missing, *verdict.late))
+            if (call := self._ended_call(absent)) is not None:
                 call.barrier(label)
-            raise self._timeout(verdict, label)
+            raise verdict.error(
+                self.rank,
+                f"all ranks at {label!r} within {self.timeout_secs:g} s",
+                f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}",
+                "Check that these ranks are alive and make the same calls in the same order.",
+            )
         self.peers.withdraw()
         texts = [bytes(store.get(key)) for key in keys]
         # a rank that takes part in exchange n has left exchange n - 2
@@ -313,12 +318,11 @@ class Rendezvous:
             # before the keys: a rank that is gone may have come before, and would not come to the next exchange
             gone = {rank for rank in self.peers.look() if rank in self.ranks and not self._has_told(rank)}
             is_over = clock.now() > start + self.timeout_secs or self._store.check([decision])
-            absent = set()
-            if not self._store.check(keys):
-                absent = {rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])}
-                is_over = is_over or self._ended_call(absent) is not None or any(map(self.peers.has_gone, absent))
+            late = () if self._store.check(keys) else zip(self.ranks, keys, strict=True)
+            absent = {rank for rank, key in late if not self._store.check([key])}
             if not absent and not gone:
                 return Verdict()
+            is_over = is_over or self._ended_call(absent) is not None or any(map(self.peers.has_gone, absent))
             awaited, name = tuple(sorted(absent | gone)), f"the meeting {label!r}"
             wait = GivenUp("meeting", name, awaited, waited=True, at=clock.now(), is_meeting=True)
             if gone or is_over:
@@ -327,15 +331,6 @@ class Rendezvous:
                 self.peers.give_up(wait)
                 say_at = clock.now() + SAY_SECS
             clock.sleep(poll_secs)
-
-    def _timeout(self, verdict: Verdict, label: str) -> RankTimeoutError:
-        absent = sorted((*verdict.missing, *verdict.late))
-        return verdict.error(
-            self.rank,
-            f"all ranks at {label!r} within {self.timeout_secs:g} s",
-            f"no sign of rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}",
-            "Check that these ranks are alive and make the same calls in the same order.",
-        )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -64,11 +63,10 @@ def make_subgroup(
         )
     meeting = Rendezvous(parent, timeout_secs, ranks=ranks, store=store)
     with meeting.telling():
-        store = meeting.peers.group_store if store is None else store
         name = meeting.exchange("name of a subgroup", secrets.token_hex(8))[0]
         deadline = clock.now() + timeout_secs + CONNECT_PATIENCE_SECS
         # gloo may wait for a key, which occupies the connection to the store
-        own_store = store.clone()  # type: ignore[attr-defined]
+        own_store = (meeting.peers.group_store if store is None else store).clone()  # type: ignore[attr-defined]
         connect = functools.partial(
             _make_group, parent, ranks, f"ep_a2a_{name}", timedelta(seconds=timeout_secs), own_store
         )
@@ -123,26 +121,24 @@ def _make_group(
 ) -> dist.ProcessGroup:
     """Makes the group as torch's new_group does, without its barrier."""
     global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
-    arguments: dict[str, Any] = {
-        "group_size": len(ranks),
-        "group_rank": ranks.index(dist.get_rank(parent)),
-        "global_ranks_in_group": global_ranks,
-        # Only gloo: with NCCL here, torch would split the default group's communicator, which all its ranks must do.
-        "backend": dist.Backend("gloo"),
-        "store": store,
-        "group_name": name,
-        "timeout": timeout,
-        "group_desc": "ep_a2a subgroup",
-    }
     make: Any = distributed_c10d._new_process_group_helper
     try:
-        inspect.signature(make).bind(**arguments)
+        group: dist.ProcessGroup = make(
+            group_size=len(ranks),
+            group_rank=ranks.index(dist.get_rank(parent)),
+            global_ranks_in_group=global_ranks,
+            # with NCCL here, torch would split the default group's communicator, which all its ranks must do
+            backend=dist.Backend("gloo"),
+            store=store,
+            group_name=name,
+            timeout=timeout,
+            group_desc="ep_a2a subgroup",
+        )[0]
     except TypeError as error:
         raise UnsupportedError(
             "torch 2.11 to 2.15, whose process groups can be made one by one",
             f"torch {torch.__version__}: {error}",
             "Use another torch, or the allgather_reducescatter backend.",
         ) from error
-    group: dist.ProcessGroup = make(**arguments)[0]
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(global_ranks)}
     return group

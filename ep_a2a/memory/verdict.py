@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,15 +15,6 @@ NOBODY_NAMED = (
 )
 """Remedy of a time-out that no rank is to blame for."""
 OTHER_ORDER = f"Make the same calls in the same order on every rank, of all ops. {RESET}"
-
-
-class Presence(enum.Enum):
-    """The state of a rank's process."""
-
-    ALIVE = "alive"
-    UNHEARD = "unheard"
-    """Perhaps gone: it has just ended, or is of another host and has been silent for a while."""
-    GONE = "gone"
 
 
 class GivenUp(NamedTuple):
@@ -51,13 +41,17 @@ class Seen(NamedTuple):
     """A rank's view of its group at one time.
 
     Attributes:
-        presence: of each rank.
+        world_size: the number of its ranks.
+        gone: ranks that have ended, or are of another host and have been silent for long.
+        unheard: those that are perhaps gone: they have just ended, or have been silent for a while.
         given_up: by rank, the last call that it has given up. Those of other hosts are not known.
         local: ranks of this host.
         blocked: ranks of this host that wait for others outside of kernels, where nothing is given up yet.
     """
 
-    presence: Mapping[int, Presence]
+    world_size: int
+    gone: frozenset[int]
+    unheard: frozenset[int]
     given_up: Mapping[int, GivenUp]
     local: frozenset[int] = frozenset()
     blocked: frozenset[int] = frozenset()
@@ -141,12 +135,11 @@ def judge(failure: str, seen: Seen, *, since: float = 0.0, is_over: bool = False
         since: calls that were given up before this time are ignored.
         is_over: whether the time has passed in which others may still give up.
     """
-    if Presence.UNHEARD in seen.presence.values():
+    if seen.unheard:
         return None
-    gone = tuple(rank for rank in sorted(seen.presence) if seen.presence[rank] is Presence.GONE)
-    if gone:
-        return Verdict(missing=gone)
-    if not is_over and len(seen.given_up) < len(seen.presence):
+    if seen.gone:
+        return Verdict(missing=tuple(sorted(seen.gone)))
+    if not is_over and len(seen.given_up) < seen.world_size:
         return None
     here = {rank for rank, each in seen.given_up.items() if each.failure == failure}
     awaited = {other for rank in here for other in seen.given_up[rank].awaited}
@@ -170,13 +163,13 @@ def judge_meeting(rank: int, meeting: GivenUp, seen: Seen, since: float) -> Verd
         seen: what it sees.
         since: when the wait began. Calls that others gave up before say nothing about the present.
     """
-    alive = tuple(each for each in meeting.awaited if seen.presence[each] is Presence.ALIVE)
-    gone = tuple(each for each in meeting.awaited if seen.presence[each] is Presence.GONE)
+    gone, unheard = (tuple(each for each in meeting.awaited if each in ranks) for ranks in (seen.gone, seen.unheard))
     if gone:
         return Verdict(gone)
-    if len(alive) < len(meeting.awaited):
+    alive = tuple(each for each in meeting.awaited if each not in unheard)
+    if unheard:
         # of a rank that was never seen nobody can say whether it lives
-        return Verdict(tuple(each for each in meeting.awaited if each not in alive), alive)
+        return Verdict(unheard, alive)
     calls = seen.waiting(since)
     if not calls.keys() & set(alive):
         return Verdict(late=alive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from ep_a2a.memory.verdict import RESET, GivenUp, Verdict
 from ep_a2a.ops.wire_word import disagreement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ep_a2a.ops.memory import BoundMemory, Timeouts
     from ep_a2a.ops.op import EpDispatchCombineOp
@@ -37,7 +38,7 @@ class Failure:
     Attributes:
         code: the kind of failure.
         accused: rank that another rank's or this rank's kernel holds responsible, 0xFFFF for none.
-        phase: a StepPhase; 0 if a peer has reported no more than code and accused.
+        phase: a StepPhase; 0 if a peer has reported the failure, who tells no more than code and accused.
         epoch: step of the op, counted from 1 and wrapping.
         detail: depends on the code, see layout.Record.
         per_rank: likewise; for a timeout, 1 for ranks that had not arrived here.
@@ -45,10 +46,10 @@ class Failure:
 
     code: int
     accused: int
-    phase: int
-    epoch: int
-    detail: int
-    per_rank: tuple[int, ...]
+    phase: int = 0
+    epoch: int = 0
+    detail: int = 0
+    per_rank: tuple[int, ...] = ()
 
     @classmethod
     def from_record(cls, words: Sequence[int], world_size: int) -> Failure:
@@ -56,11 +57,6 @@ class Failure:
         per_rank = tuple(words[Record.RANKS : Record.RANKS + world_size])
         code, accused, phase = words[Record.CODE], words[Record.ACCUSED], words[Record.PHASE]
         return cls(code, accused, phase, words[Record.EPOCH], words[Record.DETAIL], per_rank)
-
-    @classmethod
-    def of_peer(cls, code: int, accused: int) -> Failure:
-        """A failure that a peer has reported, code and accused rank only."""
-        return cls(code, accused, 0, 0, 0, ())
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -97,19 +93,16 @@ class Failure:
             max_tokens: M of the op.
         """
         where = self._where(rank)
-        match self.code:
-            case FailureCode.TIMEOUT:
-                return self._timeout(rank, where, timeouts, seen or {}, verdict or Verdict())
-            case FailureCode.ALTERNATION:
-                return self._alternation(where)
-            case FailureCode.STEP_TOKENS_MISMATCH:
-                return self._disagreement(where, max_tokens)
-            case FailureCode.CAPACITY:
-                return self._too_many_rows(where)
-            case FailureCode.WEIGHTS_MISSING:
-                return self._weights_missing(where)
-            case _:
-                return self._foreign_indices(where)
+        if self.code == FailureCode.TIMEOUT:
+            return self._timeout(rank, where, timeouts, seen or {}, verdict or Verdict())
+        if self.code == FailureCode.STEP_TOKENS_MISMATCH:
+            return self._disagreement(where, max_tokens)
+        errors: dict[int, Callable[[str], EpA2AError]] = {
+            FailureCode.ALTERNATION: self._alternation,
+            FailureCode.CAPACITY: self._too_many_rows,
+            FailureCode.WEIGHTS_MISSING: self._weights_missing,
+        }
+        return errors.get(self.code, self._foreign_indices)(where)
 
     def _where(self, rank: int) -> str:
         if self.phase:
@@ -185,11 +178,9 @@ class Failure:
 
 def by_value(epochs: Sequence[int]) -> str:
     """Each epoch with the ranks whose flag stands there, the common one first."""
-    ranks_at: dict[int, list[int]] = {}
-    for rank, epoch in enumerate(epochs):
-        ranks_at.setdefault(epoch, []).append(rank)
-    common_first = sorted(ranks_at.items(), key=lambda each: -len(each[1]))
-    return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in common_first)
+    common_first = [epoch for epoch, _ in Counter(epochs).most_common()]
+    ranks_at = {epoch: [rank for rank, other in enumerate(epochs) if other == epoch] for epoch in common_first}
+    return " and ".join(f"{epoch} from ranks {ranks}" for epoch, ranks in ranks_at.items())
 
 
 def error_of(failure: Failure, memory: BoundMemory, seen: Mapping[str, tuple[int, ...]] | None = None) -> EpA2AError:
@@ -227,8 +218,7 @@ def check_peers(op: EpDispatchCombineOp) -> None:
     Raises:
         RankTimeoutError, AlternationError, ConfigMismatchError, CapacityError, ForeignIndicesError: as found.
     """
-    failure = op.memory.poison.read()
-    if failure is not None:
+    if failure := op.memory.poison.read():
         # this rank's own kernels know more
         op.check()
         raise error_of(failure, op.memory)

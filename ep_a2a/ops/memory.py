@@ -128,7 +128,7 @@ class Timeouts:
 
 def failure_of(word: int) -> Failure | None:
     """Returns the failure that a poison word reports; None for 0."""
-    return Failure.of_peer(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1)) if word else None
+    return Failure(word >> RANK_BITS, word & ((1 << RANK_BITS) - 1)) if word else None
 
 
 class PoisonWord:
@@ -164,15 +164,12 @@ class PoisonWord:
 
     def read(self) -> Failure | None:
         """Returns the failure that any rank had reported here when the kernels that this rank has waited for ended."""
-        return failure_of(self._read())
-
-    def _read(self) -> int:
         if self._stream is None:
-            return int(self.word)
+            return failure_of(int(self.word))
         with torch.cuda.stream(self._stream):
             self._seen.copy_(self.word, non_blocking=True)
         self._stream.synchronize()
-        return int(self._seen)
+        return failure_of(int(self._seen))
 
     def post(self, rank: int) -> None:
         """Makes kernels leave, since `rank` is gone. Returns at once; any thread may call it."""
@@ -186,7 +183,10 @@ class PoisonWord:
         Also those that run. Returns at once; any thread may call it.
         """
         if self._config.masks:
-            self._mask(masked)
+            self.masked |= masked
+            if self._config.rank in self.masked:
+                self.post(self._config.rank)
+            self._write(self.masked_there, self._masks, sum(1 << rank for rank in self.masked))
         elif gone:
             self.post(gone[0])
 
@@ -202,12 +202,6 @@ class PoisonWord:
         if not wait:
             return None
         return {*late} if wait >= FIRST_JUDGED_WAIT and is_long else set()
-
-    def _mask(self, ranks: set[int]) -> None:
-        self.masked |= ranks
-        if self._config.rank in self.masked:
-            self.post(self._config.rank)
-        self._write(self.masked_there, self._masks, sum(1 << rank for rank in self.masked))
 
     def _write(self, place: torch.Tensor, staged: torch.Tensor, value: int) -> None:
         staged.numpy()[0] = value

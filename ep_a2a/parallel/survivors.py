@@ -1,5 +1,6 @@
 """survivors: the group, manager and experts of the ranks that are left after others are gone."""
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,26 +51,18 @@ class Survivors:
         Raises:
             InputError: logical_ids is not two-dimensional, or its dtype cannot hold -1 and all physical ids.
         """
-        dtype, most = logical_ids.dtype, len(self.experts) - 1
+        dtype, most, device = logical_ids.dtype, len(self.experts) - 1, logical_ids.device
         if logical_ids.ndim != 2:
             raise InputError("logical ids [tokens, topk]", f"shape {list(logical_ids.shape)}")
         if dtype not in SIGNED or torch.iinfo(dtype).max < most:
             raise InputError(f"ids of a dtype that holds -1 to {most}", str(dtype))
-        holders: dict[int, list[int]] = {}
-        for physical, logical in enumerate(self.experts):
-            holders.setdefault(logical, []).append(physical)
-        # the last one stands for ids that nobody held
-        num_logical = max([*self.experts, *self.lost_experts], default=-1) + 1
-        num_turns = max(map(len, holders.values()), default=1)
-        copies = [holders.get(expert, [-1]) for expert in range(num_logical)] + [[-1]]
-        # [expert, turn]; only as many turns are read as the expert has copies
-        turns = torch.tensor([own + own[:1] * (num_turns - len(own)) for own in copies], device=logical_ids.device)
-        counts = torch.tensor(list(map(len, copies)), device=logical_ids.device)
-        # in 64 bits: a narrow dtype may not hold num_logical
-        ids = logical_ids.long()
-        ids = torch.where((ids >= 0) & (ids < num_logical), ids, num_logical)
-        tokens = torch.arange(len(ids), device=ids.device)[:, None]
-        return turns[ids, tokens % counts[ids]].to(logical_ids.dtype)
+        # an empty place in front stands for ids that nobody holds; in 64 bits, as a narrow dtype may not hold all
+        held, order = torch.tensor([-1, *self.experts], device=device).sort(stable=True)
+        ids = logical_ids.long().contiguous()
+        first, behind = torch.searchsorted(held, ids), torch.searchsorted(held, ids, right=True)
+        is_held = (ids >= 0) & (behind > first)
+        turns = torch.arange(len(ids), device=device)[:, None] % (behind - first).clamp(min=1)
+        return torch.where(is_held, order[torch.where(is_held, first + turns, 0)] - 1, -1).to(dtype)
 
 
 def survivors(
@@ -127,16 +120,12 @@ def survivors(
 
 def _checked(experts_of_ranks: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
     """The experts as plain numbers: tensors of one element are not equal to others of the same value in a set."""
-    try:
+    with contextlib.suppress(TypeError):
         experts = [[operator.index(expert) for expert in of_rank] for of_rank in experts_of_ranks]
-    except TypeError as error:
-        raise ConfigError(
-            "a list of integers for each rank in experts_of_ranks", str(error), "-1 is an empty place."
-        ) from error
-    if len(experts) != world_size or len(set(map(len, experts))) > 1:
-        raise ConfigError(
-            f"equally many experts of each of {world_size} ranks in experts_of_ranks",
-            f"{list(map(len, experts))}",
-            "Give one list for each rank; -1 is an empty place.",
-        )
-    return experts
+        if len(experts) == world_size and len(set(map(len, experts))) == 1:
+            return experts
+    raise ConfigError(
+        f"a list of integers of each of {world_size} ranks in experts_of_ranks, equally many",
+        str(experts_of_ranks),
+        "Give one list for each rank; -1 is an empty place.",
+    )

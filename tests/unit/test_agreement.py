@@ -21,10 +21,9 @@ from ep_a2a.errors import RankTimeoutError
 from ep_a2a.memory import host_record, peers, rendezvous
 from ep_a2a.memory.agreement import agree
 from ep_a2a.memory.peers import Peers
-from ep_a2a.memory.verdict import GivenUp, Presence, Seen, Verdict, judge, judge_meeting
+from ep_a2a.memory.verdict import GivenUp, Seen, Verdict, judge, judge_meeting
 from tests.waiting import await_until
 
-ALIVE, UNHEARD, GONE = Presence.ALIVE, Presence.UNHEARD, Presence.GONE
 BOUND_SECS, CPU = 10.0, torch.device("cpu")
 HERE, THERE = "the step", "a step of another op"
 
@@ -36,7 +35,6 @@ def gave_up(*awaited: int, failure: str = HERE, waited: bool = True, at: float =
 CAME_LATE = gave_up(waited=False)
 ELSEWHERE = gave_up(0, failure=THERE)
 CALLS = ((0, f"dispatch of {HERE}"), (1, f"dispatch of {THERE}"))
-STATES = {"a": ALIVE, "u": UNHEARD, "g": GONE}
 CASES: dict[str, tuple[str, dict[int, GivenUp], Verdict | None]] = {
     "one has ended": ("aag", {0: gave_up(1, 2)}, Verdict((2,))),
     "two have ended": ("agag", {0: gave_up(1)}, Verdict((1, 3))),
@@ -64,7 +62,9 @@ OVER_CASES: dict[str, tuple[dict[int, GivenUp], set[int], set[int], Verdict]] = 
 
 
 def seen(states: str, *args: Any) -> Seen:
-    return Seen({rank: STATES[state] for rank, state in enumerate(states)}, *args)
+    """What a rank sees of ranks that are a(live), u(nheard) or g(one)."""
+    gone, unheard = (frozenset(rank for rank, each in enumerate(states) if each == state) for state in "gu")
+    return Seen(len(states), gone, unheard, *args)
 
 
 @pytest.mark.parametrize("name", CASES)

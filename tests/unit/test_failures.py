@@ -49,7 +49,7 @@ def test_codes_are_those_of_the_kernels():
 
 def test_what_another_rank_has_not_told_is_not_made_up():
     for code in (CAPACITY, FOREIGN):
-        text = str(error_of(Failure.of_peer(code, 3)))
+        text = str(error_of(Failure(code, 3)))
         assert "a call on another rank, which reported it to rank 1" in text
         assert not any(f"{word} 0" in text or f"0 {word}" in text for word in ("token", "rows"))
 
@@ -66,7 +66,7 @@ CODES = dict(zip(CODE_NAMES, (TIMEOUT, ALTERNATION, MISMATCH, CAPACITY, FOREIGN,
 def failure_of(code: str, per_rank: str | tuple[int, ...] = (0, 0, 0, 0), **fields: int) -> Failure:
     """A row's failure; `per_rank` may be the name of wire words, of which rank 1's is this rank's."""
     if "of_peer" in fields:
-        return Failure.of_peer(CODES[code], fields["of_peer"])
+        return Failure(CODES[code], fields["of_peer"])
     if isinstance(per_rank, str):
         per_rank = {"strides": STRIDES, "tagged": TAGGED}[per_rank]
         fields["detail"] = per_rank[1]
