@@ -1,23 +1,27 @@
-"""Parts of combine in Triton's interpreter: first loads of senders, places of rows, and casts in words."""
+"""Parts of combine in Triton's interpreter: first loads of senders, and casts in words."""
 
 import pytest
 import torch
 import triton.language as tl
 
-from ep_a2a.kernels.combine_receive_kernels import ROWS_AT_ONCE, is_own, next_rows, own_rows, routes_of, slots_of
 from ep_a2a.kernels.combine_send_kernels import CombineStep, Share, first_unit
-from ep_a2a.kernels.constants import Block
+from ep_a2a.kernels.constants import Block, Shape
+from ep_a2a.kernels.layout import Region, Stage, padded
 from ep_a2a.kernels.line_cast_kernels import quantize_lines
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.quantization import quantize_groups
-from tests.unit.device import shape_of, table_of, untouched
 from tests.unit.test_device_functions import unusual_rows
 
 COUNTS = {1: [[5], [0]], 2: [[3, 5], [0, 4], [4, 0], [0, 0]], 3: [[2, 4, 3], [0, 0, 4], [4, 0, 1]]}
 STRIDE, HIDDEN, GROUP = 5, 40, 16
 NUM_BLOCKS = -(-HIDDEN // GROUP)
 OUTSIDE = -7
+
+
+def untouched(*size: int) -> torch.Tensor:
+    """int32 for a kernel's results; no helper gives 77 everywhere."""
+    return torch.full(size, 77, dtype=torch.int32)
 
 
 @portable
@@ -69,12 +73,14 @@ def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, pa
     memory[:num_rows] = torch.arange(1, num_rows * HIDDEN + 1).view(num_rows, HIDDEN)
     num_senders = max(1, max(counts) * world_size * NUM_BLOCKS)
     block = Block(HIDDEN, 1, GROUP, tl.int32, tl.float32, False, False, num_rows_at_once)
-    form, starts = shape_of(world_size, compact=compact), [sum(counts[:source]) for source in range(world_size)]
+    form = Shape(world_size, padded(world_size), 1, 1, compact, 0, False)
+    table = torch.zeros(len(Region) * world_size + len(Stage), dtype=torch.int64)
+    starts = [sum(counts[:source]) for source in range(world_size)]
     step_tokens, unread = -1 if packed else STRIDE, [1 << 20] * world_size
     given = torch.tensor([counts, starts if compact or packed else unread], dtype=torch.int32)
     for rank in {0, world_size - 1}:
         out, values = untouched(num_senders + 2, 3), untouched(num_senders + 2, num_rows_at_once, GROUP)
-        arguments = (memory, table_of(world_size, {}), given, out, values, rank, num_senders, step_tokens)
+        arguments = (memory, table, given, out, values, rank, num_senders, step_tokens)
         ask_first.interpret((num_senders + 2,), *arguments, SHAPE=form, B=block, OWN_IN_PLACE=in_place)
         assert not (values == OUTSIDE).any(), "reads behind the rows"
         assert (values[[0, -1]] == 0).all()
@@ -82,34 +88,6 @@ def test_the_first_block_lies_inside_of_the_rows(world_size, counts, compact, pa
             for place in range(min(num_left, num_rows_at_once)):
                 expected = memory[row + place, first : first + GROUP].tolist()
                 assert found[place] == expected + [0] * (GROUP - len(expected))
-
-
-@portable
-def list_rows(routes, out, rank, M, SHAPE: tl.constexpr):
-    step = CombineStep(OpContext(routes, rank, SHAPE), 1, 1, M, M, routes, routes, False, False, 0)
-    found = slots_of(routes_of(routes, 0, step), step, 0, False)
-    at, own = 0, own_rows(routes, routes, 0, step, 1, True)
-    for _ in tl.static_range(max(1, (min(SHAPE.WORLD_SIZE, SHAPE.TOPK) + 3) // 4)):
-        slots, found = next_rows(found, step, ROWS_AT_ONCE)
-        for each in tl.static_range(len(slots)):
-            tl.store(out + at * 2, slots[each])
-            tl.store(out + at * 2 + 1, tl.where(is_own(slots[each], own), 1, 0))
-            at += 1
-
-
-@pytest.mark.parametrize(("world_size", "topk"), [(1, 2), (2, 8), (4, 8), (5, 2), (8, 8), (9, 3), (72, 8)])
-def test_rows_come_in_the_order_of_their_ranks(world_size, topk):
-    generator, most = torch.Generator().manual_seed(world_size), 7
-    for num_ranks in range(min(world_size, topk) + 1):
-        routes = torch.full((world_size,), -1, dtype=torch.int32)
-        ranks = torch.randperm(world_size, generator=generator)[:num_ranks].sort().values
-        routes[ranks] = torch.randint(0, most, (num_ranks,), generator=generator, dtype=torch.int32)
-        for rank in {0, world_size - 1, *ranks.tolist()[:2]}:
-            out = untouched(world_size + 8, 2)
-            list_rows.interpret((1,), routes, out, rank, most, SHAPE=shape_of(world_size, topk))
-            found = [(slot, own) for slot, own in out.tolist() if slot not in (-1, 77)]
-            assert [slot for slot, _ in found] == [int(peer) * most + int(routes[peer]) for peer in ranks]
-            assert {slot for slot, own in found if own} == {slot for slot, _ in found if slot // most == rank}
 
 
 @portable

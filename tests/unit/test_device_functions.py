@@ -1,6 +1,7 @@
 """Device helpers in Triton's interpreter against plain torch, and that interpreting leaves Triton as it was."""
 
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -12,17 +13,16 @@ from triton.runtime.jit import JITFunction
 from ep_a2a.commands.bench.layer_kernels import quantize_tile
 from ep_a2a.config import FP8_DTYPE, LOW_LATENCY_MAX_TOKENS
 from ep_a2a.kernels.cast_kernels import e4m3_bits, e4m3_bits_by_integers, round_to
-from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, ExpertPlacement
-from ep_a2a.kernels.layout import Region
+from ep_a2a.kernels.constants import GIVEN_SCALE, MX_SCALES, ExpertPlacement, Shape
+from ep_a2a.kernels.layout import Region, padded
+from ep_a2a.kernels.ll_receive_kernels import judge_row
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import MANY_POLLS, POLLS_PER_CLOCK, begin_stage, late_lanes, next_poll
-from ep_a2a.kernels.routing_kernels import count_by_rank, owner_of
+from ep_a2a.kernels.routing_kernels import count_by_rank
 from ep_a2a.kernels.target import INTERPRETED_POLLS
 from ep_a2a.policy import MAX_COUNTED_ALONE
 from ep_a2a.quantization import fp32_to_e4m3_bits, quantize_groups, quantize_mxfp8, quantize_static
-from ep_a2a.routing import owner_of_experts
-from tests.unit.device import as_int32, shape_of, untouched
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 BLOCK = 1024
@@ -39,6 +39,15 @@ def padded_to_block(values: torch.Tensor) -> torch.Tensor:
 
 
 ALL_BF16 = floats_of(torch.arange(1 << 16) << 16)
+
+
+def shape_of(world_size: int) -> Shape:
+    return Shape(world_size, padded(world_size), 1, 1, False, 0, False)
+
+
+def untouched(size: int) -> torch.Tensor:
+    """int32 for a kernel's results; no helper gives 77 everywhere."""
+    return torch.full((size,), 77, dtype=torch.int32)
 
 
 # --- fp8 ---
@@ -155,26 +164,6 @@ def test_bf16_rounding_around_every_value(lower_half):
 
 # --- routing ---
 
-EXPERTS_AND_WORLDS = [(60, 8), (3, 5), (1, 1), (8, 8), (256, 8), (7, 3), (100, 72), (1, 8)]
-
-
-@portable
-def owners_of(ids, out, OWNERS: tl.constexpr):
-    lanes = tl.arange(0, 512)
-    tl.store(out + lanes, owner_of(tl.load(ids + lanes), OWNERS))
-
-
-@pytest.mark.parametrize(("num_experts", "world_size"), EXPERTS_AND_WORLDS)
-def test_owners(num_experts, world_size):
-    edge = [-1, -2, INT_MIN, INT_MIN + 1, INT_MAX, INT_MAX - 1, num_experts, num_experts + 1, -num_experts]
-    ids = torch.tensor([*range(num_experts), *edge], dtype=torch.int32)
-    ids = torch.cat([ids, torch.full((512 - len(ids),), -1, dtype=torch.int32)])
-    out = untouched(512)
-    owners_of.interpret((1,), ids, out, OWNERS=ExpertPlacement(num_experts, world_size))
-    assert torch.equal(out, owner_of_experts(ids, num_experts, world_size))
-    assert (out[num_experts:] == -1).all()
-    assert out[:num_experts].min() >= 0
-
 
 @portable
 def count(ids, first, last, out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, TOKENS: tl.constexpr):
@@ -188,7 +177,6 @@ def count(ids, first, last, out, SHAPE: tl.constexpr, OWNERS: tl.constexpr, TOKE
 )
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (4, 3), (8, 7), (9, 8)])
 def test_all_tokens_may_go_to_one_rank(num_tokens, tokens, world_size, rank):
-    """test_device_rows.py has other tokens."""
     ids, shape = torch.full((num_tokens, 1), rank, dtype=torch.int32), shape_of(world_size)
     form = {"SHAPE": shape, "OWNERS": ExpertPlacement(world_size, world_size), "TOKENS": tokens}
     out = untouched(shape.WORLD_LANES)
@@ -199,6 +187,10 @@ def test_all_tokens_may_go_to_one_rank(num_tokens, tokens, world_size, rank):
 # --- epochs and flags ---
 
 
+def as_int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
 @portable
 def begin(table, out, STAGE: tl.constexpr, SHAPE: tl.constexpr):
     epoch, out_of_order = begin_stage(OpContext(table, 0, SHAPE), STAGE)
@@ -206,13 +198,9 @@ def begin(table, out, STAGE: tl.constexpr, SHAPE: tl.constexpr):
     tl.store(out + 1, (out_of_order != 0).to(tl.int32))
 
 
-def table_of_one_rank(steps: list[int]) -> torch.Tensor:
-    """An address table of one rank with its step counters behind it; no region has an address."""
-    return torch.tensor([0] * len(Region) + steps, dtype=torch.int64)
-
-
 def begun(steps: list[int], stage: int) -> list[int]:
-    table, out = table_of_one_rank(steps), untouched(2)
+    # a table of one rank, without addresses, and its step counters behind it
+    table, out = torch.tensor([0] * len(Region) + steps, dtype=torch.int64), untouched(2)
     before = table.clone()
     begin.interpret((1,), table, out, STAGE=stage, SHAPE=shape_of(1))
     assert torch.equal(table, before)
@@ -242,17 +230,6 @@ def test_epochs_wrap_and_skip_zero(done, epoch):
         assert begun([done << 16 | arrivals] * 4, 0) == [as_int32(epoch), 0]
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("position", range(4))
-def test_a_stage_comes_after_those_before_it(stage, position):
-    """`position` stages of step 6 are over: only the next one is in order, and all of a step have one epoch."""
-    steps = [6 - (number >= position) << 16 for number in range(4)]
-    epoch, out_of_order = begun(steps, stage)
-    assert out_of_order == (stage != position)
-    if stage == position:
-        assert epoch == 6
-
-
 @portable
 def lateness(flags, epoch_word, out, PRESENT: tl.constexpr, ORDERS: tl.constexpr):
     lanes = tl.arange(0, 8)
@@ -277,6 +254,46 @@ def test_flags_are_compared_by_wrapping_difference(epoch, orders):
     lateness.interpret((1,), flags, word, out, PRESENT=6, ORDERS=orders)
     assert out.tolist() == [1, 0, 0, 1, 0, 1, 0, 0]
     assert torch.equal(flags, given)
+
+
+# --- what of a flagged row has not arrived ---
+
+WRITTEN_IN_FULL = -(2**31)
+NUM_WORDS = 8
+POSITION = NUM_WORDS - 1
+
+
+@portable
+def judge(words, sides, num_late_sides, out, IS_CAST: tl.constexpr):
+    at = tl.arange(0, NUM_WORDS)
+    tl.store(out, judge_row(tl.load(words + at), tl.load(sides + at), at, num_late_sides, NUM_WORDS, IS_CAST))
+
+
+def num_late(words: list[int], *, cast: bool, position: int = 17, num_late_sides: int = 0) -> int:
+    """Words of a row that are late, where its position travels as the last of the words beside it."""
+    sides, out = torch.zeros(NUM_WORDS, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    sides[POSITION] = position
+    judge.interpret((1,), torch.tensor(words, dtype=torch.int32), sides, num_late_sides, out, IS_CAST=cast)
+    return int(out)
+
+
+def test_a_word_is_missing_while_all_its_bits_are_set():
+    """Of a row with a cast its position says nothing: it never has the highest bit."""
+    rng = random.Random(3)
+    for _ in range(60):
+        words = [[rng.choice([0xFE, *[0xFF] * 6]) for _ in range(4)] for _ in range(NUM_WORDS)]
+        values = [int.from_bytes(bytes(each), "little", signed=True) for each in words]
+        missing = sum(each == [0xFF] * 4 for each in words)
+        assert num_late(values, cast=False) == missing
+        assert num_late(values, cast=True, position=WRITTEN_IN_FULL | 17) == missing
+
+
+def test_a_position_with_the_highest_bit_announces_a_row_that_contains_empty():
+    """Once all words beside the row have come."""
+    words = [-1, 1, -1, 2, 3, -1, 0, 5]
+    assert num_late(words, cast=False) == 3
+    assert num_late(words, cast=False, position=WRITTEN_IN_FULL | 17) == 0
+    assert num_late(words, cast=False, position=WRITTEN_IN_FULL | 17, num_late_sides=1) == 3
 
 
 # --- what interpreting leaves behind ---
