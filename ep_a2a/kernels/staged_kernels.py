@@ -70,17 +70,16 @@ def chunk_of(op, region: tl.constexpr, node, chunk, num_chunks, R: tl.constexpr)
 @portable
 def write_heads(op, region: tl.constexpr, num_chunks, poison, R: tl.constexpr):
     """Writes the head for every node: this rank's mirrors and its poison word."""
-    lanes, ends = tl.arange(0, op.WORLD_LANES), op.WORLD_SIZE + tl.arange(0, 2)
+    # a whole line: ranks of several nodes are two at least
+    lanes = tl.arange(0, 2 * op.WORLD_LANES)
     line = prim.address(op, Region.MIRROR_COUNTS, tl.int64) + op.rank * (op.WORLD_SIZE + 2)
-    counts = tl.load(line + lanes, mask=lanes < op.WORLD_SIZE, other=0)
-    last_words = tl.load(line + ends)
+    counts = tl.load(line + lanes, mask=lanes < op.WORLD_SIZE + 2, other=0)
     flag = tl.load(prim.address(op, Region.MIRROR_COMBINE_FLAGS, tl.int32) + op.rank)
     weights = tl.load(prim.address(op, Region.MIRROR_WEIGHT_EPOCHS, tl.int32) + op.rank)
     for node in range(R.NODES):
         start = start_of(op, region, node, num_chunks, R)
         words = start.to(tl.pointer_type(tl.int64))
-        tl.store(words + lanes, counts, mask=lanes < op.WORLD_SIZE)
-        tl.store(words + ends, last_words)
+        tl.store(words + lanes, counts, mask=lanes < op.WORLD_SIZE + 2)
         marks = marks_of(start, op)
         tl.store(marks + HeadMark.COMBINE_EPOCH, flag)
         tl.store(marks + HeadMark.WEIGHT_EPOCH, weights)
