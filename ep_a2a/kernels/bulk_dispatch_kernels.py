@@ -25,7 +25,7 @@ from ep_a2a.kernels.receive_kernels import STEP_NUMBERS
 from ep_a2a.kernels.routing_kernels import count_by_rank, list_destinations, record_routes, rows_of_programs_before
 from ep_a2a.kernels.send_kernels import load_row
 from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_tiles
-from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
+from ep_a2a.kernels.span_kernels import note_span
 from ep_a2a.kernels.target import barrier
 
 
@@ -33,22 +33,22 @@ from ep_a2a.kernels.target import barrier
 def receive_rows(step, poison, masked, BULK: tl.constexpr, FORM: tl.constexpr):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     op, flag = step.op, prim.dispatch_flag(step.op)
-    begin_span(FORM.SPANS, op, Span.ACCEPT_ROWS)
+    note_span(FORM.SPANS, op, begun=Span.ACCEPT_ROWS)
     # D6
     if poison == 0:
         poison = receive.accept_counts(step, masked, BULK.COUNT_LANES)
-    next_span(FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
+    note_span(FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
         patience: tl.constexpr = 2 if BULK.FORWARDED else 1
         poison = prim.wait_all(op, Region.DISPATCH_FLAGS, flag, True, patience, 0, masked)
-    next_span(FORM.SPANS, op, Span.WAIT, Span.FINISH)
+    note_span(FORM.SPANS, op, Span.WAIT, Span.FINISH)
     # D7
     if poison != 0:
         prim.fail_behind(op, poison, StepPhase.DISPATCH, step.epoch, Region.DISPATCH_FLAGS, flag)
         receive.receive_nothing(op)
     prim.finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1, FORM.DEPENDENT_LAUNCH)
-    end_span(FORM.SPANS, op, Span.FINISH)
+    note_span(FORM.SPANS, op, ended=Span.FINISH)
 
 
 @portable
@@ -79,11 +79,11 @@ def publish_counts(
     op = step.op
     # where programs wait for these counts, the one that posts them must not wait for other programs
     if step.program == (0 if op.COMPACT else step.num_programs - 1):
-        begin_span(FORM.SPANS, op, Span.COUNT_PUT)
+        note_span(FORM.SPANS, op, begun=Span.COUNT_PUT)
         if op.COMPACT or BULK.COUNTS_ALONE:
             own_counts = count_by_rank(ids, first, step.num_tokens, op, OWNERS, BULK.MANY_TOKENS)
         receive.post_counts(op, first_index + own_counts, step.first_row, step.wire_word, step.epoch)
-        end_span(FORM.SPANS, op, Span.COUNT_PUT)
+        note_span(FORM.SPANS, op, ended=Span.COUNT_PUT)
 
 
 @portable
@@ -137,7 +137,7 @@ def send_rows(
         if op.COMPACT:
             poison = receive.wait_all_counts(op, step.epoch, BULK.COUNT_LANES)
             bases = receive.rows_before(op, op.rank)
-    next_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
+    note_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4
     if poison == 0:
         if TILE.TOKENS == 1:
@@ -146,7 +146,7 @@ def send_rows(
             )
         else:
             send_by_tiles(given, step, first, last, first_index, bases, masked, OWNERS, ROW, LINE, TILE, FORM)
-    next_span(FORM.SPANS, op, Span.QUANT_AND_PUT, Span.POST)
+    note_span(FORM.SPANS, op, Span.QUANT_AND_PUT, Span.POST)
     return poison
 
 
@@ -157,7 +157,7 @@ def finish_sending(step, poison, masked, FORM: tl.constexpr):
     # D5
     if poison == 0:
         prim.post_arrival(op, Region.DISPATCH_FLAGS, step.program, step.num_programs, masked)
-    end_span(FORM.SPANS, op, Span.POST)
+    note_span(FORM.SPANS, op, ended=Span.POST)
     prim.finish_stage(op, Stage.DISPATCH_SEND, step.program, step.num_programs)
 
 
@@ -184,7 +184,7 @@ def bulk_dispatch_kernel(
     if FORM.DEPENDENT_LAUNCH:
         prim.after_previous_launch()
     if FORM.SEND:
-        begin_span(FORM.SPANS, op, Span.PREPARE)
+        note_span(FORM.SPANS, op, begun=Span.PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     epoch, out_of_order = prim.begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
     answer = prim.load_poison(poison_word, BULK.POISON_LANES)

@@ -25,7 +25,7 @@ from ep_a2a.kernels.layout import FailureCode, Region, Span, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import NOBODY
-from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.span_kernels import note_span
 from ep_a2a.kernels.target import volatile_load
 
 # The program that exchanges flags with the peers.
@@ -89,11 +89,11 @@ def send_results(
             tell_weights(op, step.epoch)
     # C3
     if step.is_sender & (poison == 0):
-        begin_span(FORM.SPANS, op, Span.COPY_AND_PUT)
+        note_span(FORM.SPANS, op, begun=Span.COPY_AND_PUT)
         send.push_results(first, given, step, share, SENT, FORM.HAS_WEIGHTS, COMBINE)
         if not COMBINE.MARKED:
             prim.post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs, masked)
-        end_span(FORM.SPANS, op, Span.COPY_AND_PUT)
+        note_span(FORM.SPANS, op, ended=Span.COPY_AND_PUT)
 
 
 @portable
@@ -106,7 +106,7 @@ def receive_results(
     adds = share.program >= 0
     flag = epoch if COMBINE.MARKED else prim.dispatch_flag(op)
     if step.signals | adds:
-        begin_span(FORM.SPANS, op, Span.RECV_WAIT)
+        note_span(FORM.SPANS, op, begun=Span.RECV_WAIT)
     if step.signals | (not COMBINE.MARKED):
         if poison == 0:
             # C4; then every peer's experts have read what this rank overwrites next
@@ -114,12 +114,12 @@ def receive_results(
             poison = await_peers(op, flag, epoch, FORM.HAS_WEIGHTS, ordered, 1, masked)
             if op.MASKS:
                 masked = prim.masked_now(op)
-        end_span(FORM.SPANS, op, Span.RECV_WAIT)
+        note_span(FORM.SPANS, op, ended=Span.RECV_WAIT)
     # C5
     if adds & (poison == 0):
         own_row = send.first_row_from(step, op.rank)
         poison = add_results(given, step, share, own_row, masked, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
-        end_span(FORM.SPANS, op, Span.TOPK_REDUCE)
+        note_span(FORM.SPANS, op, ended=Span.TOPK_REDUCE)
     # C6
     if poison != 0:
         prim.fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, flag)

@@ -10,7 +10,7 @@ from ep_a2a.kernels.combine_send_kernels import SCALED_WORDS, ReturnPlaces, bloc
 from ep_a2a.kernels.layout import FailureCode, Record, Region, Span, State, StepPhase
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, POLLS_PER_CLOCK
-from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.span_kernels import note_span
 from ep_a2a.kernels.target import volatile_load
 
 EMPTY_UNSIGNED = tl.constexpr(0xFFFFFFFF)
@@ -423,8 +423,8 @@ def add_results(
                 else:
                     sums = plus_rows(sums, taken, B)
                 if turn_unit == share.program:
-                    end_span(SPANS, op, Span.RECV_WAIT)
-                    begin_span(SPANS, op, Span.TOPK_REDUCE)
+                    note_span(SPANS, op, ended=Span.RECV_WAIT)
+                    note_span(SPANS, op, begun=Span.TOPK_REDUCE)
                 if ends:
                     store_sums(given, sums, token, first, B, COMBINE.DTYPE)
                 if first == 0:

@@ -20,7 +20,7 @@ from ep_a2a.kernels.layout import Region, Span, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK
-from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.span_kernels import note_span
 from ep_a2a.kernels.staged_kernels import AFTER_COMBINING_HOST
 from ep_a2a.kernels.target import volatile_load
 
@@ -113,7 +113,7 @@ def exchange_weights_kernel(
         SPANS: programs note when they begin and end.
     """
     op = OpContext(table, rank, S)
-    begin_span(SPANS, op, Span.EXCHANGE_WEIGHTS)
+    note_span(SPANS, op, begun=Span.EXCHANGE_WEIGHTS)
     peer = tl.program_id(0)
     epoch, out_of_order = prim.begin_stage(op, Stage.COMBINE_SEND)
     state = prim.address(op, Region.STATE, tl.int32)
@@ -135,4 +135,4 @@ def exchange_weights_kernel(
         if poison != 0:
             late = (tl.arange(0, S.WORLD_LANES) == partner).to(tl.int32)
             prim.fail(op, poison, StepPhase.COMBINE, epoch, 0, late)
-    end_span(SPANS, op, Span.EXCHANGE_WEIGHTS)
+    note_span(SPANS, op, ended=Span.EXCHANGE_WEIGHTS)

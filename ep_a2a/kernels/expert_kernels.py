@@ -18,7 +18,7 @@ from ep_a2a.kernels.layout import Region, Span, State
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_max, reduce_sum, running_sum
-from ep_a2a.kernels.span_kernels import begin_span, end_span
+from ep_a2a.kernels.span_kernels import note_span
 
 
 @portable
@@ -79,7 +79,7 @@ def number_expert_rows_kernel(
     """
     op = OpContext(table, rank, S)
     # E1
-    begin_span(SPANS, op, Span.NUMBER_ROWS)
+    note_span(SPANS, op, begun=Span.NUMBER_ROWS)
     expert = tl.program_id(0)
     ids = tl.multiple_of(address(op, Region.INDICES, tl.int32), 16)
     slots_out = address(op, Region.EXPERT_SLOTS, tl.int32)
@@ -102,7 +102,7 @@ def number_expert_rows_kernel(
             tl.store(slots_out + where, tl.full((BLOCK_ROWS, S.TOPK_LANES), -1, tl.int32), mask=inside & elsewhere)
         found += reduce_sum(has_row, 0)
     tl.store(address(op, Region.EXPERT_RECV_COUNT, tl.int32) + expert, found)
-    end_span(SPANS, op, Span.NUMBER_ROWS)
+    note_span(SPANS, op, ended=Span.NUMBER_ROWS)
 
 
 @portable
@@ -198,7 +198,7 @@ def expand_kernel(
     """
     op = OpContext(table, rank, S)
     # E2
-    begin_span(SPANS, op, Span.COPY_ROWS)
+    note_span(SPANS, op, begun=Span.COPY_ROWS)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_blocks: tl.constexpr = (E.ROW_WORDS + E.BLOCK_WORDS - 1) // E.BLOCK_WORDS
     total = tl.load(address(op, Region.TOTAL_RECV, tl.int32))
@@ -216,7 +216,7 @@ def expand_kernel(
     # E3
     if E.ALIGNMENT > 1:
         clear_padding(op, block_rows, num_local_experts, program, num_programs, E)
-    end_span(SPANS, op, Span.COPY_ROWS)
+    note_span(SPANS, op, ended=Span.COPY_ROWS)
 
 
 @portable(do_not_specialize=["step_tokens", "rank"])
@@ -234,7 +234,7 @@ def reduce_experts_kernel(
     """
     op = OpContext(table, rank, S)
     # E4
-    begin_span(SPANS, op, Span.WEIGH_ROWS)
+    note_span(SPANS, op, begun=Span.WEIGH_ROWS)
     num_blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     total = tl.load(address(op, Region.TOTAL_RECV, tl.int32))
     # slots of another bound may lie beyond rows_in; combine, launched behind this, records the mistake
@@ -259,4 +259,4 @@ def reduce_experts_kernel(
             sums += tl.where(present, weights[k] * values, 0.0)
         target = tl.multiple_of(reduced + tl.cast(row, tl.int64) * HIDDEN, 16)
         tl.store(target + offsets, round_to(sums, DTYPE), mask=offsets < HIDDEN)
-    end_span(SPANS, op, Span.WEIGH_ROWS)
+    note_span(SPANS, op, ended=Span.WEIGH_ROWS)

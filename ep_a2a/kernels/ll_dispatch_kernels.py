@@ -16,8 +16,6 @@ first, and then announced by a released position word with the highest bit set. 
 - D7. Receivers poll the words of the rows that are due and move them to where experts read them.
 """
 
-from typing import NamedTuple
-
 import triton.language as tl
 
 from ep_a2a.kernels import primitives as prim
@@ -30,37 +28,24 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.receive_kernels import STEP_NUMBERS
 from ep_a2a.kernels.routing_kernels import ranks_of_tokens, rows_before_token
 from ep_a2a.kernels.send_kernels import load_choices, load_row
-from ep_a2a.kernels.span_kernels import begin_span, end_span, next_span
+from ep_a2a.kernels.span_kernels import note_span
 
 NUM_FLAG_PROGRAMS = tl.constexpr(len(FlagProgram))
 
 
-class Roles(NamedTuple):
-    """A program's roles in a low-latency dispatch.
-
-    is_publisher: it posts and awaits counts. is_poster: it posts flags.
-    num_senders: the programs after those two, which send. num_receivers: the last programs of the grid, which receive.
-    """
-
-    is_publisher: tl.tensor
-    is_poster: tl.tensor
-    num_senders: tl.tensor
-    num_receivers: tl.tensor
-
-
 @portable
 def send_rows(
-    given, step, roles, places, answer, out_of_order, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
+    given, step, num_senders, places, answer, out_of_order, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
     """Do the sending part of a program: post flags or counts, or send its share of the tokens. Returns the poison word.
 
     Args:
-        given: DispatchInputs. step: DispatchStep. roles: Roles. places: SendPlaces.
+        given: DispatchInputs. step: DispatchStep. num_senders: as of the kernel. places: SendPlaces.
         answer: from load_poison. out_of_order: from begin_stage.
     """
     op, num_tokens = step.op, step.num_tokens
-    sender, num_senders = step.program - NUM_FLAG_PROGRAMS, roles.num_senders
+    sender = step.program - NUM_FLAG_PROGRAMS
     # below the sender of the first two programs, which must find no token
     end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_FLAG_PROGRAMS)
     # D1; in flight together with all that decides where the row goes
@@ -70,17 +55,17 @@ def send_rows(
     poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
     masked = prim.masked_of(op, answer)
     # D2
-    if roles.is_poster & (poison == 0):
+    if (step.program == FlagProgram.FLAG_POSTER) & (poison == 0):
         prim.post_all(op, Region.DISPATCH_FLAGS, prim.dispatch_flag(op), False, masked)
     # D3
-    if roles.is_publisher & (poison == 0):
-        begin_span(FORM.SPANS, op, Span.COUNT_PUT)
+    if (step.program == FlagProgram.COUNT_PUBLISHER) & (poison == 0):
+        note_span(FORM.SPANS, op, begun=Span.COUNT_PUT)
         tl.store(prim.address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
         counts = rows_before_token(going, num_tokens, tl.arange(0, op.WORLD_LANES), LL.TOKEN_LANES)
         receive.post_counts(op, counts, step.first_row, step.wire_word, step.epoch)
-        end_span(FORM.SPANS, op, Span.COUNT_PUT)
+        note_span(FORM.SPANS, op, ended=Span.COUNT_PUT)
     if (sender >= 0) & (sender < num_senders):
-        next_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
+        note_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4
     for token in range(sender, end, num_senders):
         loaded = SentToken(token, tiles, token_ids, token_weights)
@@ -89,29 +74,30 @@ def send_rows(
         tiles = load_row(given.x, following, end, 0, ROW)
         token_ids, token_weights = load_choices(given.ids, given.weights, following, end, op, FORM.HAS_WEIGHTS)
     if (sender >= 0) & (sender < num_senders):
-        end_span(FORM.SPANS, op, Span.QUANT_AND_PUT)
+        note_span(FORM.SPANS, op, ended=Span.QUANT_AND_PUT)
     return poison
 
 
 @portable
-def receive_rows(step, places, roles, poison, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
+def receive_rows(step, places, num_receivers, poison, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
     """Do the receiving part of a program: await counts, or receive its share of the rows."""
     op, epoch = step.op, step.epoch
-    receiver = step.program - (step.num_programs - roles.num_receivers)
-    waits = roles.is_publisher | (receiver >= 0)
+    is_publisher = step.program == FlagProgram.COUNT_PUBLISHER
+    receiver = step.program - (step.num_programs - num_receivers)
+    waits = is_publisher | (receiver >= 0)
     if waits:
-        begin_span(FORM.SPANS, op, Span.WAIT)
-    counts_needed = roles.is_publisher
+        note_span(FORM.SPANS, op, begun=Span.WAIT)
+    counts_needed = is_publisher
     if op.COMPACT or step.step_tokens < 0:
         counts_needed = waits
     words = prim.full_like(tl.arange(0, LL.COUNT_LANES), 0)
     old_rows, old_pad_id = words, step.pad_id
     if counts_needed & (poison == 0):
-        if roles.is_publisher:
+        if is_publisher:
             old_rows, old_pad_id = receive.last_received(op, LL.COUNT_LANES)
         # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
         words, poison = receive.wait_counts(op, epoch, LL.COUNT_LANES, 1, 0, masked)
-    if roles.is_publisher:
+    if is_publisher:
         if poison == 0:
             poison = receive.accept_rows(step, receive.Received(old_rows, old_pad_id), words, LL.COUNT_LANES)
         # D6
@@ -119,11 +105,11 @@ def receive_rows(step, places, roles, poison, masked, ROW: tl.constexpr, LL: tl.
             receive.receive_nothing(op)
     elif (receiver >= 0) & (poison == 0):
         # D7
-        poison = receive_low_latency_rows(step, places, words, receiver, roles.num_receivers, masked, ROW, LL, FORM)
+        poison = receive_low_latency_rows(step, places, words, receiver, num_receivers, masked, ROW, LL, FORM)
     if poison != 0:
         prim.fail_behind(op, poison, StepPhase.DISPATCH, epoch, Region.DISPATCH_FLAGS, prim.dispatch_flag(op))
     if waits:
-        end_span(FORM.SPANS, op, Span.WAIT)
+        note_span(FORM.SPANS, op, ended=Span.WAIT)
 
 
 @portable(
@@ -156,11 +142,8 @@ def ll_dispatch_kernel(
     if FORM.DEPENDENT_LAUNCH:
         prim.after_previous_launch()
     if FORM.SEND:
-        begin_span(FORM.SPANS, op, Span.PREPARE)
+        note_span(FORM.SPANS, op, begun=Span.PREPARE)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    roles = Roles(
-        program == FlagProgram.COUNT_PUBLISHER, program == FlagProgram.FLAG_POSTER, num_senders, num_receivers
-    )
     epoch, out_of_order = prim.begin_stage(op, Stage.DISPATCH_SEND if FORM.SEND else Stage.DISPATCH_RECEIVE)
     answer = prim.load_poison(poison_word, LL.POISON_LANES)
     step = receive.DispatchStep(
@@ -169,11 +152,11 @@ def ll_dispatch_kernel(
     )  # fmt: skip
     if FORM.SEND:
         given = receive.DispatchInputs(x, scales, weights, ids)
-        poison = send_rows(given, step, roles, places, answer, out_of_order, OWNERS, ROW, LL, FORM)
+        poison = send_rows(given, step, num_senders, places, answer, out_of_order, OWNERS, ROW, LL, FORM)
     else:
         poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
     if FORM.RECEIVE:
-        receive_rows(step, places.own, roles, poison, prim.masked_of(op, answer), ROW, LL, FORM)
+        receive_rows(step, places.own, num_receivers, poison, prim.masked_of(op, answer), ROW, LL, FORM)
         prim.finish_stage(op, Stage.DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         prim.finish_stage(op, Stage.DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -14,22 +14,8 @@ WORDS_PER_SPAN = tl.constexpr(SPAN_WORDS)
 
 
 @portable
-def begin_span(SPANS: tl.constexpr, op, span: tl.constexpr):
-    """Notes when this program begins a span of the op's current step; nothing without SPANS."""
-    if SPANS:
-        note_time(op, -1, span)
-
-
-@portable
-def end_span(SPANS: tl.constexpr, op, span: tl.constexpr):
-    """Notes when this program ends a span of the op's current step; nothing without SPANS."""
-    if SPANS:
-        note_time(op, span, -1)
-
-
-@portable
-def next_span(SPANS: tl.constexpr, op, ended: tl.constexpr, begun: tl.constexpr):
-    """Notes when this program ends one span and begins the next; nothing without SPANS."""
+def note_span(SPANS: tl.constexpr, op, ended: tl.constexpr = -1, begun: tl.constexpr = -1):
+    """Notes when this program ends one span of the op's current step and begins another; nothing without SPANS."""
     if SPANS:
         note_time(op, ended, begun)
 
