@@ -150,17 +150,6 @@ def send_rows(
     return poison
 
 
-@portable
-def finish_sending(step, poison, masked, FORM: tl.constexpr):
-    """Tells every rank that this program has sent its rows, unless it left some unsent: then the step must not end."""
-    op = step.op
-    # D5
-    if poison == 0:
-        prim.post_arrival(op, Region.DISPATCH_FLAGS, step.program, step.num_programs, masked)
-    note_span(FORM.SPANS, op, ended=Span.POST)
-    prim.finish_stage(op, Stage.DISPATCH_SEND, step.program, step.num_programs)
-
-
 @portable(do_not_specialize=[*STEP_NUMBERS, "rank"], do_not_specialize_on_alignment=["scales", "weights", "ids"])
 def bulk_dispatch_kernel(
     x, scales, weights, ids, table, num_tokens, step_tokens, wire_word, pad_id, row_limit, first_row, bound_mask,
@@ -196,7 +185,11 @@ def bulk_dispatch_kernel(
         given = receive.DispatchInputs(x, scales, weights, ids)
         poison = send_rows(given, step, answer, out_of_order, OWNERS, ROW, LINE, BULK, TILE, FORM)
         masked = prim.masked_of(op, answer)
-        finish_sending(step, poison, masked, FORM)
+        # D5; a program that left rows unsent tells nobody: the step must not end then
+        if poison == 0:
+            prim.post_arrival(op, Region.DISPATCH_FLAGS, program, num_programs, masked)
+        note_span(FORM.SPANS, op, ended=Span.POST)
+        prim.finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
         if FORM.RECEIVE:
             if program == num_programs - 1:
                 receive_rows(step, poison, masked, BULK, FORM)

@@ -19,31 +19,26 @@ def packed_by_shifts(first, second, third, fourth):
     return lower | (e4m3_bits(third).to(tl.int32) << 16) | (e4m3_bits(fourth).to(tl.int32) << 24)
 
 
-@portable
-def nvidia_packed(first, second, third, fourth):
-    """packed_e4m3 by conversions of pairs."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        }""",
-        "=r,f,f,f,f",
-        [first, second, third, fourth],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
 @portable(interpreted=packed_by_shifts)
 def packed_e4m3(first, second, third, fourth):
     """e4m3_bits of four values in one word, the first in the lowest bits."""
     if on_amd():
         words = packed_by_shifts(first, second, third, fourth)
     else:
-        words = nvidia_packed(first, second, third, fourth)
+        # two values at a time
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [first, second, third, fourth],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     return words
 
 
@@ -75,20 +70,19 @@ def finite_pairs_by_integers(words):
 @portable(interpreted=finite_pairs_by_integers)
 def finite_pairs(words):
     """The two bf16 of each word; for infinity NaN, which larger_pairs leaves out. By integers: magnitudes, and 0."""
-    return finite_pairs_by_integers(words) if on_amd() else nvidia_finite_pairs(words)
-
-
-@portable
-def nvidia_finite_pairs(words):
-    """finite_pairs by one product with 0."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
-        "=r,r",
-        [words],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    if on_amd():
+        finite = finite_pairs_by_integers(words)
+    else:
+        # one product with 0
+        finite = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
+            "=r,r",
+            [words],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return finite
 
 
 @portable
