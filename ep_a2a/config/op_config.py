@@ -130,7 +130,7 @@ class EpDispatchCombineConfig:
             go on without it; slots of its experts count as dropped. Of 31 ranks at most that reach each other's memory,
             and not in layout compact, where rows of each rank follow those of the ranks before it.
         mask_after_secs: with on_rank_loss="mask", seconds of a wait after which a rank that lives, and waits for nobody
-            itself, is masked, too; not in an op's first two steps.
+            itself, is masked, too; not in an op's first two steps, nor where timeout_secs is no longer than this.
     """
 
     data_type: torch.dtype
@@ -231,7 +231,8 @@ class EpDispatchCombineConfig:
         checked_seconds("mask_after_secs", self.mask_after_secs)
         if self.masks:
             most = f"<= {MAX_MASKED_RANKS} with on_rank_loss='mask'"
-            require(self.layout != Layout.COMPACT, "layout", "another one with on_rank_loss='mask'", "'compact'")
+            layouts = "'rank_major' or 'expert_major' with on_rank_loss='mask'"
+            require(self.layout != Layout.COMPACT, "layout", layouts, "'compact'")
             require(self.world_size <= MAX_MASKED_RANKS, "world_size", most, str(self.world_size))
             require(not self.uses_rings, "on_rank_loss", "'fail' between nodes", "'mask'")
 

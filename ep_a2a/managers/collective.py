@@ -54,6 +54,9 @@ class CollectiveAll2AllManager(All2AllManagerBase):
         self._require_open()
         config = config_from_handle_kwargs(kwargs, topology_internode=False)
         index = checked_integer("index", index, 0)
+        refusal = self.capabilities.refusal(self.backend, config, 1, index)
+        if refusal is not None:
+            raise refusal
         self._device_in_use = True
 
         def make() -> CollectiveDispatchCombineOp:

@@ -35,6 +35,7 @@ def make_op(
     quant: str = "none",
     layout: str = "compact",
     on_rank_loss: str = "fail",
+    mask_after_secs: float = 10.0,
     device: torch.device | str | None = None,
 ) -> EpDispatchCombineOp:
     """Make an op for the tokens of one MoE layer on a torch process group. Collective over the group.
@@ -55,6 +56,8 @@ def make_op(
         layout: order of the received rows: "compact", "rank_major" or "expert_major".
         on_rank_loss: "fail": when a rank's process ends, calls of the others raise. "mask": they go on without it, and
             slots of its experts count as dropped (layouts rank_major and expert_major, one node).
+        mask_after_secs: with "mask", seconds of a wait after which a rank that lives, and waits for nobody itself, is
+            masked, too; not in the first two steps, nor where EP_A2A_TIMEOUT_SECS is no longer than this.
         device: where the tensors live; None is the current CUDA device, or the CPU without one.
 
     Returns:
@@ -83,6 +86,7 @@ def make_op(
             "dispatch_quant_type": quant,
             "layout": layout,
             "on_rank_loss": on_rank_loss,
+            "mask_after_secs": mask_after_secs,
         }
     return manager.make(device, kwargs)
 

@@ -326,7 +326,7 @@ class EpDispatchCombineOp(BaseOp):
             raise RankTimeoutError(
                 "this rank to come to every step within mask_after_secs",
                 "the other ranks go on without it",
-                "End this process. Let it keep up, or raise mask_after_secs.",
+                "Call reset on all ranks, or end this process. Let it keep up, or raise mask_after_secs.",
                 late_ranks=(self.config.rank,),
             )
         if self.memory.record_words[0]:

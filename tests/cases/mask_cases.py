@@ -152,7 +152,7 @@ def refusals(context: Any) -> None:
     """Refusals before anything is built or launched; no memory of other configs' ops; reset takes all ranks back."""
     with Arena(context.group, context.device) as arena:
         for changes, match in (
-            ({"layout": "compact"}, "layout"),
+            ({"layout": "compact"}, "'rank_major' or 'expert_major'"),
             ({"on_rank_loss": "ignore"}, "on_rank_loss"),
             ({"mask_after_secs": 0}, "mask_after_secs"),
         ):

@@ -111,6 +111,8 @@ def refused(context: RankContext) -> tuple[type[BaseException], str]:
     for name, value in (("quant", "int3"), ("layout", "by_moon"), ("dtype", torch.int8)):
         with pytest.raises((ConfigError, UnknownNameError), match=f"^expected {name} to be one of .*{value}"):
             ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8, **{name: value})
+    with pytest.raises(ConfigError, match=r"^expected mask_after_secs to be .*; got 0"):
+        ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8, mask_after_secs=0)
     with pytest.raises(ConfigMismatchError, match="expected hidden_size to be the same on all ranks; got 128 on ranks"):
         ep_a2a.make_op(hidden_size=HIDDEN * (1 + context.rank), num_experts=4, topk=TOPK, max_tokens=8)
     return caught.type, str(caught.value)

@@ -333,6 +333,12 @@ def test_what_a_backend_lacks_names_those_that_have_it(group, method):
             assert caught.value.remedy.rstrip(".").removeprefix("Use ").replace(" or ", ", ").split(", ") == backends
 
 
+@pytest.mark.parametrize("name", ["naive", "allgather_reducescatter"])
+def test_collectives_refuse_what_they_lack(group, name):
+    with MANAGERS[name](group) as manager, pytest.raises(UnsupportedError, match="on_rank_loss 'fail'"):
+        manager.get_handle(small_kwargs(layout="rank_major", on_rank_loss="mask"))
+
+
 def test_a_manager_that_makes_ops_needs_to_say_nothing_more(group):
     class Mine(All2AllManagerBase):
         def _make_op(self, *_: Any) -> Handle:
