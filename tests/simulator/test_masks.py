@@ -2,8 +2,8 @@
 
 What a rank has stored at others is all that they know of when it died. So for two ranks these are all orders, in a
 schedule of the programs: each store of the dying rank as its last one, and each look of the other rank, when a program
-begins or waits, as the first that sees the mask. For three and four ranks deaths, looks, schedules, and which stores
-land first, are drawn.
+begins or waits, as the first that sees the mask. For three and four ranks deaths, looks, schedules, which stores land
+first, whole or by halves, and how old loads may be, are drawn.
 """
 
 import functools
@@ -145,8 +145,9 @@ def test_a_survivor_notices_a_death_at_any_look(path: str, part: int | str) -> N
     is_quick = part == "quick"
     for turn, operation in enumerate(deaths(path)[0 if is_quick else int(part) :: PARTS]):
         for look in (turn,) if is_quick else itertools.count(0):
-            landing = LANDINGS[(turn + look) % len(LANDINGS)]
-            run = Run(2, path, (look, 0), faults=(Fault(VICTIM, operation),), landing=landing)
+            # half of a row may be all that a rank sends
+            weak = {"landing": LANDINGS[(turn + look) % len(LANDINGS)], "halves": bool((turn + look) % 2)}
+            run = Run(2, path, (look, 0), faults=(Fault(VICTIM, operation),), **weak)
             if not run.noticed:
                 # the mask came before this look: in a wait that would not end, or not at all
                 break
@@ -164,6 +165,7 @@ def test_survivors_notice_deaths_in_any_order(world_size: int, seed: int) -> Non
     draws = random.Random(seed)
     path = list(PATHS)[seed % len(PATHS)]
     schedule = {"seed": seed, "switches": draws.choice((0.0, 0.02)), "landing": draws.choice(LANDINGS)}
+    schedule |= {"halves": draws.choice((False, True)), "staleness": draws.choice((1.0, 0.5))}
     looks = tuple(draws.randrange(MOST_LOOKS) for _ in range(world_size))
     begins = Run(world_size, path, looks, **schedule).begins
     victims = draws.sample(range(world_size), draws.randint(1, world_size - 2))
