@@ -36,6 +36,7 @@ PAUSES = {
     "late.py": 1,
     # simulated clocks
     "cases/op_special.py": 1,
+    "simulator/test_masks.py": 1,
     "unit/test_agreement.py": 4,
     # a shell wakes a rank that has stopped itself
     "programs/losses.py": 1,
