@@ -70,7 +70,7 @@ class Received(NamedTuple):
 PADDED_IDS = tl.constexpr(512)
 # More rows than a rank can have received.
 MOVED = tl.constexpr((1 << 31) - 1)
-# This stands for a word that a masked rank has not told.
+# This stands for a word of a masked rank, told or not.
 UNTOLD = tl.constexpr(-(1 << 31))
 # Words of COUNTS that are added at once: not timed.
 MOST_COUNTS = tl.constexpr(256)
@@ -133,8 +133,7 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
 
     Returns:
         (words [COUNT_LANES], poison): lane s has the rows from rank s, lane W + s where they begin but for layout
-        compact, lane 2 * W + s its wire word, UNTOLD where a masked rank has not told it; the poison word when they did
-        not come.
+        compact, lane 2 * W + s its wire word, UNTOLD of masked ranks; the poison word when they did not come.
     """
     index = tl.arange(0, COUNT_LANES)
     lines = prim.address(op, Region.COUNTS, tl.int64)
@@ -144,8 +143,8 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
     while (num_late > 0) & (poison == 0):
         late, words, source = look_at_counts(lines, epoch, index, op, False, WITHIN)
         if op.MASKS:
-            words = tl.where(late > 0, UNTOLD, words)
-            late = tl.where(prim.is_live(gone, source), late, 0)
+            is_live = prim.is_live(gone, source)
+            words, late = tl.where(is_live & (late == 0), words, UNTOLD), tl.where(is_live, late, 0)
         num_late = prim.reduce_sum(late, 0)
         if num_late > 0:
             prim.pause(0)

@@ -99,6 +99,7 @@ def take_step(op: EpDispatchCombineOp, number: int, at: Callable[[str], None] = 
     result = op.combine_recv().tokens[: len(tokens)]
     is_faulty = bool(op.step_fault())
     op.check()
+    assert is_faulty or not any(op.recv_counts[rank] for rank in {*range(op.config.world_size)} - {*before}), number
     assert result.isfinite().all()
     lost = torch.tensor(sorted({*before} - {*op.active_ranks()}), dtype=torch.int32, device=op.device)
     is_whole = ~((ids >= 0) & torch.isin(ids // 2, lost)).any(-1) if is_faulty else slice(None)
@@ -146,6 +147,19 @@ def go_on(context: Any, lost: Lost) -> dict[str, Any] | None:
             assert not take_step(op, NUM_STEPS)
             assert len(op.active_ranks()) == context.world_size
     return None if is_back else {"secs": times[LOST_AT : LOST_AT + 2]}
+
+
+def hear_early(context: Any, changes: dict[str, Any]) -> None:
+    """Rank 1 dies when it has sent a step's rows, and the others hear of it before they begin that step."""
+    with Arena(context.group, context.device) as arena:
+        op = op_of(context, arena, **changes)
+        take_step(op, 0)
+        if context.rank == 1:
+            take_step(op, 1, lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == POINTS[1] else None)
+        await_until(lambda: op.active_ranks() == (0, 2), "masks")
+        # a rank that was behind has had this answer in step 0
+        op.step_fault()
+        assert not take_step(op, 1)
 
 
 def refusals(context: Any) -> None:

@@ -32,6 +32,13 @@ def test_survivors_of_a_death_go_on(world_size: int, lost: Lost) -> None:
     assert not caught.value.unfinished
 
 
+@pytest.mark.parametrize("changes", [(), BULK], ids=["few", "bulk"])
+def test_no_rows_of_a_masked_rank_are_counted(changes: Any) -> None:
+    with RankPool(3, timeout_secs=120, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(mask_cases.hear_early, dict(changes))
+    assert sorted(caught.value.tracebacks) == [1], str(caught.value)
+
+
 @pytest.mark.parametrize("point", POINTS[:3])
 def test_a_rank_that_stops_is_masked_and_comes_back_by_reset(point: str) -> None:
     with RankPool(3, timeout_secs=120, grace_secs=60) as pool:
