@@ -52,7 +52,7 @@ def sizes_on(device: torch.device) -> tuple[int, int]:
     return (128, 4) if device.type == "cpu" else (7168, max(SIZES))
 
 
-def first_calls(context: RankContext, what: str, each: bool) -> dict[str, Any]:
+def first_calls(context: RankContext, what: str, each: bool = False) -> dict[str, Any]:
     """Builds an op, makes its first calls, and makes them again. Collective. Returns this rank's figures.
 
     each: whether the first rank prints its kernels.
