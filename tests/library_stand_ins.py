@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import ep_a2a
 from ep_a2a.managers.external.flashinfer import FlashInferOneSidedAll2AllManager, FlashInferTwoSidedAll2AllManager
-from ep_a2a.managers.external.library import Library, LibraryAll2AllManager
+from ep_a2a.managers.external.library import Library
 from ep_a2a.managers.external.mori import MoriLowLatencyAll2AllManager
 from ep_a2a.managers.external.pplx import PplxAll2AllManager
 from ep_a2a.ops import EpDispatchCombineConfig, EpDispatchCombineKernelType, EpDispatchCombineOp
@@ -267,15 +267,29 @@ class MoriStandIn(StandIn):
     )
 
 
-def on_cpu(manager: type[LibraryAll2AllManager], library: Library) -> Any:
-    """A library's manager on what stands for it."""
-    capabilities = replace(manager.capabilities, runs_on_cpu=True)
-    return type(manager.__name__, (manager,), {"library": library, "capabilities": capabilities})
+class PplxManager(PplxAll2AllManager):
+    """pplx's manager on what stands for it."""
+
+    library = PplxStandIn("pplx_kernels", "pplx-kernels", "")
+    capabilities = replace(PplxAll2AllManager.capabilities, runs_on_cpu=True)
 
 
-FLASHINFER = StandIn("flashinfer", "flashinfer-python", "")
-"""Its modules are those of `flashinfer_modules`."""
-PplxManager = on_cpu(PplxAll2AllManager, PplxStandIn("pplx_kernels", "pplx-kernels", ""))
-FlashInferOneSidedManager = on_cpu(FlashInferOneSidedAll2AllManager, FLASHINFER)
-FlashInferTwoSidedManager = on_cpu(FlashInferTwoSidedAll2AllManager, FLASHINFER)
-MoriLowLatencyManager = on_cpu(MoriLowLatencyAll2AllManager, MoriStandIn("mori", "amd-mori", ""))
+class FlashInferOneSidedManager(FlashInferOneSidedAll2AllManager):
+    """FlashInfer's manager; its modules are those of `flashinfer_modules`."""
+
+    library = StandIn("flashinfer", "flashinfer-python", "")
+    capabilities = replace(FlashInferOneSidedAll2AllManager.capabilities, runs_on_cpu=True)
+
+
+class FlashInferTwoSidedManager(FlashInferTwoSidedAll2AllManager):
+    """As FlashInferOneSidedManager."""
+
+    library = StandIn("flashinfer", "flashinfer-python", "")
+    capabilities = replace(FlashInferTwoSidedAll2AllManager.capabilities, runs_on_cpu=True)
+
+
+class MoriLowLatencyManager(MoriLowLatencyAll2AllManager):
+    """MORI's low-latency manager on what stands for it."""
+
+    library = MoriStandIn("mori", "amd-mori", "")
+    capabilities = replace(MoriLowLatencyAll2AllManager.capabilities, runs_on_cpu=True)

@@ -1,6 +1,7 @@
 """All backends on CPU processes: those that can run here, by their capabilities; the others say why not."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from ep_a2a.managers.registry import create_manager
 from ep_a2a.testing import RankContext, run_ranks
 from tests.cases import parity_cases
 from tests.cases.parity_cases import pairs, reason_against
-from tests.library_stand_ins import on_cpu
 from tests.messages import messages_of
 
 HIDDEN_DIM = 32
@@ -29,8 +29,11 @@ def test_parity(ranks: Any, name: str, layout: str) -> None:
     ranks(parity_cases.run_backend, WORLD_SIZE, name, layout, HIDDEN_DIM)
 
 
-MoriInterfaceManager = on_cpu(MoriAll2AllManager, Library("ep_a2a", "ep-a2a", "", needs=MORI.needs))
-"""MORI's manager on this package, which has MORI's names: nothing here stands for a GPU library, it really runs."""
+class MoriInterfaceManager(MoriAll2AllManager):
+    """MORI's manager on this package, which has MORI's names: nothing here stands for a GPU library, it really runs."""
+
+    library = Library("ep_a2a", "ep-a2a", "", needs=MORI.needs)
+    capabilities = replace(MoriAll2AllManager.capabilities, runs_on_cpu=True)
 
 
 def moris_manager_on_moris_interface(context: RankContext) -> None:
