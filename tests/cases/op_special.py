@@ -516,7 +516,9 @@ def weights_on_some_ranks(context: RankContext, case: op_cases.Case) -> None:
             synchronize(context)
         without = list(range(1, context.world_size))
         if hears:
-            raised(errors.ConfigMismatchError, op.check, "weights on all ranks", f"none on ranks {without}")
+            # a rank without weights may be told by rank 0 before it has looked itself
+            named = f"ranks {without}" if context.rank == 0 else ""
+            raised(errors.ConfigMismatchError, op.check, "weights on all ranks", f"none on {named}")
         op.arena.rendezvous.barrier("seen")
         op.reset()
         op_cases.run_step(case, op, 1, context.device)
