@@ -423,8 +423,7 @@ def add_results(
                 else:
                     sums = plus_rows(sums, taken, B)
                 if turn_unit == share.program:
-                    note_span(SPANS, op, ended=Span.RECV_WAIT)
-                    note_span(SPANS, op, begun=Span.TOPK_REDUCE)
+                    note_span(SPANS, op, Span.RECV_WAIT, Span.TOPK_REDUCE)
                 if ends:
                     store_sums(given, sums, token, first, B, COMBINE.DTYPE)
                 if first == 0:

@@ -2,9 +2,9 @@
 
 import triton.language as tl
 
-from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span, Stage
+from ep_a2a.kernels.layout import SPAN_PROGRAMS, SPAN_STEPS, SPAN_WORDS, Span
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import NUM_REGIONS, NUM_STAGES, STEP_SHIFT, clock_ns
+from ep_a2a.kernels.primitives import NUM_REGIONS, NUM_STAGES, clock_ns, num_steps
 from ep_a2a.kernels.target import barrier
 
 NUM_SPANS = tl.constexpr(len(Span))
@@ -30,7 +30,7 @@ def note_time(op, ended: tl.constexpr, begun: tl.constexpr):
     barrier()
     now = clock_ns()
     steps = op.table + NUM_REGIONS * op.WORLD_SIZE
-    step = tl.load(steps + Stage.COMBINE_RECEIVE) >> STEP_SHIFT
+    step = num_steps(op)
     program = tl.program_id(0)
     if program < KEPT_PROGRAMS:
         lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
