@@ -18,6 +18,7 @@ from ep_a2a.config import EpDispatchCombineConfig
 from ep_a2a.errors import ConfigError, RankTimeoutError, UnknownNameError, UnsupportedError
 from ep_a2a.memory.arena import Arena
 from ep_a2a.ops import EpDispatchCombineOp
+from tests.replay import CapturedStep
 from tests.waiting import await_until
 
 HIDDEN, TOPK, MAX_TOKENS = 16, 3, 5
@@ -97,6 +98,23 @@ def take_step(op: EpDispatchCombineOp, number: int, at: Callable[[str], None] = 
     op.combine_send(rows, late_weights, None)
     at(POINTS[3])
     result = op.combine_recv().tokens[: len(tokens)]
+    return check_step(op, number, tokens, ids, before, result)
+
+
+def check_step(
+    op: EpDispatchCombineOp,
+    number: int,
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    before: tuple[int, ...],
+    result: torch.Tensor,
+) -> bool:
+    """The second part of take_step.
+
+    Args:
+        before: the ranks that this one had not masked when the step began.
+    """
+    by_slot = op.config.layout == "expert_major"
     is_faulty = bool(op.step_fault())
     op.check()
     assert is_faulty or not any(op.recv_counts[rank] for rank in {*range(op.config.world_size)} - {*before}), number
@@ -147,6 +165,40 @@ def go_on(context: Any, lost: Lost) -> dict[str, Any] | None:
             assert not take_step(op, NUM_STEPS)
             assert len(op.active_ranks()) == context.world_size
     return None if is_back else {"secs": times[LOST_AT : LOST_AT + 2]}
+
+
+def replay_on(context: Any, victim: int, point: str, changes: dict[str, Any]) -> None:
+    """Replays one captured step; a rank dies before its replay of step LOST_AT, or with it. The others replay on."""
+    left = tuple(sorted({*range(context.world_size)} - {victim}))
+    with Arena(context.group, context.device) as arena:
+        op = op_of(context, arena, **changes)
+        tokens = torch.zeros(MAX_TOKENS, HIDDEN, device=op.device)
+        ids = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32, device=op.device)
+        weights = torch.ones(ids.shape, device=op.device) if op.config.layout == "expert_major" else None
+        results: list[torch.Tensor] = []
+
+        def body(call: Callable[[Callable[[], Any]], None]) -> None:
+            got = op.dispatch(tokens, weights, None, ids).tokens
+            rows = torch.empty_like(got)
+            call(lambda: torch.mul(got, context.rank + 1, out=rows))
+            results.append(op.combine(rows, None, None).tokens)
+
+        body(lambda work: work())
+        captured = CapturedStep(op, body)
+        for step in range(NUM_STEPS):
+            before, (drawn, slots) = op.active_ranks(), draw(op, step)
+            tokens[: len(drawn)], ids[: len(drawn)] = drawn, slots
+            ids[len(drawn) :] = -1
+            is_victim = step == LOST_AT and context.rank == victim
+            if is_victim and point == POINTS[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            captured.replay()
+            if is_victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            is_faulty = check_step(op, step, tokens, ids, before, results[-1])
+            assert not is_faulty or abs(step - LOST_AT) <= 1
+            if step == LOST_AT:
+                await_until(lambda: op.active_ranks() == left, "masks")
 
 
 def hear_early(context: Any, changes: dict[str, Any]) -> None:

@@ -39,6 +39,13 @@ def test_no_rows_of_a_masked_rank_are_counted(changes: Any) -> None:
     assert sorted(caught.value.tracebacks) == [1], str(caught.value)
 
 
+@pytest.mark.parametrize("changes", [(), BULK], ids=["few", "bulk"])
+def test_captured_steps_go_on(changes: Any) -> None:
+    with RankPool(3, timeout_secs=120, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(mask_cases.replay_on, 1, POINTS[0], dict(changes))
+    assert sorted(caught.value.tracebacks) == [1], str(caught.value)
+
+
 @pytest.mark.parametrize("point", POINTS[:3])
 def test_a_rank_that_stops_is_masked_and_comes_back_by_reset(point: str) -> None:
     with RankPool(3, timeout_secs=120, grace_secs=60) as pool:
