@@ -6,6 +6,7 @@ from unittest import mock
 
 from ep_a2a.kernels.compiled_kernel import CompiledKernel
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE, Stages
+from ep_a2a.ops.bounds import Bounds
 from ep_a2a.ops.engine import Engine
 from ep_a2a.ops.launches import CombineForm, DispatchForm, KernelLaunch
 from ep_a2a.testing import RankContext
@@ -31,7 +32,8 @@ def used_by(engine: Any, case: Case, *, gives_ids: bool = True) -> list[Compiled
 
 
 def _of_step(engine: Any, case: Case, step: int, rank: int, *, gives_ids: bool) -> Iterator[KernelLaunch]:
-    sizes = case.num_tokens(step, rank), case.stride(step) or case.max_tokens
+    bounds = Bounds.of(case.config(rank), case.stride(step) or case.max_tokens)
+    sizes = case.num_tokens(step, rank), bounds
     dispatch = DispatchForm(case.dtype, case.scale_dim > 0, case.with_weights, *sizes)
     has_weights = case.combine_weights and case.with_weights and case.layout != "expert_major"
     has_biases = (case.num_biases > rank % 2, case.num_biases > 1 - rank % 2)
