@@ -59,7 +59,9 @@ def compile_all(kernels: Iterable[CompiledKernel], config: EpDispatchCombineConf
     check_kernel_cache()
     num_ranks = min(config.gpu_per_node, config.world_size)
     own = config.rank % config.gpu_per_node
-    num_threads = min(len(waiting), max(1, len(os.sched_getaffinity(0)) // num_ranks), MOST_THREADS)
+    # no more than this rank's kernels: further ones would take those that another rank is about to begin
+    num_own = -(-(len(waiting) - own) // num_ranks)
+    num_threads = max(1, min(num_own, len(os.sched_getaffinity(0)) // num_ranks, MOST_THREADS))
     # threads begin with the first device
     begin = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
     with ThreadPoolExecutor(num_threads, "ep_a2a_compile", *begin) as pool:

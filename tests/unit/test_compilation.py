@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import filelock
 import pytest
@@ -119,6 +120,17 @@ def test_a_long_compilation_is_announced_once(
 def test_nothing_is_said_where_nothing_takes_long(terminal: io.StringIO) -> None:
     compiled([FakeKernel(str(place)) for place in range(100)])
     assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize(("rank", "num_cores", "num_threads"), [(0, 64, 2), (1, 64, 1), (7, 64, 1), (0, 8, 1)])
+def test_no_thread_begins_with_a_kernel_of_another_rank(
+    monkeypatch: pytest.MonkeyPatch, rank: int, num_cores: int, num_threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    started = Mock(wraps=ThreadPoolExecutor)
+    monkeypatch.setattr(compilation, "ThreadPoolExecutor", started)
+    compiled([FakeKernel(str(place)) for place in range(9)], config_of(rank))
+    assert started.call_args.args[0] == num_threads
 
 
 def test_an_error_ends_the_compilation() -> None:
