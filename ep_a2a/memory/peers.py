@@ -52,6 +52,7 @@ class Peers:
     Attributes:
         group_store: `store`, where the ranks meet.
         gone: ranks that are known to have ended, ascending.
+        masked: ranks without which ops with on_rank_loss="mask" go on.
         alarms: arenas, held weakly. `lose` makes kernels leave, or go on without ranks; `awaited` says whom they await.
         arena_numbers: numbers of the group's arenas in the order in which they are made, equal on all ranks.
         host_record: the file that the ranks of this host share.
@@ -63,7 +64,7 @@ class Peers:
         self.alarms: weakref.WeakSet[Any] = weakref.WeakSet()
         self.arena_numbers = itertools.count(1)
         self._alarmed: tuple[int, ...] = ()
-        self._masked: set[int] = set()
+        self.masked: set[int] = set()
         self._num_trials, self._trial_over_at = 0, math.inf
         self._fallen: dict[int, float] = {}
         self._joined: set[int] = {rank}
@@ -154,7 +155,7 @@ class Peers:
     def forgive(self) -> None:
         """Takes back the masks of ranks that live, when all ranks have met again."""
         with self._reading:
-            self._masked &= self._fallen.keys()
+            self.masked &= self._fallen.keys()
 
     # --- telling ---
 
@@ -195,8 +196,8 @@ class Peers:
         Who has ended is masked without grace: what it sent before lies there.
         """
         with self._reading:
-            gone, known = self.look(), self._masked
-            self._masked = masked = known | self._fallen.keys() | self._accused()
+            gone, known = self.look(), self.masked
+            self.masked = masked = known | self._fallen.keys() | self._accused()
         if (gone, masked) != (self._alarmed, known):
             self._alarmed = gone
             for each in list(self.alarms):
@@ -208,7 +209,7 @@ class Peers:
     def _accused(self) -> set[int]:
         """Ranks that live, that others await for too long and that await nobody, by the first verdict on this host."""
         trial, now = f"masks {self._num_trials}", clock.now()
-        awaited = [ranks - self._masked for each in list(self.alarms) for ranks in each.awaited()]
+        awaited = [ranks - self.masked for each in list(self.alarms) for ranks in each.awaited()]
         suspects = tuple(sorted(set().union(*awaited)))
         found = self.verdict(trial)
         if found is None and (suspects or any(each.failure == trial for each in self._given_up.values())):
@@ -217,7 +218,7 @@ class Peers:
             if awaited:
                 self.give_up(GivenUp(trial, "a step", suspects, waited=True, at=now))
         if found is None and now >= self._trial_over_at:
-            spared = self._masked | self._fallen.keys()
+            spared = self.masked | self._fallen.keys()
             if all(each.device.type == "cpu" for each in list(self.alarms)):
                 # interpreted kernels are slow beside a busy host; one that waits for a GPU may compute, too
                 spared |= set(filter(self.host_record.computes, self._joined))

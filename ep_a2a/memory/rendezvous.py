@@ -242,14 +242,20 @@ class Rendezvous:
         return result
 
     def leave(self, patience_secs: float) -> str | None:
-        """Holds the last meeting: waits until the others leave, too, for patience_secs at most.
+        """Holds the last meeting: waits until the others leave, too, for patience_secs at most. Masked ranks do not.
 
         Returns:
             None when all ranks have come; else the reason why some may not have. Raises nothing.
         """
         self.timeout_secs = patience_secs
+
+        def meet() -> None:
+            living = tuple(rank for rank in self.ranks if rank not in self.peers.masked)
+            lost = living != self.ranks
+            (Rendezvous(self.group, patience_secs, ranks=living) if lost else self).barrier("the last meeting")
+
         try:
-            begun(lambda: self.barrier("the last meeting")).result(patience_secs + STORE_PATIENCE_SECS)
+            begun(meet).result(patience_secs + STORE_PATIENCE_SECS)
         except EpA2AError as error:
             return error.got
         except (RuntimeError, TimeoutError):

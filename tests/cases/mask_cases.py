@@ -214,6 +214,24 @@ def hear_early(context: Any, changes: dict[str, Any]) -> None:
         assert not take_step(op, 1)
 
 
+def close_early(context: Any) -> None:
+    """Rank 2 dies; of the others rank 0 closes while rank 1 is in its last step, and waits for it."""
+    with Arena(context.group, context.device) as arena:
+        op = op_of(context, arena)
+        take_step(op, 0)
+        if context.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_until(lambda: op.active_ranks() == (0, 1), "masks")
+        op.step_fault()
+        meeting = dist.PrefixStore("ep_a2a/of/0,1", arena.peers.group_store)
+
+        def be_late(point: str) -> None:
+            if context.rank == 1 and point == POINTS[3]:
+                await_until(lambda: meeting.check(["1/0"]), "the close of rank 0")
+
+        assert not take_step(op, 1, be_late)
+
+
 def refusals(context: Any) -> None:
     """Refusals before anything is built or launched; no memory of other configs' ops; reset takes all ranks back."""
     with Arena(context.group, context.device) as arena:

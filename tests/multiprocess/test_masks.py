@@ -39,6 +39,12 @@ def test_no_rows_of_a_masked_rank_are_counted(changes: Any) -> None:
     assert sorted(caught.value.tracebacks) == [1], str(caught.value)
 
 
+def test_survivors_wait_for_each_other_when_they_close() -> None:
+    with RankPool(3, timeout_secs=120, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
+        pool.run(mask_cases.close_early)
+    assert sorted(caught.value.tracebacks) == [2], str(caught.value)
+
+
 @pytest.mark.parametrize("changes", [(), BULK], ids=["few", "bulk"])
 def test_captured_steps_go_on(changes: Any) -> None:
     with RankPool(3, timeout_secs=120, grace_secs=60) as pool, pytest.raises(RankFailure) as caught:
