@@ -39,6 +39,7 @@ class VllmAll2AllManager(EngineManager):
         self.device_group = communicator.device_group
         self.dp_group, self.tp_group = parallel_state.get_dp_group(), parallel_state.get_tp_group()
         self._vllm_manager, self.support_fault_tolerance = vllm_manager, support_fault_tolerance
+        self._known_mask = torch.zeros(self.world_size, dtype=torch.int32, device=self.device)
 
     def _get_handle(self, kwargs: Mapping[str, Any], index: int) -> Any:
         more = {"on_rank_loss": "mask"} if self.support_fault_tolerance else {}
@@ -52,17 +53,21 @@ class VllmAll2AllManager(EngineManager):
         return (torch.cat([torch.zeros_like(ranks[:1]), *masked]).amax() >> ranks) & 1
 
     def query_fault(self) -> torch.Tensor:
-        """Returns a bool on the device: whether a rank is masked, until `clean_buffers`."""
-        return self.query_active_mask().any()
+        """Returns a bool on the device: whether a rank has been masked since `clean_buffers`."""
+        return (self.query_active_mask() != self._known_mask).any()
 
     def clean_buffers(self) -> None:
         """Takes back the masks of ranks that live, and empties the ops' memory. Collective.
 
+        Where a rank has died, the call is local: all masks stay, and ops go on without these ranks.
+
         Raises:
-            RankTimeoutError: ranks did not come, or their processes have ended.
+            RankTimeoutError: ranks did not come.
         """
         for op in self._ops:
-            op.reset()
+            if not op.arena.peers.gone:
+                op.reset()
+        self._known_mask = self.query_active_mask()
 
     def checkpoint_prepare(self) -> NoReturn:
         """Refuses checkpoints of the process: memory of peers that it has mapped would be gone."""

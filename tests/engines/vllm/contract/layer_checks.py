@@ -5,6 +5,7 @@ import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -327,13 +328,17 @@ def check_a_rank_that_is_lost_is_told_until_buffers_are_clean(context: RankConte
         run_and_check(case, kernel, context.rank)
         assert (manager.query_active_mask().tolist(), bool(manager.query_fault())) == ([0, 0], False)
         # as where the other rank hangs
-        kernel.prepare_finalize._dispatcher.op.arena.lose((), {1 - context.rank})
+        arena = kernel.prepare_finalize._dispatcher.op.arena
+        arena.lose((), {1 - context.rank})
         for _ in range(2):
             mask = manager.query_active_mask()
             assert mask.dtype == torch.int32
             assert (mask.tolist(), bool(manager.query_fault())) == ([context.rank, 1 - context.rank], True)
+        with mock.patch.object(arena.peers, "gone", (1 - context.rank,)):
+            manager.clean_buffers()
+        assert (manager.query_active_mask().tolist(), bool(manager.query_fault())) == (mask.tolist(), False)
         manager.clean_buffers()
-        assert not manager.query_fault()
+        assert (manager.query_active_mask().tolist(), bool(manager.query_fault())) == ([0, 0], False)
         run_and_check(case, kernel, context.rank)
 
 
