@@ -57,7 +57,6 @@ ROCM = {"cuda_build": None, "hip_build": "7.2", "compiler": "", "driver": None, 
 ROCM_HOST = with_facts(H200_HOST, ROCM)
 """A host of AMD GPUs, which NVIDIA's driver and tools know nothing of."""
 BLIND = with_facts(H200_HOST, {"unreachable": {"peer access": ["0 and 1"], "native atomics": ["0 and 1"]}})
-ONE_H200 = with_facts(H200_HOST, {"num_gpus": 1})
 A100S = with_facts(H200_HOST, {"gpus.capability": (8, 0)})
 PORTABLE = {"backend": "allgather_reducescatter"}
 MORI = {"backend": "mori", "ranks_per_node": (2, 2)}
