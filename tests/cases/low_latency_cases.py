@@ -225,14 +225,26 @@ def refusals(context: RankContext, case: Case) -> None:
         run_step(case, layer, 0, context)
 
 
+def set_timeouts(layer: EPLowLatencyAllToAllLayer, timeout_secs: float) -> None:
+    for buffers in layer.dispatch_ctx.phases:
+        buffers.op.set_timeout(timeout_secs)
+
+
+def mend(case: Case, layer: EPLowLatencyAllToAllLayer, num_steps: int, context: RankContext) -> None:
+    """Reset a layer that has failed, and run steps of it."""
+    set_timeouts(layer, ENOUGH_SECS)
+    layer.reset()
+    for number in range(num_steps):
+        run_step(case, layer, number, context)
+
+
 def a_rank_without_combine(context: RankContext, case: Case) -> None:
     """The last rank never combines: those that wait for its weights give up and name it; reset mends the layer."""
     absent = case.world_size - 1
     with Arena(context.group, context.device) as arena:
         layer = make_layer(context, case, arena)
         step = LayerStep.of(case, layer, 0, context)
-        for buffers in layer.dispatch_ctx.phases:
-            buffers.op.set_timeout(SHORT_TIMEOUT_SECS)
+        set_timeouts(layer, SHORT_TIMEOUT_SECS)
 
         def combine() -> None:
             # where the host exchanges blocks between nodes, it raises at once
@@ -248,11 +260,7 @@ def a_rank_without_combine(context: RankContext, case: Case) -> None:
         if context.rank != absent or case.num_nodes == 1:
             assert f"rank {absent}" in str(error)
             assert (error.missing_ranks, error.late_ranks) == ((), (absent,))
-        for buffers in layer.dispatch_ctx.phases:
-            buffers.op.set_timeout(ENOUGH_SECS)
-        layer.reset()
-        for number in range(2):
-            run_step(case, layer, number, context)
+        mend(case, layer, 2, context)
 
 
 def construction(context: RankContext, case: Case) -> None:
@@ -304,8 +312,7 @@ def a_call_that_one_rank_refuses(context: RankContext, case: Case) -> None:
     with Arena(context.group, context.device) as arena:
         layer = make_layer(context, case, arena)
         run_step(case, layer, 0, context)
-        for buffers in layer.dispatch_ctx.phases:
-            buffers.op.set_timeout(SHORT_TIMEOUT_SECS)
+        set_timeouts(layer, SHORT_TIMEOUT_SECS)
         op = layer.dispatch_ctx.buffers.op
         if context.rank == 0:
             tokens = torch.ones(1, case.hidden_dim, dtype=torch.float64, device=context.device)
@@ -317,11 +324,7 @@ def a_call_that_one_rank_refuses(context: RankContext, case: Case) -> None:
         arena.rendezvous.barrier("the others have given up")
         if context.rank != 0:
             raised(errors.RankTimeoutError, op.check, "rank 0")
-        for buffers in layer.dispatch_ctx.phases:
-            buffers.op.set_timeout(ENOUGH_SECS)
-        layer.reset()
-        for number in range(3):
-            run_step(case, layer, number, context)
+        mend(case, layer, 3, context)
 
 
 def groups_of_another_size(context: RankContext, case: Case) -> None:
