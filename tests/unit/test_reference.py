@@ -79,7 +79,10 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def check_dispatch(case: Case, layout: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(case=cases())
+@settings(max_examples=40)
+def test_dispatch_by_definition(layout: str, case: Case) -> None:
     stride = case.world_size * 100
     for rank, got in enumerate(case.dispatch(layout, pad_id=-7)):
         expected = case.received_by(rank)
@@ -102,13 +105,6 @@ def check_dispatch(case: Case, layout: str) -> None:
             rows = got.valid_rows(tensor)
             assert rows.shape == (len(expected), inputs[0].shape[1])
             assert all(torch.equal(row, inputs[s][t]) for row, (s, t) in zip(rows, expected))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@given(case=cases())
-@settings(max_examples=40)
-def test_dispatch_by_definition(layout: str, case: Case) -> None:
-    check_dispatch(case, layout)
 
 
 def test_stride_defaults_to_step_tokens() -> None:
@@ -155,20 +151,12 @@ def dense_by_token(
     return out.float()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))
-def test_dense_moe_by_definition(routing: str) -> None:
-    case = Case([7], 5, 6, routing)
-    w1, w2 = make_experts(6)
-    x, weights, ids = case.tokens[0], case.weights[0], case.ids[0]
-    out = reference.dense_moe(x, weights, ids, w1, w2)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, dense_by_token(x, weights, ids, w1, w2), rtol=1e-4, atol=1e-4)
-
-
-def test_dense_moe_computes_low_precision_inputs_in_float32() -> None:
-    case = Case([4], 2, 3, dtype=torch.bfloat16)
-    w1, w2 = make_experts(3)
-    args = case.tokens[0], case.weights[0], case.ids[0], w1.bfloat16(), w2.bfloat16()
+def test_dense_moe_by_definition(routing: str, dtype: torch.dtype) -> None:
+    """In float32 also where inputs are not."""
+    case = Case([7], 5, 6, routing, dtype)
+    args = case.tokens[0], case.weights[0], case.ids[0], *(each.to(dtype) for each in make_experts(6))
     out = reference.dense_moe(*args)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, dense_by_token(*args), rtol=1e-4, atol=1e-4)

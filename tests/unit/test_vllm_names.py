@@ -177,13 +177,10 @@ HOLDERS = {
     "wrapper": ("v1/worker/gpu_ubatch_wrapper.py:UBatchWrapper.",),
 }
 """By the last name of an expression, what of vLLM it holds. Each of its attributes must be in the table."""
+PREPARING = [f"{FUSED_MOE}/modular_kernel.py:FusedMoEPrepareAndFinalize{kind}." for kind in ("", "Modular")]
 OVERRIDING = {
-    "EpA2APrepareAndFinalize": [
-        f"{FUSED_MOE}/modular_kernel.py:FusedMoEPrepareAndFinalize{kind}." for kind in ("", "Modular")
-    ],
-    "BatchedPrepareAndFinalize": [
-        f"{FUSED_MOE}/modular_kernel.py:FusedMoEPrepareAndFinalize{kind}." for kind in ("", "Modular")
-    ],
+    "EpA2APrepareAndFinalize": PREPARING,
+    "BatchedPrepareAndFinalize": PREPARING,
     "EpA2AParallelConfig": ["config/parallel.py:ParallelConfig."],
 }
 """Classes of ours, and the classes of vLLM whose methods their public ones override."""
