@@ -225,46 +225,46 @@ TRIALS: dict[str, tuple[dict[int, set[int] | None], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRIALS)
-def test_who_is_masked(name: str, view: Any, time: Time) -> None:
-    awaited, expected = TRIALS[name]
-    ranks = all_of(view)
-    losses: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    for rank, each in enumerate(ranks):
-        found = awaited[rank]
-        lose = functools.partial(lambda told, *lost: told.append(lost), losses[rank])
-        arena = SimpleNamespace(awaited=lambda found=found: [] if found is None else [found], lose=lose, device=CPU)
-        each.alarms = [arena]  # type: ignore[assignment]
+def losses_of(peer: Peers, *awaited: set[int]) -> list[Any]:
+    """What a rank that awaits others loses from now on."""
+    losses: list[Any] = []
+    arena = SimpleNamespace(awaited=lambda: [*awaited], lose=lambda *lost: losses.append(lost), device=CPU)
+    peer.alarms = [arena]  # type: ignore[assignment]
+    return losses
+
+
+def watch(ranks: Sequence[Peers], time: Time) -> None:
+    """For as long as a trial lasts."""
     for _ in range(LOOKS):
         for each in ranks:
             each.watch()
         time.sleep(peers.BEAT_SECS)
-    assert losses == dict.fromkeys(range(3), [((), {*expected})] if expected else [])
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_who_is_masked(name: str, view: Any, time: Time) -> None:
+    awaited, expected = TRIALS[name]
+    ranks = all_of(view)
+    losses = [losses_of(each, *[] if found is None else [found]) for each, found in zip(ranks, awaited.values())]
+    watch(ranks, time)
+    assert losses == [[((), {*expected})] if expected else []] * 3
 
 
 def test_a_rank_that_computes_on_the_cpu_is_not_masked(view: Any, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy host may leave it no core for long."""
     first, *_ = all_of(view)
-    losses: list[Any] = []
-    arena = SimpleNamespace(awaited=lambda: [{2}], lose=lambda *lost: losses.append(lost), device=CPU)
-    first.alarms = [arena]  # type: ignore[assignment]
+    losses = losses_of(first, {2})
     monkeypatch.setattr(host_record.HostRecord, "computes", lambda _, rank: rank == 2)
-    for _ in range(LOOKS):
-        first.watch()
-        time.sleep(peers.BEAT_SECS)
+    watch([first], time)
     assert losses == []
     monkeypatch.setattr(host_record.HostRecord, "computes", lambda *_: False)
-    for _ in range(LOOKS):
-        first.watch()
-        time.sleep(peers.BEAT_SECS)
+    watch([first], time)
     assert losses == [((), {2})]
 
 
 def test_a_death_masks_at_once(view: Any, time: Time) -> None:
     first, *_ = all_of(view)
-    losses: list[Any] = []
-    arena = SimpleNamespace(awaited=list, lose=lambda *lost: losses.append(lost))
-    first.alarms = [arena]  # type: ignore[assignment]
+    losses = losses_of(first)
     view.dead.add(2)
     first.watch()
     time.sleep(peers.GRACE_SECS)
