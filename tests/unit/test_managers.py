@@ -254,29 +254,21 @@ def test_our_own_kwargs_are_passed_through():
     assert {name: getattr(config, name) for name in extra} == extra
 
 
-@pytest.mark.parametrize(
-    "kwarg", ["num_ep_ranks", "token_hidden_size", "max_num_tokens_per_dp_rank", "num_experts_per_token"]
-)
-def test_impossible_values_are_told_by_the_names_of_kwargs(kwarg):
-    with pytest.raises(ConfigError, match=f"^expected {kwarg} to be .*; got -1. Correct the handle kwarg."):
-        config_from_handle_kwargs(handle_kwargs(**{kwarg: -1}), False)
+SIZES = ("num_ep_ranks", "token_hidden_size", "max_num_tokens_per_dp_rank", "num_experts_per_token")
+DTYPES = ("input_dtype", "quant_dtype", "combine_dtype")
+WRONG_KWARGS: list[tuple[str, Any, str]] = [
+    *((name, -1, f"^expected {name} to be .*; got -1. Correct the handle kwarg.") for name in SIZES),
+    *((name, "bfloat16", rf"{name} to be a torch\.dtype") for name in DTYPES),
+    *((name, ..., f"none named {name}") for name in REQUIRED_KWARGS),
+    ("token_hiden_size", 1, r"got 'token_hiden_size'. Did you mean 'token_hidden_size'\?"),
+]
 
 
-def test_unknown_kwargs_are_named_with_a_suggestion():
-    with pytest.raises(UnknownNameError, match=r"got 'token_hiden_size'. Did you mean 'token_hidden_size'\?"):
-        config_from_handle_kwargs(handle_kwargs(token_hiden_size=1), False)
-
-
-@pytest.mark.parametrize("name", REQUIRED_KWARGS)
-def test_missing_kwargs_are_named(name):
-    with pytest.raises(ConfigError, match=f"none named {name}"):
-        config_from_handle_kwargs(handle_kwargs(**{name: ...}), False)
-
-
-def test_dtypes_must_be_dtypes():
-    for name in ("input_dtype", "quant_dtype", "combine_dtype"):
-        with pytest.raises(ConfigError, match=rf"{name} to be a torch\.dtype"):
-            config_from_handle_kwargs(handle_kwargs(**{name: "bfloat16"}), False)
+@pytest.mark.parametrize(("name", "value", "said"), WRONG_KWARGS)
+def test_wrong_and_missing_kwargs_are_named(name, value, said):
+    kind = UnknownNameError if name == "token_hiden_size" else ConfigError
+    with pytest.raises(kind, match=said):
+        config_from_handle_kwargs(handle_kwargs(**{name: value}), False)
 
 
 def test_a_wider_combine_dtype_sizes_the_buffers():

@@ -1,5 +1,6 @@
 """The ep_a2a backend's manager and its op, alone in a group: what is compared, dropped, recorded and raised."""
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -252,15 +253,14 @@ def test_collectives_send_the_values_of_lazily_negated_tensors(manager):
 
 @pytest.mark.parametrize("index", [-1, "0", 1.5, True, None, [], torch.tensor(1.0)])
 def test_an_index_that_is_no_number_of_an_op_is_refused(manager, index):
-    with pytest.raises(errors.ConfigError, match="index to be an integer >= 0"):
-        manager.get_handle(KWARGS, index)
-    naive = create_manager("naive", dist.group.WORLD)
-    with pytest.raises(errors.ConfigError, match="index to be an integer >= 0"):
-        naive.get_handle(KWARGS, index)
-    naive.destroy()
-    if index is not None:
-        with pytest.raises(errors.ConfigError, match="index to be an integer >= 0"):
-            EpDispatchCombineOp(manager.get_handle(KWARGS).config, arena=manager.arena, index=index)
+    config = manager.get_handle(KWARGS).config
+    with create_manager("naive", dist.group.WORLD) as naive:
+        calls = [functools.partial(each.get_handle, KWARGS, index) for each in (manager, naive)]
+        if index is not None:
+            calls.append(functools.partial(EpDispatchCombineOp, config, arena=manager.arena, index=index))
+        for call in calls:
+            with pytest.raises(errors.ConfigError, match="index to be an integer >= 0"):
+                call()
     assert manager.get_handle(KWARGS, np.int64(1)) is manager.get_handle(KWARGS, 1)
 
 

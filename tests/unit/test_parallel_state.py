@@ -98,6 +98,9 @@ def test_backend_order(monkeypatch, config_file):
         (8, 6, "2", 5, 5),
         (1, 0, "3", -1, 0),
         (1, 0, None, 3, 0),
+        # more ranks than GPUs share them
+        (4, 0, None, 4, 0),
+        (4, 0, None, 7, 3),
     ],
 )
 def test_gpu_of_global_rank_three_or_five(monkeypatch, num_devices, current, launched_as, local_rank, index):
@@ -105,13 +108,6 @@ def test_gpu_of_global_rank_three_or_five(monkeypatch, num_devices, current, lau
     rank = 5 if num_devices == 4 else 3
     assert state._choose_device("cpu:gloo,cuda:nccl", local_rank, rank) == torch.device("cuda", index)
     assert chosen == [index]
-
-
-def test_more_ranks_than_gpus_share_them(monkeypatch):
-    chosen = pretend_gpus(monkeypatch, 4, 0, None)
-    for local_rank in (4, 7):
-        state._choose_device("nccl", local_rank, 0)
-    assert chosen == [0, 3]
 
 
 def test_backend_without_nccl_means_cpu(monkeypatch):

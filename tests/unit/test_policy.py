@@ -62,16 +62,15 @@ def test_interpreted_launches_are_few_programs_and_the_callers_if_it_asks_for_fe
             assert found == policy.Launch(programs, 1, programs, programs)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 16, 131])
-def test_dispatch_has_a_program_per_token_and_one_that_receives(num_tokens):
-    launch = policy.choose_launch(config_of(), policy.Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
-    assert launch.num_programs == num_tokens + 1
-
-
 @pytest.mark.parametrize(
-    ("num_tokens", "num_programs"), [(131, H200_SMS), (527, H200_SMS), (528, 133), (1023, 256), (4096, 2 * H200_SMS)]
+    ("num_tokens", "num_programs"),
+    [
+        *((number, number + 1) for number in (0, 1, 16, 131)),
+        *((527, H200_SMS), (528, 133), (1023, 256), (4096, 2 * H200_SMS)),
+    ],
 )
-def test_a_second_program_of_a_dispatch_on_a_multiprocessor_takes_four_tokens_a_program(num_tokens, num_programs):
+def test_a_dispatch_has_a_program_per_token_and_one_that_receives(num_tokens, num_programs):
+    """A second one on a multiprocessor takes four tokens a program."""
     launch = policy.choose_launch(config_of(), policy.Phase.BULK_DISPATCH, num_tokens, 4096, H200_SMS)
     assert launch.num_programs == num_programs
 
