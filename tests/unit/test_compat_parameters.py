@@ -27,8 +27,8 @@ from ep_a2a.compat.parameters import ROWS, Effect, Row, warn_once
 from ep_a2a.compat.triton_distributed import EPLowLatencyAllToAllLayer, contexts, create_ep_ll_a2a_ctx
 from ep_a2a.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from ep_a2a.errors import ConfigError, EnvironmentVariableError, NotInitializedError, UnknownNameError, UnsupportedError
-from ep_a2a.interface import DispatchResult
 from ep_a2a.log_once import log_once
+from tests.unit.test_mori_combine_input import CONFIG, open_step
 
 MODULES = {"aiter": ("",), "deep_ep": ("",), "mori": ("ops", "shmem"), "triton_distributed": ("", "utils")}
 KEPT_ON_PURPOSE = {
@@ -136,23 +136,16 @@ def test_no_parameter_has_two_rows_for_the_same_values():
 
 # --- each warning comes once, each refusal is an error with the remedy of its row ---
 
-CONFIG = EpDispatchCombineConfig(torch.float32, 0, 2, 32, 0, 0, 4, 8, 2, 2)
 IDS = torch.zeros(3, 2, dtype=torch.int32)
 WEIGHTS = torch.ones(3, 2)
-RECEIVED = DispatchResult(
-    torch.ones(16, 32),
-    torch.ones(16, 2),
-    None,
-    torch.zeros(16, 2, dtype=torch.int32),
-    torch.tensor([5], dtype=torch.int32),
-)
+STEP = open_step()
+RECEIVED = STEP.dispatched
 
 
 class NativeOp:
     """Stands for our op: takes any call."""
 
-    config, device = CONFIG, torch.device("cpu")
-    open_step = SimpleNamespace(next_call="combine", num_tokens=3, dispatched=RECEIVED)
+    config, device, open_step = CONFIG, torch.device("cpu"), STEP
     local_expert_count = torch.zeros(2, dtype=torch.int32)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -17,17 +17,18 @@ TOPK, NUM_TOKENS, NUM_RECEIVED, NUM_ROWS = 2, 3, 5, 16
 CONFIG = EpDispatchCombineConfig(torch.float32, 0, 2, 32, 0, 0, 4, 8, 2, TOPK)
 
 
+def open_step():
+    """A step between its dispatch and its combine."""
+    weights, ids = torch.ones(NUM_ROWS, TOPK), torch.zeros(NUM_ROWS, TOPK, dtype=torch.int32)
+    total = torch.tensor([NUM_RECEIVED], dtype=torch.int32)
+    result = DispatchResult(torch.ones(NUM_ROWS, 32), weights, None, ids, total)
+    return SimpleNamespace(next_call="combine", num_tokens=NUM_TOKENS, dispatched=result)
+
+
 @pytest.fixture
 def step():
     warn_once.cache_clear()
-    result = DispatchResult(
-        torch.ones(NUM_ROWS, 32),
-        torch.ones(NUM_ROWS, TOPK),
-        None,
-        torch.zeros(NUM_ROWS, TOPK, dtype=torch.int32),
-        torch.tensor([NUM_RECEIVED], dtype=torch.int32),
-    )
-    return SimpleNamespace(next_call="combine", num_tokens=NUM_TOKENS, dispatched=result)
+    return open_step()
 
 
 @pytest.fixture
