@@ -27,6 +27,7 @@ from ep_a2a.testing import RankContext
 from tests.cases.op_cases import Case
 
 HIDDEN, TOPK, TOKENS = 128, 2, 5
+SIZES = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
 
 
 def check_step(op: EpDispatchCombineOp, num_experts: int) -> None:
@@ -40,7 +41,7 @@ def check_step(op: EpDispatchCombineOp, num_experts: int) -> None:
 
 
 def on_the_world(context: RankContext, num_experts: int) -> bool:
-    op = ep_a2a.make_op(hidden_size=HIDDEN, num_experts=num_experts, topk=TOPK, max_tokens=8)
+    op = ep_a2a.make_op(**SIZES | {"num_experts": num_experts})
     assert op.device == context.device
     for _ in range(2):
         check_step(op, num_experts)
@@ -58,9 +59,8 @@ def on_a_subgroup(context: RankContext) -> None:
     group = dist.new_group([0, 2])
     if context.rank == 1:
         return
-    sizes = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
     # each has memory of its own, so their steps may overlap
-    with ep_a2a.make_op(group, **sizes) as op, ep_a2a.make_op(group, **sizes) as other:
+    with ep_a2a.make_op(group, **SIZES) as op, ep_a2a.make_op(group, **SIZES) as other:
         rows = op.dispatch(torch.ones(1, HIDDEN).bfloat16(), None, None, torch.tensor([[0, 3]]).int()).tokens
         check_step(other, 4)
         assert op.combine(rows.clone(), None, None).tokens[0].eq(2).all()
@@ -73,7 +73,7 @@ def test_ops_on_a_subgroup(ranks) -> None:
 def on_two_nodes(context: RankContext) -> str:
     topology = NativeAll2AllManager.topology
     with mock.patch.object(NativeAll2AllManager, "topology", lambda manager, _: topology(manager, 2)):
-        op = ep_a2a.make_op(hidden_size=HIDDEN, num_experts=8, topk=TOPK, max_tokens=8)
+        op = ep_a2a.make_op(**SIZES | {"num_experts": 8})
     check_step(op, 8)
     op.close()
     return op.config.kernel_type.name
@@ -84,9 +84,8 @@ def test_several_nodes_get_the_kernels_between_nodes(ranks) -> None:
 
 
 def with_choices(context: RankContext) -> None:
-    sizes = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
     for quant in ("fp8_per_token", "fp8_per_1x128"):
-        with ep_a2a.make_op(context.group, **sizes, quant=quant, layout="rank_major") as op:
+        with ep_a2a.make_op(context.group, **SIZES, quant=quant, layout="rank_major") as op:
             # nothing is sent, so the other rank is not waited for
             with pytest.raises(TooManyTokensError, match=r"\. Raise max_tokens, or the step_tokens that was given"):
                 op.dispatch(torch.ones(9, HIDDEN).bfloat16(), None, None, torch.zeros(9, TOPK).int())
@@ -96,7 +95,7 @@ def with_choices(context: RankContext) -> None:
             assert tokens.dtype == FP8_DTYPE
             assert tokens.shape == (context.world_size, 8, HIDDEN)
             assert scales is not None
-    with ep_a2a.make_op(context.group, **sizes, dtype=torch.float32, layout="expert_major", device="cpu") as op:
+    with ep_a2a.make_op(context.group, **SIZES, dtype=torch.float32, layout="expert_major", device="cpu") as op:
         assert op.dispatch(torch.ones(1, HIDDEN), torch.ones(1, TOPK), None, torch.zeros(1, TOPK).int())[0].dim() == 3
 
 
@@ -110,9 +109,9 @@ def refused(context: RankContext) -> tuple[type[BaseException], str]:
         ep_a2a.make_op(hidden_size=hidden_size, num_experts=4, topk=TOPK, max_tokens=8)
     for name, value in (("quant", "int3"), ("layout", "by_moon"), ("dtype", torch.int8)):
         with pytest.raises((ConfigError, UnknownNameError), match=f"^expected {name} to be one of .*{value}"):
-            ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8, **{name: value})
+            ep_a2a.make_op(**SIZES, **{name: value})
     with pytest.raises(ConfigError, match=r"^expected mask_after_secs to be .*; got 0"):
-        ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8, mask_after_secs=0)
+        ep_a2a.make_op(**SIZES, mask_after_secs=0)
     with pytest.raises(ConfigMismatchError, match="expected hidden_size to be the same on all ranks; got 128 on ranks"):
         ep_a2a.make_op(hidden_size=HIDDEN * (1 + context.rank), num_experts=4, topk=TOPK, max_tokens=8)
     return caught.type, str(caught.value)
@@ -130,11 +129,10 @@ def outside(context: RankContext) -> str:
     group = dist.new_group([0])
     if context.rank == 0:
         return ""
-    sizes = {"hidden_size": HIDDEN, "num_experts": 4, "topk": TOPK, "max_tokens": 8}
     with pytest.raises(InputError, match=r"^expected group to be .*got 'default'"):
-        ep_a2a.make_op("default", **sizes)
+        ep_a2a.make_op("default", **SIZES)
     with pytest.raises(InputError, match="a group without this rank") as caught:
-        ep_a2a.make_op(group, **sizes)
+        ep_a2a.make_op(group, **SIZES)
     return str(caught.value.field)
 
 
@@ -144,7 +142,7 @@ def test_a_group_that_this_rank_is_not_in_is_refused(ranks) -> None:
 
 def test_without_a_process_group_it_says_what_is_missing() -> None:
     with pytest.raises(NotInitializedError, match="init_process_group"):
-        ep_a2a.make_op(hidden_size=HIDDEN, num_experts=4, topk=TOPK, max_tokens=8)
+        ep_a2a.make_op(**SIZES)
 
 
 def config_of(context: RankContext) -> EpDispatchCombineConfig:

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from ep_a2a.parallel.group_coordinator import GroupCoordinator
 from ep_a2a.parallel.state import get_dp_group, get_tp_group, is_initialized
 from ep_a2a.testing import RankFailure, run_ranks
 from ep_a2a.topology import in_the_same_node_as
+from tests.integration.programs import run_python, succeeded
 from tests.messages import messages_of
 
 
@@ -254,13 +253,5 @@ def test_a_world_can_be_joined_again_under_torchrun(tmp_path):
     """The store of torchrun outlives the groups, and still holds the addresses of the first one."""
     program = tmp_path / "program.py"
     program.write_text(JOIN_TWICE)
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-    ]
-    command = [sys.executable, *launcher, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
+    launcher = "-m torch.distributed.run --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0"
+    succeeded(run_python(*launcher.split(), str(program)))
