@@ -250,7 +250,8 @@ class Rendezvous:
         self.timeout_secs = patience_secs
 
         def meet() -> None:
-            living = tuple(rank for rank in self.ranks if rank not in self.peers.masked)
+            # who is masked itself is not awaited, but waits
+            living = tuple(rank for rank in self.ranks if rank not in self.peers.masked - {self.rank})
             lost = living != self.ranks
             (Rendezvous(self.group, patience_secs, ranks=living) if lost else self).barrier("the last meeting")
 
