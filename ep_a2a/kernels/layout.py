@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_a2a.config import EpDispatchCombineConfig, Layout
-from ep_a2a.kernels.device_enum import DeviceEnum
+from ep_a2a.kernels.device_enum import DeviceEnum, DeviceNumber
 from ep_a2a.kernels.ring_shape import Rings
 from ep_a2a.policy import MAX_DISPATCH_PROGRAMS
 
@@ -195,20 +195,26 @@ class FlagProgram(DeviceEnum):
     FLAG_POSTER = 1
 
 
-STEP_SHIFT = 16
+class Checksum(DeviceEnum):
+    """Numbers of the checksum that stands for bounds that differ between ranks (ops/bounds.py)."""
+
+    FACTOR = 0x2C1B3C6D
+    SHIFT = 15
+    MASK = (1 << 31) - 1
+
+
+STEP_SHIFT = DeviceNumber(16)
 """Bits of a stage's counter below the number of steps. They count the programs of a launch that have ended."""
-ARRIVAL_SHIFT = 11
+ARRIVAL_SHIFT = DeviceNumber(11)
 """The same of a word of DISPATCH_FLAGS, and of COMBINE_FLAGS where policy.adds_arrived, for programs that have sent:
 policy.MAX_DISPATCH_PROGRAMS at most."""
-BOUND_SHIFT = 3
+BOUND_SHIFT = DeviceNumber(3)
 """Bits of a wire word (ops/wire_word.py) below the sender's bound."""
-BOUNDS_FACTOR, BOUNDS_SHIFT, BOUNDS_MASK = 0x2C1B3C6D, 15, (1 << 31) - 1
-"""Numbers of the checksum that stands for bounds that differ between ranks (ops/bounds.py)."""
-SPAN_STEPS = 32
+SPAN_STEPS = DeviceNumber(32)
 """Latest steps whose spans are kept, a power of 2."""
-SPAN_PROGRAMS = 512
+SPAN_PROGRAMS = DeviceNumber(512)
 """Programs of a launch whose spans are kept, the first ones."""
-SPAN_WORDS = 4
+SPAN_WORDS = DeviceNumber(4)
 """Start and end, in nanoseconds, and the step that they belong to, counted from 1; the last one is unused."""
 
 STATE_WORDS = 16

@@ -22,20 +22,12 @@ import time
 
 import triton.language as tl
 
-from ep_a2a.kernels import layout
-from ep_a2a.kernels.layout import FailureCode, Poison, Record, Region, Stage, State
+from ep_a2a.kernels.layout import ARRIVAL_SHIFT, STEP_SHIFT, FailureCode, Poison, Record, Region, Stage, State
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.target import barrier, on_amd, polls_in_one, volatile_load
 
-ARRIVAL_SHIFT = tl.constexpr(layout.ARRIVAL_SHIFT)
-ARRIVAL_UNIT = tl.constexpr(1 << layout.ARRIVAL_SHIFT)
-
 NUM_REGIONS = tl.constexpr(len(Region))
 NUM_STAGES = tl.constexpr(len(Stage))
-
-# A step counter moves on by this when all programs of a launch have arrived; the arrivals count in the lower bits.
-STEP_UNIT = tl.constexpr(1 << layout.STEP_SHIFT)
-STEP_SHIFT = tl.constexpr(layout.STEP_SHIFT)
 
 EMPTY = tl.constexpr(-1)
 
@@ -280,7 +272,7 @@ def finish_stage(op, stage: tl.constexpr, program, num_programs, DEPENDENT_LAUNC
     With DEPENDENT_LAUNCH, the next launch is set up once every program has come here.
     """
     counter = op.table + NUM_REGIONS * op.WORLD_SIZE + stage
-    share = share_of(STEP_UNIT, program, num_programs)
+    share = share_of(1 << STEP_SHIFT, program, num_programs)
     # one thread arrives for its program: behind the barrier, none of them waits for another rank
     barrier()
     if DEPENDENT_LAUNCH:
@@ -344,7 +336,7 @@ def post_arrival(op, region: tl.constexpr, program, num_programs, masked=0):
     peers = tl.arange(0, op.WORLD_LANES)
     present = present_ranks(op, peers, masked)
     flags = address_at(op, region, tl.where(present, peers, 0), tl.int32) + op.rank
-    share = share_of(ARRIVAL_UNIT, program, num_programs)
+    share = share_of(1 << ARRIVAL_SHIFT, program, num_programs)
     barrier()
     tl.atomic_add(flags, full_like(peers, share), mask=present, sem="release", scope="sys")
 

@@ -4,18 +4,12 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ep_a2a.kernels import layout
 from ep_a2a.kernels import primitives as prim
-from ep_a2a.kernels.layout import FailureCode, Region, State, StepPhase
+from ep_a2a.kernels.layout import BOUND_SHIFT, Checksum, FailureCode, Region, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import NOBODY, POLLS_PER_CLOCK
 from ep_a2a.kernels.target import barrier, volatile_load
-
-BOUND_SHIFT = tl.constexpr(layout.BOUND_SHIFT)
-BOUNDS_FACTOR = tl.constexpr(layout.BOUNDS_FACTOR)
-BOUNDS_SHIFT = tl.constexpr(layout.BOUNDS_SHIFT)
-BOUNDS_MASK = tl.constexpr(layout.BOUNDS_MASK)
 
 
 class DispatchStep(NamedTuple):
@@ -291,9 +285,9 @@ def disagrees(step, words, COUNT_LANES: tl.constexpr):
         bounds = (wire_words & step.bound_mask) >> BOUND_SHIFT
         first_row = prim.reduce_sum(tl.where(ranks < op.rank, bounds, 0), 0)
         num_rows = tl.minimum(prim.reduce_sum(bounds, 0), step.num_region_rows)
-        mixed = ((ranks + 1).to(tl.int64) * BOUNDS_FACTOR) & BOUNDS_MASK
-        weights = mixed ^ (mixed >> BOUNDS_SHIFT) | 1
-        checksum = -1 - (prim.reduce_sum(bounds.to(tl.int64) * weights, 0) & BOUNDS_MASK)
+        mixed = ((ranks + 1).to(tl.int64) * Checksum.FACTOR) & Checksum.MASK
+        weights = mixed ^ (mixed >> Checksum.SHIFT) | 1
+        checksum = -1 - (prim.reduce_sum(bounds.to(tl.int64) * weights, 0) & Checksum.MASK)
         places = (first_row != step.first_row) | (num_rows != step.row_limit)
         found = found | (places | (checksum != step.step_tokens)).to(tl.int32)
     return found

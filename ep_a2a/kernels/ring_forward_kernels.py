@@ -9,8 +9,7 @@ from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, address_at, dispatch_flag, full_like, pick
 from ep_a2a.kernels.receive_kernels import rows_before
-from ep_a2a.kernels.ring_kernels import HEADER
-from ep_a2a.kernels.ring_shape import ChunkWord
+from ep_a2a.kernels.ring_shape import HEADER_WORDS, ChunkWord
 from ep_a2a.kernels.routing_kernels import ids_at, weights_at
 from ep_a2a.kernels.target import barrier
 
@@ -101,7 +100,7 @@ def copy_lines(op, slot, source_node, chunk, places, R: tl.constexpr, ROW: tl.co
     record = address(op, Region.FORWARDED_ROWS, tl.int32)
     num_lines = tl.load(ring.words_at(slot, ChunkWord.NUM_LINES, tl.int32))
     for number in range(num_lines):
-        line = slot + HEADER * 4 + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
+        line = slot + HEADER_WORDS * 4 + tl.cast(number, tl.int64) * (R.LINE_WORDS * 4)
         place = tl.cast((source_node * R.NUM_CHUNKS + chunk) * R.CHUNK_TOKENS + number, tl.int64)
         copy_line(op, line, record + place * R.GPUS, bases, source, places, R, ROW, LINE)
     lines = address(op, Region.FORWARDED_LINES, tl.int32)

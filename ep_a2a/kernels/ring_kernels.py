@@ -12,16 +12,13 @@ with puts.
 import triton.language as tl
 
 from ep_a2a.kernels import primitives as prim
-from ep_a2a.kernels import ring_shape
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import POLLS_PER_CLOCK
 from ep_a2a.kernels.put_kernels import after_arrival, put_and_count
 from ep_a2a.kernels.receive_kernels import absent_rank
+from ep_a2a.kernels.ring_shape import TO_EXPERTS
 from ep_a2a.kernels.target import barrier, volatile_load
-
-TO_EXPERTS = tl.constexpr(ring_shape.TO_EXPERTS)
-HEADER = tl.constexpr(ring_shape.HEADER_WORDS)
 
 UNREAD_BYTES = tl.constexpr(8)
 

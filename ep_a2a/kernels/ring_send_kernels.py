@@ -8,8 +8,7 @@ from ep_a2a.kernels import ring_kernels as ring
 from ep_a2a.kernels.layout import Region
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, full_like, reduce_max
-from ep_a2a.kernels.ring_kernels import HEADER
-from ep_a2a.kernels.ring_shape import ChunkWord
+from ep_a2a.kernels.ring_shape import HEADER_WORDS, ChunkWord
 from ep_a2a.kernels.send_kernels import cast_row, load_choices, load_line, load_row
 
 
@@ -84,7 +83,7 @@ def write_chunk(source, op, slot, first, end, peer, is_last, R: tl.constexpr, RO
         following = load_rows(routes, token + 1, end, op, R)
         goes = reduce_max(rows, 0) >= 0
         if goes | LINE.OWN_LINE_EACH:
-            line = slot + HEADER * 4 + tl.cast(num_lines, tl.int64) * (R.LINE_WORDS * 4)
+            line = slot + HEADER_WORDS * 4 + tl.cast(num_lines, tl.int64) * (R.LINE_WORDS * 4)
             write_line(source, line, token, end, rows, goes, op, R, ROW, LINE)
         tl.store(own_lines + tl.cast(token, tl.int64) * R.NODES, tl.where(goes, num_lines, -1))
         num_lines += tl.where(goes | LINE.OWN_LINE_EACH, 1, 0)
@@ -93,7 +92,7 @@ def write_chunk(source, op, slot, first, end, peer, is_last, R: tl.constexpr, RO
     tl.store(header + ChunkWord.NUM_LINES, num_lines)
     tl.store(header + ChunkWord.IS_LAST, is_last.to(tl.int32))
     tl.store(header + ChunkWord.FIRST_ROW, source.first_row)
-    return HEADER + num_lines * R.LINE_WORDS
+    return HEADER_WORDS + num_lines * R.LINE_WORDS
 
 
 @portable

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from ep_a2a.config import WHOLE_RING_KERNEL_TYPES, EpDispatchCombineConfig
 from ep_a2a.errors import ConfigError
-from ep_a2a.kernels.device_enum import DeviceEnum
+from ep_a2a.kernels.device_enum import DeviceEnum, DeviceNumber
 
 BY_PUTS = "nvshmem"
 """The transport whose memory of other nodes is reached by puts."""
 MAX_CHANNELS = 256
 """Nearly two programs for each multiprocessor of an H200: one works on one line at a time."""
-TO_EXPERTS, BACK = 0, 1
+TO_EXPERTS, BACK = DeviceNumber(0), DeviceNumber(1)
 """Directions of chunks."""
 
 
@@ -35,7 +35,7 @@ class ChunkWord(DeviceEnum):
     FIRST_ROW = 2
 
 
-HEADER_WORDS = 4
+HEADER_WORDS = DeviceNumber(4)
 """Words before those lines."""
 
 

@@ -8,9 +8,6 @@ from ep_a2a.kernels.primitives import NUM_REGIONS, NUM_STAGES, clock_ns, num_ste
 from ep_a2a.kernels.target import barrier
 
 NUM_SPANS = tl.constexpr(len(Span))
-KEPT_STEPS = tl.constexpr(SPAN_STEPS)
-KEPT_PROGRAMS = tl.constexpr(SPAN_PROGRAMS)
-WORDS_PER_SPAN = tl.constexpr(SPAN_WORDS)
 
 
 @portable
@@ -32,14 +29,14 @@ def note_time(op, ended: tl.constexpr, begun: tl.constexpr):
     steps = op.table + NUM_REGIONS * op.WORLD_SIZE
     step = num_steps(op)
     program = tl.program_id(0)
-    if program < KEPT_PROGRAMS:
+    if program < SPAN_PROGRAMS:
         lines = tl.load(steps + NUM_STAGES).to(tl.pointer_type(tl.int64))
-        line = lines + ((step & (KEPT_STEPS - 1)) * KEPT_PROGRAMS + program) * NUM_SPANS * WORDS_PER_SPAN
+        line = lines + ((step & (SPAN_STEPS - 1)) * SPAN_PROGRAMS + program) * NUM_SPANS * SPAN_WORDS
         if ended >= 0:
-            tl.store(line + ended * WORDS_PER_SPAN + 1, now)
+            tl.store(line + ended * SPAN_WORDS + 1, now)
         if begun >= 0:
-            tl.store(line + begun * WORDS_PER_SPAN, now)
-            tl.store(line + begun * WORDS_PER_SPAN + 2, step + 1)
+            tl.store(line + begun * SPAN_WORDS, now)
+            tl.store(line + begun * SPAN_WORDS + 2, step + 1)
 
 
 @portable

@@ -39,8 +39,6 @@ from ep_a2a.kernels.ring_send_kernels import Source, write_chunk
 from ep_a2a.kernels.ring_shape import BACK, HeadMark
 from ep_a2a.kernels.target import barrier
 
-WAY_BACK = tl.constexpr(BACK)
-
 AFTER_HOST = tl.constexpr(2)
 """Timeouts that a kernel waits for a block that another rank's host exchanges; that rank names who is missing."""
 AFTER_COMBINING_HOST = tl.constexpr(3)
@@ -170,7 +168,7 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     # D4, C4
     node = (rank // R.GPUS + 1 + tl.program_id(0)) % R.NODES
     source = node * R.GPUS + rank % R.GPUS
-    region: tl.constexpr = Region.CHUNKS_BACK if R.DIRECTION == WAY_BACK else Region.CHUNKS
+    region: tl.constexpr = Region.CHUNKS_BACK if R.DIRECTION == BACK else Region.CHUNKS
     start = start_of(op, region, node, num_chunks, R)
     marks = marks_of(start, op)
     local_ranks = tl.arange(0, R.GPU_LANES)
@@ -187,7 +185,7 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
             sem="relaxed",
             scope="sys",
         )
-    elif R.DIRECTION == WAY_BACK:
+    elif R.DIRECTION == BACK:
         pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS)
     else:
         pass_on_counts(op, start, members, present, source)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ep_a2a.config import EpDispatchCombineConfig
-from ep_a2a.kernels.layout import BOUNDS_FACTOR, BOUNDS_MASK, BOUNDS_SHIFT
+from ep_a2a.kernels.layout import Checksum
 
 StepTokens = int | Sequence[int]
 """The most tokens that any rank brings to a step, or by rank the most that each brings."""
@@ -58,6 +58,6 @@ def checksum(bounds: Sequence[int]) -> int:
     """
     total = 0
     for rank, bound in enumerate(bounds):
-        mixed = (rank + 1) * BOUNDS_FACTOR & BOUNDS_MASK
-        total += bound * (mixed ^ mixed >> BOUNDS_SHIFT | 1)
-    return -1 - (total & BOUNDS_MASK)
+        mixed = (rank + 1) * Checksum.FACTOR & Checksum.MASK
+        total += bound * (mixed ^ mixed >> Checksum.SHIFT | 1)
+    return -1 - (total & Checksum.MASK)
