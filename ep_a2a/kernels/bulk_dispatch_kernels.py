@@ -135,7 +135,7 @@ def send_rows(
     if poison == 0:
         publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, BULK, FORM)
         if op.COMPACT:
-            poison = receive.wait_all_counts(op, step.epoch, BULK.COUNT_LANES)
+            _, poison = receive.wait_counts(op, step.epoch, BULK.COUNT_LANES, True)
             bases = receive.rows_before(op, op.rank)
     note_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4

@@ -96,7 +96,7 @@ def receive_rows(step, places, num_receivers, poison, masked, ROW: tl.constexpr,
         if is_publisher:
             old_rows, old_pad_id = receive.last_received(op, LL.COUNT_LANES)
         # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
-        words, poison = receive.wait_counts(op, epoch, LL.COUNT_LANES, 1, 0, masked)
+        words, poison = receive.wait_counts(op, epoch, LL.COUNT_LANES, False, 1, 0, masked)
     if is_publisher:
         if poison == 0:
             poison = receive.accept_rows(step, receive.Received(old_rows, old_pad_id), words, LL.COUNT_LANES)

@@ -118,8 +118,13 @@ def look_at_counts(lines, epoch, index, op, ALL: tl.constexpr, WITHIN: tl.conste
 
 
 @portable
-def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1, WITHIN: tl.constexpr = 0, masked=0):
+def wait_counts(
+    op, epoch, COUNT_LANES: tl.constexpr, ALL: tl.constexpr, PATIENCE: tl.constexpr = 1, WITHIN: tl.constexpr = 0,
+    masked=0,
+):  # fmt: skip
     """Waits until every rank has told this one how many rows it sends here, where they begin, and its wire word.
+
+    ALL: how many rows it sends to each rank, too; only who needs rows_before waits for so many words.
 
     COUNT_LANES must be at least the threads of a program: each lane is read by one thread then, and a reduction over
     the lanes is one verdict for all. PATIENCE: as in overdue. WITHIN: ranks of a node, of which only this rank's is
@@ -127,20 +132,22 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
 
     Returns:
         (words [COUNT_LANES], poison): lane s has the rows from rank s, lane W + s where they begin but for layout
-        compact, lane 2 * W + s its wire word, UNTOLD of masked ranks; the poison word when they did not come.
+        compact, lane 2 * W + s its wire word, UNTOLD of masked ranks; the poison word when they did not come. With ALL
+        the words are not to be used.
     """
-    index = tl.arange(0, COUNT_LANES)
+    lanes = tl.arange(0, COUNT_LANES)
     lines = prim.address(op, Region.COUNTS, tl.int64)
-    words = prim.full_like(index, 0)
-    num_late, gone = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32) + masked
+    words, gone = prim.full_like(lanes, 0), tl.full((), 0, tl.int32) + masked
+    first, end = tl.full((), 0, tl.int32), op.WORLD_SIZE * (op.WORLD_SIZE + 2) if ALL else COUNT_LANES
     poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
-    while (num_late > 0) & (poison == 0):
-        late, words, source = look_at_counts(lines, epoch, index, op, False, WITHIN)
+    while (first < end) & (poison == 0):
+        late, words, source = look_at_counts(lines, epoch, first + lanes if ALL else lanes, op, ALL, WITHIN)
         if op.MASKS:
             is_live = prim.is_live(gone, source)
             words, late = tl.where(is_live & (late == 0), words, UNTOLD), tl.where(is_live, late, 0)
-        num_late = prim.reduce_sum(late, 0)
-        if num_late > 0:
+        if prim.reduce_sum(late, 0) == 0:
+            first += COUNT_LANES
+        else:
             prim.pause(0)
             polls = prim.next_poll(polls)
             if polls % POLLS_PER_CLOCK == 0:
@@ -150,29 +157,6 @@ def wait_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1
                 suspects = tl.where(late > 0, source, -1)
                 poison, deadline = prim.overdue(op, polls, deadline, accused, PATIENCE, suspects)
     return words, poison
-
-
-@portable
-def wait_all_counts(op, epoch, COUNT_LANES: tl.constexpr, PATIENCE: tl.constexpr = 1, WITHIN: tl.constexpr = 0):
-    """Waits until every rank has told this one how many rows it sends to each rank. Returns the poison word.
-
-    Only who needs rows_before waits for so many words. Arguments: as in wait_counts.
-    """
-    lanes = tl.arange(0, COUNT_LANES)
-    lines = prim.address(op, Region.COUNTS, tl.int64)
-    poison, polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
-    first = tl.full((), 0, tl.int32)
-    while (first < op.WORLD_SIZE * (op.WORLD_SIZE + 2)) & (poison == 0):
-        late, _, source = look_at_counts(lines, epoch, first + lanes, op, True, WITHIN)
-        if prim.reduce_sum(late, 0) == 0:
-            first += COUNT_LANES
-        else:
-            prim.pause(0)
-            polls = prim.next_poll(polls)
-            if polls % POLLS_PER_CLOCK == 0:
-                accused = prim.reduce_min(tl.where(late > 0, source, op.WORLD_SIZE), 0)
-                poison, deadline = prim.overdue(op, polls, deadline, accused, PATIENCE)
-    return poison
 
 
 @portable
@@ -222,7 +206,7 @@ def counts_from(step):
 def rows_before(op, source):
     """[WORLD_LANES]: at each destination, the rows of all sources below `source` (layout compact).
 
-    All counts must have come (wait_all_counts).
+    All counts must have come (wait_counts).
     """
     lanes = tl.arange(0, op.WORLD_LANES)
     num_lines: tl.constexpr = max(1, MOST_COUNTS // op.WORLD_LANES)
@@ -256,7 +240,7 @@ def accept_counts(step, masked, COUNT_LANES: tl.constexpr):
         step: DispatchStep. masked, COUNT_LANES: as in wait_counts.
     """
     old = last_received(step.op, COUNT_LANES)
-    words, poison = wait_counts(step.op, step.epoch, COUNT_LANES, 1, 0, masked)
+    words, poison = wait_counts(step.op, step.epoch, COUNT_LANES, False, 1, 0, masked)
     if poison == 0:
         poison = accept_rows(step, old, words, COUNT_LANES)
     return poison

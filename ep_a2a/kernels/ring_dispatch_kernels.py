@@ -19,7 +19,7 @@ from ep_a2a.kernels.layout import Region, Stage, State, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import address, begin_launch, fail, finish_stage, full_like, pick, reduce_sum
-from ep_a2a.kernels.receive_kernels import post_counts, wait_all_counts
+from ep_a2a.kernels.receive_kernels import post_counts, wait_counts
 from ep_a2a.kernels.ring_forward_kernels import Places, forward_chunk
 from ep_a2a.kernels.ring_kernels import idle, load_channel, num_own_chunks, store_channel
 from ep_a2a.kernels.ring_send_kernels import Source, send_chunk
@@ -162,7 +162,7 @@ def exchange_kernel(
     # D2
     if S.COMPACT and X.FORWARDS:
         if poison == 0:
-            poison = wait_all_counts(op, epoch, X.COUNT_LANES)
+            _, poison = wait_counts(op, epoch, X.COUNT_LANES, True)
     for channel in range(program, R.CHANNELS, num_programs):
         poison = exchange_channel(source, op, channel, places, poison, epoch, R, ROW, LINE, X)
     if poison != 0:

@@ -31,7 +31,7 @@ from ep_a2a.kernels.combine_kernels import await_peers
 from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.receive_kernels import wait_all_counts, wait_counts
+from ep_a2a.kernels.receive_kernels import wait_counts
 from ep_a2a.kernels.ring_combine_kernels import Results, add_nodes, add_ranks, clear_results
 from ep_a2a.kernels.ring_forward_kernels import Places, copy_lines
 from ep_a2a.kernels.ring_kernels import tokens_of_chunk, words_at
@@ -192,22 +192,6 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
 
 
 @portable
-def wait_for_lines(op, epoch, R: tl.constexpr, COUNT_LANES: tl.constexpr):
-    """Waits for every rank's counts; the poison word. Those of other nodes come through ranks of this one, so that
-    these are waited for first.
-    """
-    if op.COMPACT:
-        poison = wait_all_counts(op, epoch, COUNT_LANES, 1, R.GPUS)
-        if poison == 0:
-            poison = wait_all_counts(op, epoch, COUNT_LANES, AFTER_HOST, 0)
-    else:
-        _, poison = wait_counts(op, epoch, COUNT_LANES, 1, R.GPUS)
-        if poison == 0:
-            _, poison = wait_counts(op, epoch, COUNT_LANES, AFTER_HOST, 0)
-    return poison
-
-
-@portable
 def raise_flags(op, R: tl.constexpr):
     """Raises the flags of all sources whose lines came through this rank, at the ranks of this node."""
     nodes, local_ranks = tl.arange(0, R.NODE_LANES)[:, None], tl.arange(0, R.GPU_LANES)[None, :]
@@ -237,7 +221,10 @@ def forward_kernel(
     places = Places(row_limit, positions_per_rank)
     # D5
     if poison == 0:
-        poison = wait_for_lines(op, epoch, R, COUNT_LANES)
+        _, poison = wait_counts(op, epoch, COUNT_LANES, op.COMPACT, 1, R.GPUS)
+    # counts of other nodes come through ranks of this one, so that these are waited for first
+    if poison == 0:
+        _, poison = wait_counts(op, epoch, COUNT_LANES, op.COMPACT, AFTER_HOST, 0)
     for unit in range(program, num_chunks * R.NODES, num_programs):
         if poison == 0:
             chunk, peer = unit // R.NODES, (rank // R.GPUS + unit) % R.NODES
