@@ -230,31 +230,6 @@ def take_chunk(out, bias_0, bias_1, channel, count, before, R: tl.constexpr, A: 
 
 
 @portable
-def return_turn(op, channel, to_send, sent, sent_before, R: tl.constexpr, A: tl.constexpr):
-    """Sends the next chunk back to every node to which one is left and whose ring has room.
-
-    Args:
-        to_send, sent, sent_before: [NODE_LANES] chunks that go back to each node in this step, those of them that
-            have gone, and chunks before this step.
-
-    Returns:
-        (sent, brought up to date, how many chunks went).
-    """
-    nodes = tl.arange(0, R.NODE_LANES)
-    moved = tl.full((), 0, tl.int32)
-    for step in range(R.NODES):
-        peer = (op.rank // R.GPUS + step) % R.NODES
-        here = nodes == peer
-        count = prim.pick(sent, peer)
-        if count < prim.pick(to_send, peer):
-            before = prim.pick(sent_before, peer)
-            gone = return_chunk(op, channel, peer, count, before, R, A)
-            sent += (here & gone).to(tl.int32)
-            moved += gone.to(tl.int32)
-    return sent, moved
-
-
-@portable
 def return_channel(out, bias_0, bias_1, forwarded, channel, poison, R: tl.constexpr, A: tl.constexpr):
     """Sends back, and takes, all chunks of a channel.
 
@@ -269,6 +244,7 @@ def return_channel(out, bias_0, bias_1, forwarded, channel, poison, R: tl.conste
     sent_before, taken_before = ring.load_channel(op, channel, R)
     before_all = prim.pick(taken_before, 0)
     num_own = ring.num_own_chunks(out.num_tokens, channel, R)
+    # by node: chunks that go back there in this step, those that have gone, and in sent_before those of earlier steps
     to_send = tl.load(forwarded + channel * R.NODES + nodes, mask=nodes < R.NODES, other=0)
     sent = prim.full_like(nodes, 0)
     missing = (nodes < R.NODES).to(tl.int32)
@@ -276,7 +252,14 @@ def return_channel(out, bias_0, bias_1, forwarded, channel, poison, R: tl.conste
     polls, deadline = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     while ((prim.reduce_sum(to_send - sent, 0) > 0) | (num_taken < num_own)) & (poison == 0):
         # C4
-        sent, moved = return_turn(op, channel, to_send, sent, sent_before, R, A)
+        moved = tl.full((), 0, tl.int32)
+        for step in range(R.NODES):
+            peer = (op.rank // R.GPUS + step) % R.NODES
+            count = prim.pick(sent, peer)
+            if count < prim.pick(to_send, peer):
+                gone = return_chunk(op, channel, peer, count, prim.pick(sent_before, peer), R, A)
+                sent += ((nodes == peer) & gone).to(tl.int32)
+                moved += gone.to(tl.int32)
         # C5
         if num_taken < num_own:
             missing, is_there = take_chunk(out, bias_0, bias_1, channel, num_taken, before_all, R, A)

@@ -56,59 +56,14 @@ def number_rows_kernel(
 
 
 @portable
-def send_turn(
-    source, op, channel, peer, here, sent, unsent, sent_before, num_own, moved, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
-    """Sends the next chunk to node `peer`, if one is left and the ring has room.
-
-    Args:
-        here: [NODE_LANES] true for `peer`.
-        sent, sent_before: [NODE_LANES] chunks that went to each node in this step, and before it. unsent: [NODE_LANES]
-            1 for the nodes to which chunks are left. num_own: chunks for each node in this step.
-        moved: chunks that this turn of the channel has sent or forwarded.
-
-    Returns:
-        (sent, unsent, moved), brought up to date.
-    """
-    if pick(unsent, peer) > 0:
-        count, before = pick(sent, peer), pick(sent_before, peer)
-        gone = send_chunk(source, op, channel, peer, count, before, num_own, R, ROW, LINE)
-        sent += (here & gone).to(tl.int32)
-        unsent = tl.where(here & gone & (count + 1 == num_own), 0, unsent)
-        moved += gone.to(tl.int32)
-    return sent, unsent, moved
-
-
-@portable
-def forward_turn(
-    op, channel, peer, here, taken, unfinished, taken_before, places, moved, R: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr,
-):  # fmt: skip
-    """Forwards the next chunk from node `peer`, if one is due and has come.
-
-    Args:
-        here, moved: as of send_turn.
-        taken, taken_before: [NODE_LANES] chunks that came from each node in this step, and before it. unfinished:
-            [NODE_LANES] 1 for the nodes whose last chunk has not come.
-
-    Returns:
-        (taken, unfinished, moved), brought up to date.
-    """
-    if pick(unfinished, peer) > 0:
-        count, before = pick(taken, peer), pick(taken_before, peer)
-        gone, ended = forward_chunk(op, channel, peer, count, before, places, R, ROW, LINE)
-        taken += (here & gone).to(tl.int32)
-        unfinished = tl.where(here & ended, 0, unfinished)
-        moved += gone.to(tl.int32)
-    return taken, unfinished, moved
-
-
-@portable
 def exchange_channel(
     source, op, channel, places, poison, epoch, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, X: tl.constexpr
 ):
-    """Sends and forwards all chunks of a channel. Returns the poison word."""
+    """Sends and forwards all chunks of a channel. Returns the poison word.
+
+    What is known of each node lies in vectors [NODE_LANES]: how many chunks went there or came from there in this step
+    (sent, taken) and before it, and whether some are left (unsent, unfinished).
+    """
     nodes = tl.arange(0, R.NODE_LANES)
     sent_before, taken_before = load_channel(op, channel, R)
     num_own = num_own_chunks(source.num_tokens, channel, R)
@@ -126,14 +81,20 @@ def exchange_channel(
             here = nodes == peer
             # D3
             if X.SENDS:
-                sent, unsent, moved = send_turn(
-                    source, op, channel, peer, here, sent, unsent, sent_before, num_own, moved, R, ROW, LINE
-                )
+                if pick(unsent, peer) > 0:
+                    count, before = pick(sent, peer), pick(sent_before, peer)
+                    gone = send_chunk(source, op, channel, peer, count, before, num_own, R, ROW, LINE)
+                    sent += (here & gone).to(tl.int32)
+                    unsent = tl.where(here & gone & (count + 1 == num_own), 0, unsent)
+                    moved += gone.to(tl.int32)
             # D4
             if X.FORWARDS:
-                taken, unfinished, moved = forward_turn(
-                    op, channel, peer, here, taken, unfinished, taken_before, places, moved, R, ROW, LINE
-                )
+                if pick(unfinished, peer) > 0:
+                    count, before = pick(taken, peer), pick(taken_before, peer)
+                    gone, ended = forward_chunk(op, channel, peer, count, before, places, R, ROW, LINE)
+                    taken += (here & gone).to(tl.int32)
+                    unfinished = tl.where(here & ended, 0, unfinished)
+                    moved += gone.to(tl.int32)
         poison, polls, deadline = idle(op, moved, polls, deadline, unsent + unfinished, epoch, R)
     store_channel(op, channel, sent_before + sent, taken_before + taken, R)
     return poison
