@@ -209,35 +209,34 @@ def quarters_by_shifts(words):
     return quarters
 
 
-@portable
-def nvidia_quarters(words):
-    """quarters_of: Triton's own conversion takes two patterns of one register, which shifts would put together."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high, h0, h1, h2, h3;
-        .reg .b32 first, second;
-        mov.b32 {low, high}, $4;
-        cvt.rn.f16x2.e4m3x2 first, low;
-        cvt.rn.f16x2.e4m3x2 second, high;
-        mov.b32 {h0, h1}, first;
-        mov.b32 {h2, h3}, second;
-        cvt.f32.f16 $0, h0;
-        cvt.f32.f16 $1, h1;
-        cvt.f32.f16 $2, h2;
-        cvt.f32.f16 $3, h3;
-        }""",
-        "=f,=f,=f,=f,r",
-        [words],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
 @portable(interpreted=quarters_by_shifts)
 def quarters_of(words):
     """float32 values of the four e4m3 bit patterns of each word, from the lowest bits on."""
-    return quarters_by_shifts(words) if on_amd() else nvidia_quarters(words)
+    if on_amd():
+        quarters = quarters_by_shifts(words)
+    else:
+        # Triton's own conversion takes two patterns of one register, which shifts would put together
+        quarters = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, h0, h1, h2, h3;
+            .reg .b32 first, second;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 second, high;
+            mov.b32 {h0, h1}, first;
+            mov.b32 {h2, h3}, second;
+            cvt.f32.f16 $0, h0;
+            cvt.f32.f16 $1, h1;
+            cvt.f32.f16 $2, h2;
+            cvt.f32.f16 $3, h3;
+            }""",
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return quarters
 
 
 @portable

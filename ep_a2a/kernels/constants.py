@@ -4,7 +4,6 @@ A kernel annotates such a parameter with `tl.constexpr`. Tuples are equal where 
 looked up by them. They do not nest: Triton 3.6 cannot pass an inner one on to a helper.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -289,16 +288,10 @@ def by_name(arguments: dict[str, Any]) -> dict[str, Any]:
 
     Where tuples share a field, its names are "PARAMETER.FIELD".
     """
-    named: dict[str, Any] = {}
-    fields = [(param, *field) for param, value in arguments.items() for field in _fields(param, value)]
+    fields = [
+        (param, name, each)
+        for param, value in arguments.items()
+        for name, each in (zip(value._fields, value) if hasattr(value, "_fields") else [(param, value)])
+    ]
     names = [name for _, name, _ in fields]
-    for param, name, value in fields:
-        named[name if names.count(name) == 1 else f"{param}.{name}"] = value
-    return named
-
-
-def _fields(param: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if hasattr(value, "_fields"):
-        yield from zip(value._fields, value)
-    else:
-        yield param, value
+    return {name if names.count(name) == 1 else f"{param}.{name}": each for param, name, each in fields}

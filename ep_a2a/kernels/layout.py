@@ -19,6 +19,7 @@ ELEMENTS has the ranks' numbers in NVSHMEM. The op's step counters (Stage) follo
 where spans are noted (Span), 0 for nowhere.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -244,10 +245,7 @@ class Field:
     @property
     def num_bytes(self) -> int:
         """Bytes of the region."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def padded_bytes(self) -> int:

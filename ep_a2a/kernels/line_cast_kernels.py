@@ -147,18 +147,6 @@ def largest_of(parts, DTYPE: tl.constexpr):
 
 
 @portable
-def line_scales(parts, LINES: tl.constexpr, DTYPE: tl.constexpr):
-    """scales_of groups of LINES lines, for each line: vectors. parts, DTYPE: as of quantize_lines."""
-    largest = largest_of(parts, DTYPE)
-    num_lines: tl.constexpr = largest.shape[0]
-    groups: tl.constexpr = num_lines // LINES
-    bits, reciprocals = scales_of(reduce_max(tl.reshape(largest, (groups, LINES)), 1), None, FULL_SCALES)
-    bits = tl.broadcast_to(bits[:, None], (groups, LINES))
-    reciprocals = tl.broadcast_to(reciprocals[:, None], (groups, LINES))
-    return tl.reshape(bits, (num_lines,)), tl.reshape(reciprocals, (num_lines,))
-
-
-@portable
 def scaled_words(lines, reciprocals, DTYPE: tl.constexpr):
     """e4m3 words of lines of words with elements of DTYPE, times each line's reciprocal if not None."""
     elements, scaled = elements_of(lines, DTYPE), ()
@@ -190,5 +178,11 @@ def quantize_lines(parts, GROUP_LINES: tl.constexpr, DTYPE: tl.constexpr):
     Args:
         parts: tiles of words, of which each has a part of every line. GROUP_LINES: lines that share a scale.
     """
-    scale_bits, reciprocals = line_scales(parts, GROUP_LINES, DTYPE)
-    return line_words(parts, reciprocals, DTYPE), scale_bits
+    largest = largest_of(parts, DTYPE)
+    num_lines: tl.constexpr = largest.shape[0]
+    groups: tl.constexpr = num_lines // GROUP_LINES
+    bits, reciprocals = scales_of(reduce_max(tl.reshape(largest, (groups, GROUP_LINES)), 1), None, FULL_SCALES)
+    # of its group, for each line
+    bits = tl.reshape(tl.broadcast_to(bits[:, None], (groups, GROUP_LINES)), (num_lines,))
+    reciprocals = tl.reshape(tl.broadcast_to(reciprocals[:, None], (groups, GROUP_LINES)), (num_lines,))
+    return line_words(parts, reciprocals, DTYPE), bits

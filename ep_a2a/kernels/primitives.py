@@ -50,11 +50,7 @@ AMD_SLEEP_NS = tl.constexpr(122)
 INTERPRETER_PAUSE_SECS = 2e-3
 
 
-def _host_clock_ns() -> int:
-    return time.monotonic_ns()
-
-
-@portable(interpreted=_host_clock_ns)
+@portable(interpreted=time.monotonic_ns)
 def clock_ns():
     """Nanoseconds of a clock that all programs of this rank share."""
     if on_amd():
@@ -370,14 +366,6 @@ def next_poll(polls):
 
 
 @portable
-def time_limit(op):
-    """Return nanoseconds that a wait may take. An op's first step has a bound of its own."""
-    num_ended = num_steps(op)
-    limits = address(op, Region.LIMITS, tl.int64)
-    return tl.load(limits + tl.where(num_ended == 0, 1, 0))
-
-
-@portable
 def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr, late=-1):
     """(poison word, deadline): the verdict on a wait after `polls` polls, a multiple of POLLS_PER_CLOCK; 0 to go on.
 
@@ -389,7 +377,9 @@ def overdue(op, polls, deadline, accused, PATIENCE: tl.constexpr, late=-1):
     now = clock_ns()
     # the first look at the clock starts the time: waits that end before it, the common ones, never look
     if polls == POLLS_PER_CLOCK:
-        deadline = now + PATIENCE * time_limit(op)
+        # an op's first step has a bound of its own
+        num_ended, limits = num_steps(op), address(op, Region.LIMITS, tl.int64)
+        deadline = now + PATIENCE * tl.load(limits + tl.where(num_ended == 0, 1, 0))
     if op.MASKS:
         # the host decides how long it waits for whom
         record = address(op, Region.ERROR_RECORD, tl.int32)

@@ -86,11 +86,8 @@ def after_arrival(counter, target):
     wait_for_signal(counter, tl.full((), GE, tl.int32), tl.cast(target, tl.uint64))
 
 
-def _nothing() -> None:
-    """Copies on CPU are made in their order, and at once."""
-
-
-@portable(interpreted=_nothing)
+# on CPU copies are made in their order, and at once
+@portable(interpreted=lambda: None)
 def fence():
     """Puts to a rank that come after this arrive there behind those before it."""
     _fence()

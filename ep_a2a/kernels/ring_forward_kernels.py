@@ -47,7 +47,7 @@ def store_to_rows(
 
 
 @portable
-def rows_of_line(line, bases, first_rank, row_limit, op, R: tl.constexpr, LINE: tl.constexpr):
+def rows_of_line(line, bases, first_rank, row_limit, R: tl.constexpr, LINE: tl.constexpr):
     """The line's row at each rank of the node, -1 for none, as a tuple."""
     rows = ()
     for local in tl.static_range(R.GPUS):
@@ -69,7 +69,7 @@ def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: t
     ids = tl.load(line_ids + slots, mask=slots < op.TOPK)
     weights = tl.load(line_ids + op.TOPK + slots, mask=slots < op.TOPK) if LINE.HAS_WEIGHTS else ids
     position = source * places.positions_per_rank + tl.load(ring.words_at(line, LINE.TOKEN_AT, tl.int32))
-    rows = rows_of_line(line, bases, first_rank, places.row_limit, op, R, LINE)
+    rows = rows_of_line(line, bases, first_rank, places.row_limit, R, LINE)
     for local in tl.static_range(R.GPUS):
         tl.store(recorded + local, rows[local])
     store_to_rows(op, Region.TOKENS, words, rows, first_rank, ROW.ROW_WORDS, ROW.BLOCK_WORDS, tl.int32, R)

@@ -1,7 +1,5 @@
 """Device helpers that turn expert ids into destination ranks and row numbers."""
 
-from typing import Any
-
 import triton.language as tl
 
 from ep_a2a.config.op_config import MAX_TOPK
@@ -90,11 +88,7 @@ def first_slots(owners, op, masked):
     return first
 
 
-def _itself(values: Any) -> Any:
-    return values
-
-
-@portable(interpreted=_itself)
+@portable(interpreted=lambda values: values)
 def computed_once(values):
     """Return `values`, int64. The compiler would compute them anew for each arrangement of threads that reads them."""
     if not on_amd():
