@@ -16,7 +16,7 @@ from triton.runtime.errors import PTXASError
 
 from ep_a2a import policy
 from ep_a2a.config import LOW_LATENCY_MAX_ROWS, LOW_LATENCY_MAX_TOKENS, EpDispatchCombineConfig
-from ep_a2a.kernels.combine_receive_kernels import MARKED_ROWS_AT_ONCE, ROWS_AT_ONCE
+from ep_a2a.kernels.combine_route_kernels import MARKED_ROWS_AT_ONCE, ROWS_AT_ONCE
 from ep_a2a.kernels.compiled_kernel import REGISTER_GRANULARITY, CompiledKernel
 from ep_a2a.ops.arguments import NO_WISH, RECEIVE, SEND, WHOLE
 from ep_a2a.ops.intra_node import LL_PROGRAMS_PER_SM, IntraNodeEngine
