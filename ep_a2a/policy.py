@@ -344,12 +344,12 @@ def _rows_per_token(config: EpDispatchCombineConfig) -> float:
 def _combine_ns(config: EpDispatchCombineConfig, num_tokens: int, step_tokens: int) -> tuple[float, float, float]:
     """Nanoseconds of one multiprocessor alone: to send a row, to send all rows, and to add the rows of all tokens.
 
-    Experts are taken to be drawn alike. Only a cast sends this rank's own rows. A token's rows are added in the places
+    Experts are taken to be drawn alike. This rank's own rows are not sent. A token's rows are added in the places
     of all ranks or, if the ranks are many, of as many as it has experts.
     """
     ranks, topk = config.world_size, config.topk
     casts = config.combine_quant != QuantType.NONE
-    sent_rows = step_tokens * _rows_per_token(config) * (1 if casts else (ranks - 1) / ranks)
+    sent_rows = step_tokens * _rows_per_token(config) * (ranks - 1) / ranks
     row_ns = (CAST_NS if casts else SEND_NS) * config.hidden_dim
     token_ns = (1 + min(ranks, topk)) * (ADD_CAST_NS if casts else ADD_NS) * config.hidden_dim
     return row_ns, sent_rows * row_ns, num_tokens * token_ns

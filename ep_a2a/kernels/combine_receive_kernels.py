@@ -7,7 +7,14 @@ import triton.language as tl
 from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels.cast_kernels import elements_of, plus_biases, round_to
 from ep_a2a.kernels.combine_route_kernels import NEVER, next_turn, routes_of, slots_of
-from ep_a2a.kernels.combine_send_kernels import SCALED_WORDS, ReturnPlaces, block_offsets, return_places
+from ep_a2a.kernels.combine_send_kernels import (
+    SCALED_WORDS,
+    ReturnPlaces,
+    block_offsets,
+    cast_block,
+    load_block,
+    return_places,
+)
 from ep_a2a.kernels.layout import FailureCode, Record, Region, Span, State, StepPhase
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.primitives import EMPTY, POLLS_PER_CLOCK
@@ -40,7 +47,8 @@ def note_foreign_indices(op, ids, token, epoch):
 class OwnRows(NamedTuple):
     """This rank's own rows, which are added where they were made.
 
-    base: where slot 0 would be if their slots lay there. first, end: the first slot and the one behind; end 0: none.
+    base: where slot 0 would be if their slots lay there, before a cast. None: they were sent, too.
+    first, end: the first slot and the one behind.
     """
 
     base: tl.tensor
@@ -49,20 +57,21 @@ class OwnRows(NamedTuple):
 
 
 @portable
-def own_rows(base, arriving, own_row, step, WIDTH: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
-    """Return OwnRows. base: rows of WIDTH words, this rank's from own_row on. arriving: where rows of others arrive."""
-    first = step.op.rank * step.M
+def own_rows(rows, own_row, step, WIDTH: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+    """Return OwnRows. rows: of WIDTH elements, this rank's from own_row on."""
+    first, base = step.op.rank * step.M, None
     if OWN_IN_PLACE:
-        own = OwnRows(base + tl.cast(own_row - first, tl.int64) * WIDTH, first, first + step.M)
-    else:
-        own = OwnRows(arriving, first, tl.full((), 0, tl.int32))
-    return own
+        base = rows + tl.cast(own_row - first, tl.int64) * WIDTH
+    return OwnRows(base, first, first + step.M)
 
 
 @portable
 def is_own(slot, own):
-    """Return whether a slot is that of one of OwnRows."""
-    return (slot >= own.first) & (slot < own.end)
+    """Return whether a slot is that of one of OwnRows that were not sent."""
+    found = tl.full((), 0, tl.int1)
+    if own.base is not None:
+        found = (slot >= own.first) & (slot < own.end)
+    return found
 
 
 @portable
@@ -95,16 +104,24 @@ def load_result(source, mask, MARKED: tl.constexpr):
 def read_block(places, own, slots, first, B: tl.constexpr, MARKED: tl.constexpr):
     """Read a block of rows once, arrived or not: a tile per row, if SCALED followed by a vector with its lines' scales.
 
+    This rank's own row of QUANTIZED ones is read before its cast: zeros are in its place, and the values of load_block
+    behind all others, for with_own_row.
+
     One thread reads each word, so a reduction over the words gives all threads the same verdict. For that a tile needs
     at least as many lines as a program has threads. A scale is read for each line: were it read for each group, several
     threads would read it, and one might check its copy while another multiplies by a later one. MARKED: as in Combine.
     """
     offsets = block_offsets(first, B.GROUPS_LANES, B.GROUP)
     num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
-    seen = ()
+    seen, own_slot = (), tl.full((), -1, tl.int32)
     for each in tl.static_range(len(slots)):
-        slot = slots[each]
-        line = line_of(tl.where(is_own(slot, own), own.base, places.rows), slot, B.WIDTH)
+        slot, base = slots[each], places.rows
+        if B.QUANTIZED:
+            mine = is_own(slot, own)
+            own_slot, slot = tl.where(mine, slot, own_slot), tl.where(mine, -1, slot)
+        elif own.base is not None:
+            base = tl.where(is_own(slot, own), own.base, base)
+        line = line_of(base, slot, B.WIDTH)
         present = (offsets < B.WIDTH) & (prim.full_like(offsets, slot) >= 0)
         seen = seen + (load_result(line + offsets, present, MARKED),)
         if B.SCALED:
@@ -112,6 +129,24 @@ def read_block(places, own, slots, first, B: tl.constexpr, MARKED: tl.constexpr)
             scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
             there = (scales < num_scales) & (prim.full_like(scales, slot) >= 0)
             seen = seen + (load_result(scale_line + scales, there, MARKED),)
+    if B.QUANTIZED and own.base is not None:
+        seen = seen + load_block(own.base, own_slot, (own_slot >= 0).to(tl.int32), first, B)
+    return seen
+
+
+@portable
+def with_own_row(seen, own, slots, B: tl.constexpr):
+    """Return what read_block has found with this rank's own row cast, as if it had been sent."""
+    if B.QUANTIZED and own.base is not None:
+        per_row: tl.constexpr = 2 if B.SCALED else 1
+        words, scale_bits = cast_block(seen[per_row * len(slots) :], B, own.base.dtype.element_ty)
+        filled = ()
+        for each in tl.static_range(len(slots)):
+            mine = is_own(slots[each], own)
+            filled = filled + (tl.where(mine, words, seen[per_row * each]),)
+            if B.SCALED:
+                filled = filled + (tl.where(mine, scale_bits, seen[per_row * each + 1]),)
+        seen = filled
     return seen
 
 
@@ -185,7 +220,7 @@ def empty_block(places, own, slots, first, B: tl.constexpr):
         tl.store(line_of(places.rows, slot, B.WIDTH) + offsets, empty, mask=arrived)
         if B.SCALED:
             scales, is_first = scales_of(first, B)
-            there = is_first & (scales < num_scales) & (prim.full_like(scales, slot) >= 0)
+            there = is_first & (scales < num_scales) & (prim.full_like(scales, came) >= 0)
             scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
             tl.store(scale_line + scales, prim.full_like(scales, EMPTY), mask=there)
 
@@ -220,7 +255,7 @@ def take_block(seen, step, places, own, slots, first, sums, masked, B: tl.conste
     empty_block(places, own, slots, first, B)
     if step.op.MASKS:
         seen = without_lost(seen, lost, B)
-    return plus_rows(sums, seen, B), poison
+    return plus_rows(sums, with_own_row(seen, own, slots, B), B), poison
 
 
 @portable
@@ -253,7 +288,7 @@ def add_weights(given, step, places, slots, own_row, token, sums, masked, WEIGHT
     """Take the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
     op = step.op
     lines = ReturnPlaces(places.weights, places.scales, places.weights)
-    own = own_rows(given.weights, places.weights, own_row, step, op.TOPK, COMBINE.OWN_IN_PLACE)
+    own = own_rows(given.weights, own_row, step, op.TOPK, COMBINE.OWN_IN_PLACE)
     seen, poison = read_block(lines, own, slots, 0, WEIGHTS, COMBINE.MARKED), tl.full((), 0, tl.int32)
     if COMBINE.MARKED:
         sums, poison = take_block(seen, step, lines, own, slots, 0, sums, masked, WEIGHTS)
@@ -301,7 +336,8 @@ def add_results(
     num_turns: tl.constexpr = 1 if early else max(2, ROWS_UNDER_WAY // min(op.WORLD_SIZE, op.TOPK))
     routes = prim.address(op, Region.ROUTES, tl.int32)
     places = return_places(op, op.rank, B.ELEMENT)
-    own = own_rows(given.rows, places.rows, own_row, step, B.WIDTH, COMBINE.OWN_IN_PLACE)
+    hidden: tl.constexpr = B.WIDTH * (32 // B.DTYPE.primitive_bitwidth) if B.QUANTIZED else B.WIDTH
+    own = own_rows(given.rows, own_row, step, hidden, COMBINE.OWN_IN_PLACE)
     poison = tl.full((), 0, tl.int32)
     others = slots_of(routes_of(routes, unit // num_blocks, step), step, masked, COMBINE.MARKED)
     following = routes_of(routes, (unit + share.num_programs) // num_blocks, step)
@@ -332,7 +368,7 @@ def add_results(
                 if COMBINE.MARKED:
                     sums, poison = take_block(taken, step, places, own, slots, first, sums, masked, B)
                 else:
-                    sums = plus_rows(sums, taken, B)
+                    sums = plus_rows(sums, with_own_row(taken, own, slots, B), B)
                 if turn_unit == share.program:
                     note_span(SPANS, op, Span.RECV_WAIT, Span.TOPK_REDUCE)
                 if ends:

@@ -240,6 +240,8 @@ def combine_launch(
 ) -> KernelLaunch:
     """The launch of a combine, or of one of its halves. in_place: this rank's own rows may be added where they lie."""
     num_warps, config, results = launch.num_warps, kernels.config, kernels.results
+    # before its cast a row takes twice the registers, which programs of few tokens lack
+    in_place = in_place and (launch.read_ahead or not results.quantized)
     # weights [., TOPK] move as blocks of one group
     lanes = max(padded(config.topk), 32 * num_warps)
     row = kernels.launch(
@@ -251,13 +253,7 @@ def combine_launch(
             "SENT": results.block(config.hidden_dim, launch.send_elements, num_warps, launch.send_rows),
             "ADDED": results.block(config.hidden_dim, launch.add_elements, num_warps, adds=True),
             "WEIGHTS": Block(config.topk, lanes, 1, tl.int32, tl.float32, QUANTIZED=False, SCALED=False, ROWS=1),
-            "COMBINE": Combine(
-                results.dtype,
-                form.has_ids,
-                in_place and not results.quantized,
-                launch.read_ahead,
-                not adds_arrived(config),
-            ),
+            "COMBINE": Combine(results.dtype, form.has_ids, in_place, launch.read_ahead, not adds_arrived(config)),
             "FORM": kernels.form(stages, has_weights=form.has_weights),
         },
         num_warps,
