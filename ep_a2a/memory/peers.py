@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 
 BEAT_SECS = 0.05
 """How often a process looks at the locks of its peers."""
+STOPPED_SECS = 0.5
+"""A process that has not looked for longer was stopped, as a rule."""
 HEART_SECS = 0.5
 """How often a rank tells other hosts that it lives."""
 UNHEARD_SECS = 1.0
@@ -65,7 +67,7 @@ class Peers:
         self.arena_numbers = itertools.count(1)
         self._alarmed: tuple[int, ...] = ()
         self.masked: set[int] = set()
-        self._num_trials, self._trial_over_at = 0, math.inf
+        self._num_trials, self._trial_over_at, self._watched_at = 0, math.inf, clock.now()
         self._fallen: dict[int, float] = {}
         self._joined: set[int] = {rank}
         self._given_up: dict[int, GivenUp] = {}
@@ -196,7 +198,7 @@ class Peers:
         Who has ended is masked without grace: what it sent before lies there.
         """
         with self._reading:
-            gone, known = self.look(), self.masked
+            self._watched_at, gone, known = clock.now(), self.look(), self.masked
             self.masked = masked = known | self._fallen.keys() | self._accused()
         if (gone, masked) != (self._alarmed, known):
             self._alarmed = gone
@@ -205,6 +207,11 @@ class Peers:
                 with contextlib.suppress(RuntimeError):
                     each.lose(gone, masked)
         return self.world_size > 1
+
+    def catch_up(self) -> None:
+        """Watches where the thread that does so has not for long: a process that was stopped may be masked by now."""
+        if clock.now() > self._watched_at + STOPPED_SECS:
+            self.watch()
 
     def _accused(self) -> set[int]:
         """Ranks that live, that others await for too long and that await nobody, by the first verdict on this host."""

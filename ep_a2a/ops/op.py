@@ -322,6 +322,8 @@ class EpDispatchCombineOp(BaseOp):
         """
         if self.arena.closed:
             raise ClosedError("an open op", "a closed one")
+        if self.config.masks:
+            self.memory.peers.catch_up()
         if self.config.rank in self.memory.poison.masked:
             raise RankTimeoutError(
                 "this rank to come to every step within mask_after_secs",

@@ -214,6 +214,26 @@ def hear_early(context: Any, changes: dict[str, Any]) -> None:
         assert not take_step(op, 1)
 
 
+def wake(context: Any) -> None:
+    """Rank 1 does not look at the others for so long that they mask it, as if it had been stopped; then it goes on."""
+    with Arena(context.group, context.device) as arena:
+        op = op_of(context, arena, mask_after_secs=2.0)
+        for step in range(LOST_AT):
+            take_step(op, step)
+        is_masked = dist.PrefixStore("masked", arena.peers.group_store)
+        if context.rank == 1:
+            tokens, ids = draw(op, LOST_AT)
+            # the thread that looks waits for this lock
+            with arena.peers._reading:
+                await_until(lambda: is_masked.check(["0", "2"]), "masks")
+                with pytest.raises(RankTimeoutError, match="go on without it"):
+                    op.dispatch_send(tokens, None, None, ids)
+        else:
+            take_step(op, LOST_AT)
+            await_until(lambda: op.active_ranks() == (0, 2), "masks")
+            is_masked.set(str(context.rank), "")
+
+
 def close_early(context: Any) -> None:
     """Rank 2 dies; of the others rank 0 closes while rank 1 is in its last step, and waits for it."""
     with Arena(context.group, context.device) as arena:

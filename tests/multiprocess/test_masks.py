@@ -59,5 +59,10 @@ def test_a_rank_that_stops_is_masked_and_comes_back_by_reset(point: str) -> None
     assert [answer is None for answer in answers] == [False, True, False]
 
 
+def test_a_rank_that_has_not_looked_for_long_looks_before_it_launches() -> None:
+    with RankPool(3, timeout_secs=120, grace_secs=60) as pool:
+        pool.run(mask_cases.wake)
+
+
 def test_refusals(ranks: Any) -> None:
     ranks(mask_cases.refusals, 2)
