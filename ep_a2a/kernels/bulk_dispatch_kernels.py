@@ -30,47 +30,45 @@ from ep_a2a.kernels.target import barrier
 
 
 @portable
-def receive_rows(step, poison, masked, BULK: tl.constexpr, FORM: tl.constexpr):
+def receive_rows(step, poison, masked):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     op, flag = step.op, prim.dispatch_flag(step.op)
-    note_span(FORM.SPANS, op, begun=Span.ACCEPT_ROWS)
+    note_span(op.FORM.SPANS, op, begun=Span.ACCEPT_ROWS)
     # D6
     if poison == 0:
-        poison = receive.accept_counts(step, masked, BULK.COUNT_LANES)
-    note_span(FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
+        poison = receive.accept_counts(step, masked, op.BULK.COUNT_LANES)
+    note_span(op.FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it
-        patience: tl.constexpr = 2 if BULK.FORWARDED else 1
+        patience: tl.constexpr = 2 if op.BULK.FORWARDED else 1
         poison = prim.wait_all(op, Region.DISPATCH_FLAGS, flag, True, patience, 0, masked)
-    note_span(FORM.SPANS, op, Span.WAIT, Span.FINISH)
+    note_span(op.FORM.SPANS, op, Span.WAIT, Span.FINISH)
     # D7
     if poison != 0:
         prim.fail_behind(op, poison, StepPhase.DISPATCH, step.epoch, Region.DISPATCH_FLAGS, flag)
         receive.receive_nothing(op)
-    prim.finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1, FORM.DEPENDENT_LAUNCH)
-    note_span(FORM.SPANS, op, ended=Span.FINISH)
+    prim.finish_stage(op, Stage.DISPATCH_RECEIVE, 0, 1, op.FORM.DEPENDENT_LAUNCH)
+    note_span(op.FORM.SPANS, op, ended=Span.FINISH)
 
 
 @portable
-def rows_before_program(ids, step, first, last, OWNERS: tl.constexpr, BULK: tl.constexpr):
+def rows_before_program(ids, step, first, last):
     """(rows of all tokens before this program's, this program's own rows), both by rank [WORLD_LANES].
 
     Where programs count alone (redundant scan), own rows are 0.
     """
     op = step.op
     own_counts = prim.full_like(tl.arange(0, op.WORLD_LANES), 0)
-    if BULK.COUNTS_ALONE:
-        first_index = count_by_rank(ids, 0, first, op, OWNERS, BULK.MANY_TOKENS)
+    if op.BULK.COUNTS_ALONE:
+        first_index = count_by_rank(ids, 0, first, op, op.OWNERS, op.BULK.MANY_TOKENS)
     else:
-        own_counts = count_by_rank(ids, first, last, op, OWNERS, BULK.BLOCK_TOKENS)
-        first_index = rows_of_programs_before(op, step.epoch, own_counts, step.program, BULK.PROGRAM_LANES)
+        own_counts = count_by_rank(ids, first, last, op, op.OWNERS, op.BULK.BLOCK_TOKENS)
+        first_index = rows_of_programs_before(op, step.epoch, own_counts, step.program, op.BULK.PROGRAM_LANES)
     return first_index, own_counts
 
 
 @portable
-def publish_counts(
-    ids, step, first, first_index, own_counts, OWNERS: tl.constexpr, BULK: tl.constexpr, FORM: tl.constexpr
-):
+def publish_counts(ids, step, first, first_index, own_counts):
     """Posts how many rows this rank sends; one program does.
 
     Args:
@@ -79,35 +77,30 @@ def publish_counts(
     op = step.op
     # where programs wait for these counts, the one that posts them must not wait for other programs
     if step.program == (0 if op.COMPACT else step.num_programs - 1):
-        note_span(FORM.SPANS, op, begun=Span.COUNT_PUT)
-        if op.COMPACT or BULK.COUNTS_ALONE:
-            own_counts = count_by_rank(ids, first, step.num_tokens, op, OWNERS, BULK.MANY_TOKENS)
+        note_span(op.FORM.SPANS, op, begun=Span.COUNT_PUT)
+        if op.COMPACT or op.BULK.COUNTS_ALONE:
+            own_counts = count_by_rank(ids, first, step.num_tokens, op, op.OWNERS, op.BULK.MANY_TOKENS)
         receive.post_counts(op, first_index + own_counts, step.first_row, step.wire_word, step.epoch)
-        note_span(FORM.SPANS, op, ended=Span.COUNT_PUT)
+        note_span(op.FORM.SPANS, op, ended=Span.COUNT_PUT)
 
 
 @portable
-def send_by_tiles(
-    given, step, first, last, index, bases, masked, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr,
-    TILE: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+def send_by_tiles(given, step, first, last, index, bases, masked):
     """Send tokens first ... last - 1 in tiles. index, bases, masked: as of send_one_by_one."""
+    op = step.op
     # in the layout of the counts before, Triton 3.6 cannot compile the running sum for two ranks
-    index = tl.gather(index, tl.arange(0, step.op.WORLD_LANES), 0)
-    for start in range(first, last, TILE.LISTED):
-        goes, indices, index = record_routes(given.ids, step.op, start, last, index, OWNERS, TILE.LISTED, masked)
+    index = tl.gather(index, tl.arange(0, op.WORLD_LANES), 0)
+    for start in range(first, last, op.TILE.LISTED):
+        goes, indices, index = record_routes(given.ids, op, start, last, index, op.OWNERS, op.TILE.LISTED, masked)
         list_destinations(step, start, last, goes, bases[None, :] + indices)
         # the lists of destinations are read by other threads than wrote them
         barrier()
-        send_beside_rows(given, step, start, last, TILE.LISTED, FORM.HAS_WEIGHTS)
-    send_tiles(given, step, first, last, load_parts(given.x, first, last, ROW, TILE), ROW, LINE, TILE)
+        send_beside_rows(given, step, start, last)
+    send_tiles(given, step, first, last, load_parts(given.x, first, last, op))
 
 
 @portable
-def send_rows(
-    given, step, answer, out_of_order, OWNERS: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, BULK: tl.constexpr,
-    TILE: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+def send_rows(given, step, answer, out_of_order):
     """Send this program's share of the tokens. Returns the poison word.
 
     Args:
@@ -115,17 +108,17 @@ def send_rows(
     """
     op, program, num_programs = step.op, step.program, step.num_programs
     # one program more than bring rows has nothing to do but to count and to wait
-    num_senders = tl.maximum(num_programs - BULK.RECEIVES_ALONE, 1)
+    num_senders = tl.maximum(num_programs - op.BULK.RECEIVES_ALONE, 1)
     chunk = (step.num_tokens + num_senders - 1) // num_senders
     first = tl.minimum(program * chunk, step.num_tokens)
     last = tl.minimum(first + chunk, step.num_tokens)
     # D1; a tile of many tokens has no registers left for what is on its way
     tiles, beside = (), ()
-    if TILE.TOKENS == 1:
-        beside = load_beside(given, first, last, op, ROW, LINE, FORM)
-        tiles = load_row(given.x, first, last, 0, ROW)
+    if op.TILE.TOKENS == 1:
+        beside = load_beside(given, first, last, op)
+        tiles = load_row(given.x, first, last, 0, op.ROW)
     # D2
-    first_index, own_counts = rows_before_program(given.ids, step, first, last, OWNERS, BULK)
+    first_index, own_counts = rows_before_program(given.ids, step, first, last)
     if program == 0:
         tl.store(prim.address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, step.num_tokens)
     bases = prim.full_like(tl.arange(0, op.WORLD_LANES), step.first_row)
@@ -133,20 +126,18 @@ def send_rows(
     masked = prim.masked_of(op, answer)
     # D3
     if poison == 0:
-        publish_counts(given.ids, step, first, first_index, own_counts, OWNERS, BULK, FORM)
+        publish_counts(given.ids, step, first, first_index, own_counts)
         if op.COMPACT:
-            _, poison = receive.wait_counts(op, step.epoch, BULK.COUNT_LANES, True)
+            _, poison = receive.wait_counts(op, step.epoch, op.BULK.COUNT_LANES, True)
             bases = receive.rows_before(op, op.rank)
-    note_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
+    note_span(op.FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4
     if poison == 0:
-        if TILE.TOKENS == 1:
-            send_one_by_one(
-                given, step, first, last, tiles, beside, first_index, bases, masked, OWNERS, ROW, LINE, FORM
-            )
+        if op.TILE.TOKENS == 1:
+            send_one_by_one(given, step, first, last, tiles, beside, first_index, bases, masked)
         else:
-            send_by_tiles(given, step, first, last, first_index, bases, masked, OWNERS, ROW, LINE, TILE, FORM)
-    note_span(FORM.SPANS, op, Span.QUANT_AND_PUT, Span.POST)
+            send_by_tiles(given, step, first, last, first_index, bases, masked)
+    note_span(op.FORM.SPANS, op, Span.QUANT_AND_PUT, Span.POST)
     return poison
 
 
@@ -167,7 +158,7 @@ def bulk_dispatch_kernel(
         S: Shape. OWNERS: ExpertPlacement. ROW: Row. LINE: Scales. BULK: BulkDispatch. TILE: Tile.
         FORM: LaunchForm. A launch that only receives is one program.
     """
-    op = OpContext(table, rank, S)
+    op = OpContext(table, rank, S, OWNERS=OWNERS, ROW=ROW, LINE=LINE, BULK=BULK, TILE=TILE, FORM=FORM)
     # an address never changes, so it may be read before the launch before this one has ended
     poison_word = prim.poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
@@ -183,7 +174,7 @@ def bulk_dispatch_kernel(
     )  # fmt: skip
     if FORM.SEND:
         given = receive.DispatchInputs(x, scales, weights, ids)
-        poison = send_rows(given, step, answer, out_of_order, OWNERS, ROW, LINE, BULK, TILE, FORM)
+        poison = send_rows(given, step, answer, out_of_order)
         masked = prim.masked_of(op, answer)
         # D5; a program that left rows unsent tells nobody: the step must not end then
         if poison == 0:
@@ -192,7 +183,7 @@ def bulk_dispatch_kernel(
         prim.finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
         if FORM.RECEIVE:
             if program == num_programs - 1:
-                receive_rows(step, poison, masked, BULK, FORM)
+                receive_rows(step, poison, masked)
     else:
         poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
-        receive_rows(step, poison, prim.masked_of(op, answer), BULK, FORM)
+        receive_rows(step, poison, prim.masked_of(op, answer))

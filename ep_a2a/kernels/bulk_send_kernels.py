@@ -42,12 +42,12 @@ class Places(NamedTuple):
 
 
 @portable
-def load_beside(given, token, end, op, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr):
+def load_beside(given, token, end, op):
     """Load what belongs to a token's row (Beside); nothing is read from token `end` on."""
-    ids, weights = load_choices(given.ids, given.weights, token, end, op, FORM.HAS_WEIGHTS)
+    ids, weights = load_choices(given.ids, given.weights, token, end, op, op.FORM.HAS_WEIGHTS)
     scales = ids
-    if ROW.GROUP == 0 and LINE.SCALE_WIDTH > 0:
-        scales = load_line(given.scales, token, end, LINE.SCALE_WIDTH, LINE.SCALE_LANES)
+    if op.ROW.GROUP == 0 and op.LINE.SCALE_WIDTH > 0:
+        scales = load_line(given.scales, token, end, op.LINE.SCALE_WIDTH, op.LINE.SCALE_LANES)
     return Beside(scales, ids, weights)
 
 
@@ -58,14 +58,14 @@ def targets_of(op, region: tl.constexpr, peers, rows, WIDTH: tl.constexpr, DTYPE
 
 
 @portable
-def places_of(step, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr):
+def places_of(step, peers, rows):
     """Return Places. peers, rows: from destinations_of."""
     op = step.op
     return Places(
         peers,
         (rows >= 0) & (rows < step.row_limit),
-        targets_of(op, Region.TOKENS, peers, rows, ROW.ROW_WORDS, tl.int32),
-        targets_of(op, Region.SCALES, peers[:, None], rows[:, None], LINE.SCALE_WIDTH, LINE.SCALE_DTYPE),
+        targets_of(op, Region.TOKENS, peers, rows, op.ROW.ROW_WORDS, tl.int32),
+        targets_of(op, Region.SCALES, peers[:, None], rows[:, None], op.LINE.SCALE_WIDTH, op.LINE.SCALE_DTYPE),
         targets_of(op, Region.WEIGHTS, peers[:, None], rows[:, None], op.TOPK, tl.int32),
         targets_of(op, Region.INDICES, peers[:, None], rows[:, None], op.TOPK, tl.int32),
         targets_of(op, Region.SOURCE_POSITIONS, peers, rows, 1, tl.int32),
@@ -73,7 +73,7 @@ def places_of(step, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr):
 
 
 @portable
-def send_words(words, first_word, places, ROW: tl.constexpr):
+def send_words(words, first_word, places, op):
     """Send words of a token's row, from first_word on, to its Places."""
     num_places: tl.constexpr = places.peers.shape[0]
     picked: tl.constexpr = min(MOST_PICKED, num_places)
@@ -86,18 +86,18 @@ def send_words(words, first_word, places, ROW: tl.constexpr):
         for each in tl.static_range(picked):
             if starts[each] != 0:
                 line = tl.multiple_of(starts[each].to(tl.pointer_type(tl.int32)), 16)
-                tl.store(line + offsets, words, mask=offsets < ROW.ROW_WORDS)
+                tl.store(line + offsets, words, mask=offsets < op.ROW.ROW_WORDS)
 
 
 @portable
-def send_beside(beside, scales, position, places, op, LINE: tl.constexpr, FORM: tl.constexpr):
+def send_beside(beside, scales, position, places, op):
     """Send what belongs to a token's row to all its Places at once. scales: given ones, or those of the cast."""
-    choices, lanes = tl.arange(0, op.TOPK_LANES)[None, :], tl.arange(0, LINE.SCALE_LANES)[None, :]
+    choices, lanes = tl.arange(0, op.TOPK_LANES)[None, :], tl.arange(0, op.LINE.SCALE_LANES)[None, :]
     goes, peers, ids = places.goes[:, None], places.peers[:, None], beside.ids[None, :]
-    if LINE.SCALE_WIDTH > 0:
-        scales = scales.to(LINE.SCALE_DTYPE)[None, :]
-        tl.store(places.scales + lanes, scales, mask=goes & (lanes < LINE.SCALE_WIDTH))
-    if FORM.HAS_WEIGHTS:
+    if op.LINE.SCALE_WIDTH > 0:
+        scales = scales.to(op.LINE.SCALE_DTYPE)[None, :]
+        tl.store(places.scales + lanes, scales, mask=goes & (lanes < op.LINE.SCALE_WIDTH))
+    if op.FORM.HAS_WEIGHTS:
         weights = weights_at(beside.weights[None, :], ids, peers, op)
         tl.store(places.weights + choices, weights, mask=goes & (choices < op.TOPK))
     tl.store(places.ids + choices, ids_at(ids, peers, op), mask=goes & (choices < op.TOPK))
@@ -105,35 +105,31 @@ def send_beside(beside, scales, position, places, op, LINE: tl.constexpr, FORM: 
 
 
 @portable
-def send_token(
-    given, step, token, last, tiles, beside, peers, rows, ROW: tl.constexpr, LINE: tl.constexpr, FORM: tl.constexpr
-):
+def send_token(given, step, token, last, tiles, beside, peers, rows):
     """Send a token. tiles: of its row, from load_row. beside: Beside. peers, rows: from destinations_of.
 
     Returns:
         (tiles, Beside) of the next token.
     """
+    op = step.op
     # all addresses before the first store, which would wait for each in turn
-    places = places_of(step, peers, rows, ROW, LINE)
+    places = places_of(step, peers, rows)
     words, scales = tiles[0], beside.scales
-    if ROW.GROUP > 0:
-        words, scales = cast_row(tiles, given.scales, given.x.dtype.element_ty, ROW)
+    if op.ROW.GROUP > 0:
+        words, scales = cast_row(tiles, given.scales, given.x.dtype.element_ty, op.ROW)
     # while this row leaves
-    following = load_beside(given, token + 1, last, step.op, ROW, LINE, FORM)
-    send_words(words, 0, places, ROW)
-    send_beside(beside, scales, step.first_position + token, places, step.op, LINE, FORM)
-    if ROW.GROUP == 0:
-        for first_word in tl.static_range(ROW.BLOCK_WORDS, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
-            send_words(load_row(given.x, token, last, first_word, ROW)[0], first_word, places, ROW)
+    following = load_beside(given, token + 1, last, op)
+    send_words(words, 0, places, op)
+    send_beside(beside, scales, step.first_position + token, places, op)
+    if op.ROW.GROUP == 0:
+        for first_word in tl.static_range(op.ROW.BLOCK_WORDS, op.ROW.ROW_WORDS, op.ROW.BLOCK_WORDS):
+            send_words(load_row(given.x, token, last, first_word, op.ROW)[0], first_word, places, op)
     # asked for before the stores, it would keep them back: the GPU waits for loads of addresses and of rows alike
-    return load_row(given.x, token + 1, last, 0, ROW), following
+    return load_row(given.x, token + 1, last, 0, op.ROW), following
 
 
 @portable
-def send_one_by_one(
-    given, step, first, last, tiles, beside, index, bases, masked, OWNERS: tl.constexpr, ROW: tl.constexpr,
-    LINE: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+def send_one_by_one(given, step, first, last, tiles, beside, index, bases, masked):
     """Send tokens first ... last - 1, each with all warps, and record where they went, for combine.
 
     routes[token, rank] is the row's index among the rows that this rank sends to that rank, or -1.
@@ -152,8 +148,8 @@ def send_one_by_one(
         bases = tl.gather(bases, ranks, 0)
     for token in range(first, last):
         token_ids, number = beside.ids, tl.cast(token, tl.int64)
-        peers, rows, sent = destinations_of(token_ids, bases + index, op, OWNERS, masked)
-        tiles, beside = send_token(given, step, token, last, tiles, beside, peers, rows, ROW, LINE, FORM)
+        peers, rows, sent = destinations_of(token_ids, bases + index, op, op.OWNERS, masked)
+        tiles, beside = send_token(given, step, token, last, tiles, beside, peers, rows)
         tl.store(routes + number * op.WORLD_SIZE + ranks, tl.where(sent > 0, index, -1), mask=lanes < op.WORLD_SIZE)
         tl.store(sent_ids + number * op.TOPK + choices, token_ids, mask=choices < op.TOPK)
         index += sent

@@ -76,55 +76,52 @@ def await_peers(
 
 
 @portable
-def send_results(
-    first, given, step, share, poison, masked, SENT: tl.constexpr, COMBINE: tl.constexpr, FORM: tl.constexpr
-):
+def send_results(first, given, step, share, poison, masked, SENT: tl.constexpr):
     """Do the sending part of a program: post to the peers, or send its share of the rows. first: from first_unit."""
     op = step.op
     # C2
     if step.signals & (poison == 0):
-        if COMBINE.MARKED:
-            post_to_peers(op, step.epoch, FORM.HAS_WEIGHTS, FORM.HAS_WEIGHTS, masked)
-        elif FORM.HAS_WEIGHTS:
+        if op.COMBINE.MARKED:
+            post_to_peers(op, step.epoch, op.FORM.HAS_WEIGHTS, op.FORM.HAS_WEIGHTS, masked)
+        elif op.FORM.HAS_WEIGHTS:
             tell_weights(op, step.epoch)
     # C3
     if step.is_sender & (poison == 0):
-        note_span(FORM.SPANS, op, begun=Span.COPY_AND_PUT)
-        send.push_results(first, given, step, share, SENT, FORM.HAS_WEIGHTS, COMBINE)
-        if not COMBINE.MARKED:
+        note_span(op.FORM.SPANS, op, begun=Span.COPY_AND_PUT)
+        send.push_results(first, given, step, share, SENT, op.FORM.HAS_WEIGHTS, op.COMBINE)
+        if not op.COMBINE.MARKED:
             prim.post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs, masked)
-        note_span(FORM.SPANS, op, ended=Span.COPY_AND_PUT)
+        note_span(op.FORM.SPANS, op, ended=Span.COPY_AND_PUT)
 
 
 @portable
-def receive_results(
-    given, step, share, poison, masked, ADDED: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
-    FORM: tl.constexpr,
-):  # fmt: skip
+def receive_results(given, step, share, poison, masked, ADDED: tl.constexpr, WEIGHTS: tl.constexpr):
     """Do the receiving part of a program: wait for the peers' flags, or add its share of the tokens' rows."""
     op, epoch = step.op, step.epoch
     adds = share.program >= 0
-    flag = epoch if COMBINE.MARKED else prim.dispatch_flag(op)
+    flag = epoch if op.COMBINE.MARKED else prim.dispatch_flag(op)
     if step.signals | adds:
-        note_span(FORM.SPANS, op, begun=Span.RECV_WAIT)
-    if step.signals | (not COMBINE.MARKED):
+        note_span(op.FORM.SPANS, op, begun=Span.RECV_WAIT)
+    if step.signals | (not op.COMBINE.MARKED):
         if poison == 0:
             # C4; then every peer's experts have read what this rank overwrites next
-            ordered: tl.constexpr = FORM.HAS_WEIGHTS or not COMBINE.MARKED
-            poison = await_peers(op, flag, epoch, FORM.HAS_WEIGHTS, ordered, 1, masked)
+            ordered: tl.constexpr = op.FORM.HAS_WEIGHTS or not op.COMBINE.MARKED
+            poison = await_peers(op, flag, epoch, op.FORM.HAS_WEIGHTS, ordered, 1, masked)
             if op.MASKS:
                 masked = prim.masked_now(op)
-        note_span(FORM.SPANS, op, ended=Span.RECV_WAIT)
+        note_span(op.FORM.SPANS, op, ended=Span.RECV_WAIT)
     # C5
     if adds & (poison == 0):
         own_row = send.first_row_from(step, op.rank)
-        poison = add_results(given, step, share, own_row, masked, ADDED, WEIGHTS, COMBINE, FORM.HAS_WEIGHTS, FORM.SPANS)
-        note_span(FORM.SPANS, op, ended=Span.TOPK_REDUCE)
+        poison = add_results(
+            given, step, share, own_row, masked, ADDED, WEIGHTS, op.COMBINE, op.FORM.HAS_WEIGHTS, op.FORM.SPANS
+        )
+        note_span(op.FORM.SPANS, op, ended=Span.TOPK_REDUCE)
     # C6
     if poison != 0:
         prim.fail_behind(op, poison, StepPhase.COMBINE, epoch, Region.COMBINE_FLAGS, flag)
         if adds:
-            clear_results(given.result, step.num_tokens, share, ADDED, COMBINE.DTYPE)
+            clear_results(given.result, step.num_tokens, share, ADDED, op.COMBINE.DTYPE)
 
 
 @portable(
@@ -155,7 +152,7 @@ def combine_kernel(
         S: Shape. SENT, ADDED, WEIGHTS: the Block of sent rows, of added rows, and of weights. COMBINE: Combine.
         FORM: LaunchForm.
     """
-    op = OpContext(table, rank, S)
+    op = OpContext(table, rank, S, COMBINE=COMBINE, FORM=FORM)
     # addresses never change, so they may be read before the launch before this one has ended
     recv_counts = prim.address(op, Region.RECV_COUNTS, tl.int32)
     state = prim.address(op, Region.STATE, tl.int32)
@@ -182,12 +179,12 @@ def combine_kernel(
     poison = prim.initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
     masked = prim.masked_of(op, answer)
     if FORM.SEND:
-        send_results(first, given, step, sends, poison, masked, SENT, COMBINE, FORM)
+        send_results(first, given, step, sends, poison, masked, SENT)
     if FORM.RECEIVE:
         adds = send.Share(program, num_programs)
         if num_receivers > 0:
             adds = send.Share(program - first_receiver, num_receivers)
-        receive_results(given, step, adds, poison, masked, ADDED, WEIGHTS, COMBINE, FORM)
+        receive_results(given, step, adds, poison, masked, ADDED, WEIGHTS)
         prim.finish_stage(op, Stage.COMBINE_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         prim.finish_stage(op, Stage.COMBINE_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

@@ -34,10 +34,7 @@ NUM_FLAG_PROGRAMS = tl.constexpr(len(FlagProgram))
 
 
 @portable
-def send_rows(
-    given, step, num_senders, places, answer, out_of_order, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
-    FORM: tl.constexpr,
-):  # fmt: skip
+def send_rows(given, step, num_senders, places, answer, out_of_order):
     """Do the sending part of a program: post flags or counts, or send its share of the tokens. Returns the poison word.
 
     Args:
@@ -49,9 +46,9 @@ def send_rows(
     # below the sender of the first two programs, which must find no token
     end = tl.where((sender >= 0) & (sender < num_senders), num_tokens, -NUM_FLAG_PROGRAMS)
     # D1; in flight together with all that decides where the row goes
-    tiles = load_row(given.x, sender, end, 0, ROW)
-    token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, op, FORM.HAS_WEIGHTS)
-    going = ranks_of_tokens(given.ids, num_tokens, op, OWNERS, LL.TOKEN_LANES)
+    tiles = load_row(given.x, sender, end, 0, op.ROW)
+    token_ids, token_weights = load_choices(given.ids, given.weights, sender, end, op, op.FORM.HAS_WEIGHTS)
+    going = ranks_of_tokens(given.ids, num_tokens, op, op.OWNERS, op.LL.TOKEN_LANES)
     poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, step.epoch, out_of_order)
     masked = prim.masked_of(op, answer)
     # D2
@@ -59,57 +56,57 @@ def send_rows(
         prim.post_all(op, Region.DISPATCH_FLAGS, prim.dispatch_flag(op), False, masked)
     # D3
     if (step.program == FlagProgram.COUNT_PUBLISHER) & (poison == 0):
-        note_span(FORM.SPANS, op, begun=Span.COUNT_PUT)
+        note_span(op.FORM.SPANS, op, begun=Span.COUNT_PUT)
         tl.store(prim.address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
-        counts = rows_before_token(going, num_tokens, tl.arange(0, op.WORLD_LANES), LL.TOKEN_LANES)
+        counts = rows_before_token(going, num_tokens, tl.arange(0, op.WORLD_LANES), op.LL.TOKEN_LANES)
         receive.post_counts(op, counts, step.first_row, step.wire_word, step.epoch)
-        note_span(FORM.SPANS, op, ended=Span.COUNT_PUT)
+        note_span(op.FORM.SPANS, op, ended=Span.COUNT_PUT)
     if (sender >= 0) & (sender < num_senders):
-        note_span(FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
+        note_span(op.FORM.SPANS, op, Span.PREPARE, Span.QUANT_AND_PUT)
     # D4
     for token in range(sender, end, num_senders):
         loaded = SentToken(token, tiles, token_ids, token_weights)
-        send_token(given, step, places, loaded, going, poison, masked, OWNERS, ROW, LL, FORM)
+        send_token(given, step, places, loaded, going, poison, masked)
         following = token + num_senders
-        tiles = load_row(given.x, following, end, 0, ROW)
-        token_ids, token_weights = load_choices(given.ids, given.weights, following, end, op, FORM.HAS_WEIGHTS)
+        tiles = load_row(given.x, following, end, 0, op.ROW)
+        token_ids, token_weights = load_choices(given.ids, given.weights, following, end, op, op.FORM.HAS_WEIGHTS)
     if (sender >= 0) & (sender < num_senders):
-        note_span(FORM.SPANS, op, ended=Span.QUANT_AND_PUT)
+        note_span(op.FORM.SPANS, op, ended=Span.QUANT_AND_PUT)
     return poison
 
 
 @portable
-def receive_rows(step, places, num_receivers, poison, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr):
+def receive_rows(step, places, num_receivers, poison, masked):
     """Do the receiving part of a program: await counts, or receive its share of the rows."""
     op, epoch = step.op, step.epoch
     is_publisher = step.program == FlagProgram.COUNT_PUBLISHER
     receiver = step.program - (step.num_programs - num_receivers)
     waits = is_publisher | (receiver >= 0)
     if waits:
-        note_span(FORM.SPANS, op, begun=Span.WAIT)
+        note_span(op.FORM.SPANS, op, begun=Span.WAIT)
     counts_needed = is_publisher
     if op.COMPACT or step.step_tokens < 0:
         counts_needed = waits
-    words = prim.full_like(tl.arange(0, LL.COUNT_LANES), 0)
+    words = prim.full_like(tl.arange(0, op.LL.COUNT_LANES), 0)
     old_rows, old_pad_id = words, step.pad_id
     if counts_needed & (poison == 0):
         if is_publisher:
-            old_rows, old_pad_id = receive.last_received(op, LL.COUNT_LANES)
+            old_rows, old_pad_id = receive.last_received(op, op.LL.COUNT_LANES)
         # D5; a peer's counts tell also that its earlier combine has read what this rank overwrites next
-        words, poison = receive.wait_counts(op, epoch, LL.COUNT_LANES, False, 1, 0, masked)
+        words, poison = receive.wait_counts(op, epoch, op.LL.COUNT_LANES, False, 1, 0, masked)
     if is_publisher:
         if poison == 0:
-            poison = receive.accept_rows(step, receive.Received(old_rows, old_pad_id), words, LL.COUNT_LANES)
+            poison = receive.accept_rows(step, receive.Received(old_rows, old_pad_id), words, op.LL.COUNT_LANES)
         # D6
         if poison != 0:
             receive.receive_nothing(op)
     elif (receiver >= 0) & (poison == 0):
         # D7
-        poison = receive_low_latency_rows(step, places, words, receiver, num_receivers, masked, ROW, LL, FORM)
+        poison = receive_low_latency_rows(step, places, words, receiver, num_receivers, masked)
     if poison != 0:
         prim.fail_behind(op, poison, StepPhase.DISPATCH, epoch, Region.DISPATCH_FLAGS, prim.dispatch_flag(op))
     if waits:
-        note_span(FORM.SPANS, op, ended=Span.WAIT)
+        note_span(op.FORM.SPANS, op, ended=Span.WAIT)
 
 
 @portable(
@@ -131,7 +128,7 @@ def ll_dispatch_kernel(
         num_receivers: the last programs of the grid, which receive.
         S: Shape. OWNERS: ExpertPlacement. ROW: Row. LL: LowLatencyDispatch. FORM: LaunchForm.
     """
-    op = OpContext(table, rank, S)
+    op = OpContext(table, rank, S, OWNERS=OWNERS, ROW=ROW, LL=LL, FORM=FORM)
     # addresses never change, so they may be read before the launch before this one has ended
     places = SendPlaces(
         received_places(op, tl.uint8 if ROW.BYTE_SCALES else tl.int32),
@@ -152,11 +149,11 @@ def ll_dispatch_kernel(
     )  # fmt: skip
     if FORM.SEND:
         given = receive.DispatchInputs(x, scales, weights, ids)
-        poison = send_rows(given, step, num_senders, places, answer, out_of_order, OWNERS, ROW, LL, FORM)
+        poison = send_rows(given, step, num_senders, places, answer, out_of_order)
     else:
         poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
     if FORM.RECEIVE:
-        receive_rows(step, places.own, num_receivers, poison, prim.masked_of(op, answer), ROW, LL, FORM)
+        receive_rows(step, places.own, num_receivers, poison, prim.masked_of(op, answer))
         prim.finish_stage(op, Stage.DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         prim.finish_stage(op, Stage.DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

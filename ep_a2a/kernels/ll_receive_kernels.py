@@ -67,7 +67,7 @@ class ArrivingRow(NamedTuple):
 
 
 @portable
-def take_row_block(step, row, words_at, sides_at, sent, masked, ROW: tl.constexpr, LL: tl.constexpr):
+def take_row_block(step, row, words_at, sides_at, sent, masked):
     """Wait for a block of a row and for what travels beside it, or for the word that there is no such row.
 
     With LL.SPARSE_POLLS the row is read when all beside it has come, which leaves more of the memory's bandwidth to
@@ -80,9 +80,10 @@ def take_row_block(step, row, words_at, sides_at, sent, masked, ROW: tl.constexp
     Returns:
         (words, words beside, whether there is such a row, poison word, masked as it is now).
     """
-    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * step.op.TOPK + 1
-    is_cast: tl.constexpr = ROW.GROUP > 0
-    inside = words_at < ROW.ROW_WORDS
+    op = step.op
+    side_words: tl.constexpr = op.LL.SCALE_WORDS + 2 * op.TOPK + 1
+    is_cast: tl.constexpr = op.ROW.GROUP > 0
+    inside = words_at < op.ROW.ROW_WORDS
     side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
     words = volatile_load(row.words + words_at, mask=inside, other=0)
     num_late_sides, no_row = judge_beside(side, step.epoch, row.index, sides_at, sent, side_words)
@@ -91,22 +92,22 @@ def take_row_block(step, row, words_at, sides_at, sent, masked, ROW: tl.constexp
     while (num_late > 0) & (no_row == 0) & (poison == 0):
         prim.pause(0)
         side = read_beside(row.beside, row.count_word, sides_at, sent, side_words)
-        if not LL.SPARSE_POLLS:
+        if not op.LL.SPARSE_POLLS:
             words = volatile_load(row.words + words_at, mask=inside, other=0)
         num_late_sides, no_row = judge_beside(side, step.epoch, row.index, sides_at, sent, side_words)
         num_late = num_late_sides + 0
         if num_late == 0:
-            if LL.SPARSE_POLLS:
+            if op.LL.SPARSE_POLLS:
                 words = volatile_load(row.words + words_at, mask=inside, other=0)
             num_late = judge_row(words, side, sides_at, num_late_sides, side_words, is_cast)
         polls = prim.next_poll(polls)
         if (polls % POLLS_PER_CLOCK == 0) & (num_late > 0) & (no_row == 0):
             absent = -1
-            if step.op.MASKS:
-                masked = prim.masked_now(step.op)
+            if op.MASKS:
+                masked = prim.masked_now(op)
                 no_row = tl.where(prim.is_live(masked, row.source), no_row, NO_ROW)
-                absent = absent_ranks(step.op, step.epoch, -1)
-            poison, deadline = prim.overdue(step.op, polls, deadline, row.source, 1, absent)
+                absent = absent_ranks(op, step.epoch, -1)
+            poison, deadline = prim.overdue(op, polls, deadline, row.source, 1, absent)
     if not is_cast:
         # a row written in full may have been read before its last word came: read it behind the fence
         position = prim.reduce_sum(tl.where(sides_at == side_words - 1, prim.payload_of(side), 0), 0)
@@ -141,62 +142,59 @@ def received_places(op, SCALE_DTYPE: tl.constexpr):
 
 
 @portable
-def place_side(places, side, sides_at, row, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+def place_side(places, side, sides_at, row, op):
     """Writes what travelled beside a row where the experts read it; places: from received_places."""
     values = prim.payload_of(side)
     line = tl.cast(row, tl.int64)
-    if LL.HAS_SCALES:
+    if op.LL.HAS_SCALES:
         scale_values = values.to(places.scales.dtype.element_ty)
-        tl.store(places.scales + line * LL.SCALE_WORDS + sides_at, scale_values, mask=sides_at < LL.SCALE_WORDS)
-    slots = sides_at - LL.SCALE_WORDS
-    tl.store(places.ids + line * TOPK + slots, values, mask=(slots >= 0) & (slots < TOPK))
-    slots = slots - TOPK
-    if HAS_WEIGHTS:
-        tl.store(places.weights + line * TOPK + slots, values, mask=(slots >= 0) & (slots < TOPK))
-    tl.store(places.positions + line + (slots - TOPK), values & POSITION_MASK, mask=slots == TOPK)
+        tl.store(places.scales + line * op.LL.SCALE_WORDS + sides_at, scale_values, mask=sides_at < op.LL.SCALE_WORDS)
+    slots = sides_at - op.LL.SCALE_WORDS
+    tl.store(places.ids + line * op.TOPK + slots, values, mask=(slots >= 0) & (slots < op.TOPK))
+    slots = slots - op.TOPK
+    if op.FORM.HAS_WEIGHTS:
+        tl.store(places.weights + line * op.TOPK + slots, values, mask=(slots >= 0) & (slots < op.TOPK))
+    tl.store(places.positions + line + (slots - op.TOPK), values & POSITION_MASK, mask=slots == op.TOPK)
 
 
 @portable
-def sent_sides(sides_at, TOPK: tl.constexpr, LL: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
+def sent_sides(sides_at, op):
     """Which of the words beside a row are sent."""
-    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * TOPK + 1
+    side_words: tl.constexpr = op.LL.SCALE_WORDS + 2 * op.TOPK + 1
     sent = sides_at < side_words
-    if not LL.HAS_SCALES:
-        sent = sent & (sides_at >= LL.SCALE_WORDS)
-    if not HAS_WEIGHTS:
-        sent = sent & ((sides_at < LL.SCALE_WORDS + TOPK) | (sides_at == side_words - 1))
+    if not op.LL.HAS_SCALES:
+        sent = sent & (sides_at >= op.LL.SCALE_WORDS)
+    if not op.FORM.HAS_WEIGHTS:
+        sent = sent & ((sides_at < op.LL.SCALE_WORDS + op.TOPK) | (sides_at == side_words - 1))
     return sent
 
 
 @portable
-def receive_row(
-    step, places, row, sides_at, sent, poison, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
-):
+def receive_row(step, places, row, sides_at, sent, poison, masked):
     """Wait for one row and move it to where the experts read it; leave EMPTY behind. Returns (poison word, masked).
 
     Args:
         step: DispatchStep. places: from received_places. row: ArrivingRow. sent: from sent_sides.
     """
-    target = places.rows + tl.cast(row.number, tl.int64) * ROW.ROW_WORDS
-    for first_word in tl.static_range(0, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
-        words_at = first_word + tl.arange(0, ROW.BLOCK_WORDS)
-        words, side, exists, late, masked = take_row_block(step, row, words_at, sides_at, sent, masked, ROW, LL)
+    op = step.op
+    target = places.rows + tl.cast(row.number, tl.int64) * op.ROW.ROW_WORDS
+    for first_word in tl.static_range(0, op.ROW.ROW_WORDS, op.ROW.BLOCK_WORDS):
+        words_at = first_word + tl.arange(0, op.ROW.BLOCK_WORDS)
+        words, side, exists, late, masked = take_row_block(step, row, words_at, sides_at, sent, masked)
         poison = tl.where(poison == 0, late, poison)
         if exists:
             has_room = prim.full_like(words_at, row.number) < step.row_limit
-            wanted = (words_at < ROW.ROW_WORDS) & has_room & (prim.full_like(words_at, poison) == 0)
+            wanted = (words_at < op.ROW.ROW_WORDS) & has_room & (prim.full_like(words_at, poison) == 0)
             tl.store(tl.multiple_of(target, 16) + words_at, words, mask=wanted)
-            tl.store(row.words + words_at, prim.full_like(words, EMPTY), mask=words_at < ROW.ROW_WORDS)
+            tl.store(row.words + words_at, prim.full_like(words, EMPTY), mask=words_at < op.ROW.ROW_WORDS)
             if first_word == 0:
                 if (row.number < step.row_limit) & (poison == 0):
-                    place_side(places, side, sides_at, row.number, step.op.TOPK, LL, FORM.HAS_WEIGHTS)
+                    place_side(places, side, sides_at, row.number, op)
     return poison, masked
 
 
 @portable
-def receive_low_latency_rows(
-    step, places, told, receiver, num_receivers, masked, ROW: tl.constexpr, LL: tl.constexpr, FORM: tl.constexpr
-):
+def receive_low_latency_rows(step, places, told, receiver, num_receivers, masked):
     """Moves this program's share of the rows from where peers push them to where the experts read them.
 
     Rows are taken in the order in which they are sent, one from each source in turn. Where a row goes follows from its
@@ -211,11 +209,11 @@ def receive_low_latency_rows(
     # this rank's own rows are straight where they belong, unless that takes counts
     first_source: tl.constexpr = 0 if op.COMPACT else 1
     num_sources: tl.constexpr = op.WORLD_SIZE - first_source
-    sides_at = tl.arange(0, LL.SIDE_LANES)
-    sent = sent_sides(sides_at, op.TOPK, LL, FORM.HAS_WEIGHTS)
+    sides_at = tl.arange(0, op.LL.SIDE_LANES)
+    sent = sent_sides(sides_at, op)
     poison = tl.full((), 0, tl.int32)
     num_units = step.step_tokens * num_sources
-    lanes = tl.arange(0, LL.COUNT_LANES)
+    lanes = tl.arange(0, op.LL.COUNT_LANES)
     counts = tl.where(lanes < op.WORLD_SIZE, told, 0)
     if op.COMPACT or step.step_tokens < 0:
         num_units = prim.reduce_max(counts, 0) * num_sources
@@ -234,9 +232,9 @@ def receive_low_latency_rows(
                 number = prim.reduce_sum(tl.where(lanes < source, counts, 0), 0) + index
             elif step.step_tokens < 0:
                 number = prim.reduce_sum(tl.where(lanes == op.WORLD_SIZE + source, told, 0), 0) + index
-            slot = tl.cast(source * LL.SLOTS + index, tl.int64)
-            words = tl.multiple_of(all_rows + slot * ROW.ROW_WORDS, 16)
-            beside = all_sides + slot * (LL.SCALE_WORDS + 2 * op.TOPK + 1)
+            slot = tl.cast(source * op.LL.SLOTS + index, tl.int64)
+            words = tl.multiple_of(all_rows + slot * op.ROW.ROW_WORDS, 16)
+            beside = all_sides + slot * (op.LL.SCALE_WORDS + 2 * op.TOPK + 1)
             row = ArrivingRow(words, beside, count_words + source * (op.WORLD_SIZE + 2), source, index, number)
-            poison, masked = receive_row(step, places, row, sides_at, sent, poison, masked, ROW, LL, FORM)
+            poison, masked = receive_row(step, places, row, sides_at, sent, poison, masked)
     return poison

@@ -56,7 +56,7 @@ class Targets(NamedTuple):
 
 
 @portable
-def targets_of(step, token, going, poison, masked, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr):
+def targets_of(step, token, going, poison, masked):
     """Return Targets of a token, with nowhere to go when poisoned.
 
     Args:
@@ -64,24 +64,24 @@ def targets_of(step, token, going, poison, masked, OWNERS: tl.constexpr, ROW: tl
         masked: from masked_of.
     """
     op = step.op
-    side_words: tl.constexpr = LL.SCALE_WORDS + 2 * op.TOPK + 1
+    side_words: tl.constexpr = op.LL.SCALE_WORDS + 2 * op.TOPK + 1
     own_region: tl.constexpr = Region.LOW_LATENCY_ROWS if op.COMPACT else Region.TOKENS
     # low-latency rows have no number yet: at each rank poison stands for it, and -1 where the token does not go
     poison_there = full_like(tl.arange(0, op.WORLD_LANES), poison)
-    peers, poison_there, _ = destinations_of(token.ids, poison_there, op, OWNERS, masked)
+    peers, poison_there, _ = destinations_of(token.ids, poison_there, op, op.OWNERS, masked)
     goes = poison_there == 0
     is_own = peers == op.rank
     # own rows go straight to where the experts read them, unless it takes all counts to know where that is
     regions = tl.where(is_own, own_region, Region.LOW_LATENCY_ROWS)
     rows = tl.load(op.table + regions * op.WORLD_SIZE + peers).to(tl.pointer_type(tl.int32))
     sides = address_at(op, Region.LOW_LATENCY_SIDES, peers, tl.int64)
-    index = rows_before_token(going, token.number, peers, LL.TOKEN_LANES)
-    first = op.rank * LL.SLOTS
+    index = rows_before_token(going, token.number, peers, op.LL.TOKEN_LANES)
+    first = op.rank * op.LL.SLOTS
     slots = index + (first if op.COMPACT else tl.where(is_own, step.first_row, first))
     lines = tl.cast(slots, tl.int64)
     own_slot = reduce_max(tl.where(is_own & goes, slots, -1), 0)
     far = goes if op.COMPACT else goes & (peers != op.rank)
-    return Targets(peers, index, rows + lines * ROW.ROW_WORDS, goes, sides + lines * side_words, far, own_slot)
+    return Targets(peers, index, rows + lines * op.ROW.ROW_WORDS, goes, sides + lines * side_words, far, own_slot)
 
 
 @portable
@@ -100,22 +100,22 @@ def record_slots(places, token, to, op):
 
 
 @portable
-def push(words, first_word, to, ROW: tl.constexpr):
+def push(words, first_word, to, op):
     """Push words of a token's row to Targets, from first_word on, past all caches of this GPU."""
     offsets = first_word + tl.arange(0, words.shape[0])
-    mask = to.goes[:, None] & (offsets < ROW.ROW_WORDS)[None, :]
+    mask = to.goes[:, None] & (offsets < op.ROW.ROW_WORDS)[None, :]
     rows = tl.multiple_of(to.rows[:, None], (16, 16))
     tl.store(rows + offsets[None, :], words[None, :], mask=mask, cache_modifier=".wt")
 
 
 @portable
-def push_row(x, words, token, to, ROW: tl.constexpr):
+def push_row(x, words, token, to, op):
     """Push a token's row as it is to Targets. words: its first block. Returns whether it contains EMPTY."""
     num_empty = tl.full((), 0, tl.int32)
-    for first_word in tl.static_range(0, ROW.ROW_WORDS, ROW.BLOCK_WORDS):
+    for first_word in tl.static_range(0, op.ROW.ROW_WORDS, op.ROW.BLOCK_WORDS):
         if first_word > 0:
-            words = load_row(x, token, token + 1, first_word, ROW)[0]
-        push(words, first_word, to, ROW)
+            words = load_row(x, token, token + 1, first_word, op.ROW)[0]
+        push(words, first_word, to, op)
         num_empty += reduce_sum((words == EMPTY).to(tl.int32), 0)
     return num_empty > 0
 
@@ -156,10 +156,7 @@ def push_position(own_positions, to, position, written_in_full, epoch, POSITION:
 
 
 @portable
-def send_token(
-    given, step, places, token, going, poison, masked, OWNERS: tl.constexpr, ROW: tl.constexpr, LL: tl.constexpr,
-    FORM: tl.constexpr,
-):  # fmt: skip
+def send_token(given, step, places, token, going, poison, masked):
     """Push a token's row and the words beside it to the ranks it goes to; nothing when poisoned.
 
     Args:
@@ -167,26 +164,26 @@ def send_token(
             targets_of.
     """
     epoch, own, op = step.epoch, places.own, step.op
-    to = targets_of(step, token, going, poison, masked, OWNERS, ROW, LL)
+    to = targets_of(step, token, going, poison, masked)
     written_in_full = step.num_tokens < 0
-    if ROW.GROUP > 0:
-        words, scales = cast_row(token.tiles, given.scales, given.x.dtype.element_ty, ROW)
-        push(words, 0, to, ROW)
+    if op.ROW.GROUP > 0:
+        words, scales = cast_row(token.tiles, given.scales, given.x.dtype.element_ty, op.ROW)
+        push(words, 0, to, op)
     else:
-        written_in_full = push_row(given.x, token.tiles[0], token.number, to, ROW)
-        if LL.HAS_SCALES:
-            lanes = tl.arange(0, LL.SIDE_LANES)
-            line = given.scales + token.number * LL.SCALE_WORDS
-            scales = tl.load(line + lanes, mask=lanes < LL.SCALE_WORDS, other=0).to(tl.int32)
-    if LL.HAS_SCALES:
-        push_beside(own.scales, scales, scales[None, :], to, epoch, 0, LL.SCALE_WORDS, op)
+        written_in_full = push_row(given.x, token.tiles[0], token.number, to, op)
+        if op.LL.HAS_SCALES:
+            lanes = tl.arange(0, op.LL.SIDE_LANES)
+            line = given.scales + token.number * op.LL.SCALE_WORDS
+            scales = tl.load(line + lanes, mask=lanes < op.LL.SCALE_WORDS, other=0).to(tl.int32)
+    if op.LL.HAS_SCALES:
+        push_beside(own.scales, scales, scales[None, :], to, epoch, 0, op.LL.SCALE_WORDS, op)
     token_ids, peers = token.ids[None, :], to.peers[:, None]
     own_ids, ids = ids_at(token.ids, op.rank, op), ids_at(token_ids, peers, op)
-    push_beside(own.ids, own_ids, ids, to, epoch, LL.SCALE_WORDS, op.TOPK, op)
-    if FORM.HAS_WEIGHTS:
+    push_beside(own.ids, own_ids, ids, to, epoch, op.LL.SCALE_WORDS, op.TOPK, op)
+    if op.FORM.HAS_WEIGHTS:
         own_weights = weights_at(token.weights, token.ids, op.rank, op)
         weights = weights_at(token.weights[None, :], token_ids, peers, op)
-        push_beside(own.weights, own_weights, weights, to, epoch, LL.SCALE_WORDS + op.TOPK, op.TOPK, op)
+        push_beside(own.weights, own_weights, weights, to, epoch, op.LL.SCALE_WORDS + op.TOPK, op.TOPK, op)
     position = step.first_position + token.number
-    push_position(own.positions, to, position, written_in_full, epoch, LL.SCALE_WORDS + 2 * op.TOPK, op)
+    push_position(own.positions, to, position, written_in_full, epoch, op.LL.SCALE_WORDS + 2 * op.TOPK, op)
     record_slots(places, token, to, op)

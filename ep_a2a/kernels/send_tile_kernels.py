@@ -16,12 +16,12 @@ from ep_a2a.kernels.send_kernels import RUN
 
 
 @portable
-def send_beside_rows(given, step, start, last, LISTED: tl.constexpr, HAS_WEIGHTS: tl.constexpr):
-    """Send ids, weights and source positions of tokens `start` and on, at most LISTED of them, to all their ranks."""
+def send_beside_rows(given, step, start, last):
+    """Send ids, weights and source positions of TILE.LISTED tokens from `start` on, or fewer, to all their ranks."""
     op = step.op
     slots = tl.arange(0, op.TOPK_LANES)
     most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
-    tokens = start + tl.arange(0, LISTED)
+    tokens = start + tl.arange(0, op.TILE.LISTED)
     listed = address(op, Region.DESTINATIONS, tl.int64)
     at = tl.cast(tokens, tl.int64)[:, None] * most + slots[None, :]
     words = tl.load(listed + at, mask=(tokens < last)[:, None] & (slots < most)[None, :], other=-1)
@@ -36,23 +36,23 @@ def send_beside_rows(given, step, start, last, LISTED: tl.constexpr, HAS_WEIGHTS
     targets = address_at(op, Region.INDICES, peers, tl.int32)[:, :, None] + cells
     ids = tl.load(given.ids + offsets, mask=inside, other=-1)[:, None, :]
     tl.store(targets, ids_at(ids, peers[:, :, None], op), mask=reached)
-    if HAS_WEIGHTS:
+    if op.FORM.HAS_WEIGHTS:
         targets = address_at(op, Region.WEIGHTS, peers, tl.int32)[:, :, None] + cells
         weights = tl.load(given.weights + offsets, mask=inside, other=0)[:, None, :]
         tl.store(targets, weights_at(weights, ids, peers[:, :, None], op), mask=reached)
 
 
 @portable
-def aims_of(step, start, last, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
+def aims_of(step, start, last):
     """Return where a tile of tokens goes: (rows, their scales, whether there is such a rank).
 
     Each is a tuple with a vector [TILE.TOKENS] for each of the most ranks that a token goes to.
     """
     op = step.op
     most: tl.constexpr = min(op.WORLD_SIZE, op.TOPK)
-    element: tl.constexpr = tl.uint8 if ROW.GROUP > 0 else tl.int32
-    width: tl.constexpr = ROW.ROW_WORDS * 32 // element.primitive_bitwidth
-    tokens = start + tl.arange(0, TILE.TOKENS)
+    element: tl.constexpr = tl.uint8 if op.ROW.GROUP > 0 else tl.int32
+    width: tl.constexpr = op.ROW.ROW_WORDS * 32 // element.primitive_bitwidth
+    tokens = start + tl.arange(0, op.TILE.TOKENS)
     listed = address(op, Region.DESTINATIONS, tl.int64)
     row_aims, scale_aims, all_go = (), (), ()
     for place in tl.static_range(most):
@@ -61,70 +61,70 @@ def aims_of(step, start, last, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.c
         peers = tl.where(goes, epoch_of(words), op.rank)
         row_aim = address_at(op, Region.TOKENS, peers, element) + rows * width
         row_aims, all_go = row_aims + (tl.multiple_of(row_aim, 16),), all_go + (goes,)
-        if LINE.SCALE_WIDTH > 0:
-            scale_aim = address_at(op, Region.SCALES, peers, LINE.SCALE_DTYPE) + rows * LINE.SCALE_WIDTH
+        if op.LINE.SCALE_WIDTH > 0:
+            scale_aim = address_at(op, Region.SCALES, peers, op.LINE.SCALE_DTYPE) + rows * op.LINE.SCALE_WIDTH
             scale_aims = scale_aims + (scale_aim,)
     return row_aims, scale_aims, all_go
 
 
 @portable
-def load_words(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
+def load_words(x, start, last, first, op):
     """Load a part of the row of each token of a tile: words [TOKENS, WORDS]."""
-    tokens, words = start + tl.arange(0, TILE.TOKENS), first + tl.arange(0, TILE.WORDS)
-    lines = tl.multiple_of(x + tl.cast(tokens, tl.int64) * ROW.ROW_WORDS, 16)
-    inside = (words < ROW.ROW_WORDS)[None, :] & (tokens < last)[:, None]
+    tokens, words = start + tl.arange(0, op.TILE.TOKENS), first + tl.arange(0, op.TILE.WORDS)
+    lines = tl.multiple_of(x + tl.cast(tokens, tl.int64) * op.ROW.ROW_WORDS, 16)
+    inside = (words < op.ROW.ROW_WORDS)[None, :] & (tokens < last)[:, None]
     return tl.load(lines[:, None] + words[None, :], mask=inside)
 
 
 @portable
-def send_words(values, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.constexpr):
+def send_words(values, first, aims, all_go, op):
     """Send a part of each row to all ranks that its token goes to."""
-    words = first + tl.arange(0, TILE.WORDS)
+    words = first + tl.arange(0, op.TILE.WORDS)
     for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
-        mask = (words < ROW.ROW_WORDS)[None, :] & all_go[place][:, None]
+        mask = (words < op.ROW.ROW_WORDS)[None, :] & all_go[place][:, None]
         tl.store(aims[place][:, None] + words[None, :], values, mask=mask)
 
 
 @portable
-def send_given_scales(scales, start, last, aims, all_go, op, LINE: tl.constexpr, TILE: tl.constexpr):
+def send_given_scales(scales, start, last, aims, all_go, op):
     """Send the given scales of a tile of tokens."""
-    tokens, lanes = start + tl.arange(0, TILE.TOKENS), tl.arange(0, LINE.SCALE_LANES)
-    inside = (lanes < LINE.SCALE_WIDTH)[None, :] & (tokens < last)[:, None]
-    values = tl.load(scales + tl.cast(tokens, tl.int64)[:, None] * LINE.SCALE_WIDTH + lanes[None, :], mask=inside)
+    tokens, lanes = start + tl.arange(0, op.TILE.TOKENS), tl.arange(0, op.LINE.SCALE_LANES)
+    inside = (lanes < op.LINE.SCALE_WIDTH)[None, :] & (tokens < last)[:, None]
+    values = tl.load(scales + tl.cast(tokens, tl.int64)[:, None] * op.LINE.SCALE_WIDTH + lanes[None, :], mask=inside)
     for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
         tl.store(aims[place][:, None] + lanes[None, :], values, mask=inside & all_go[place][:, None])
 
 
 @portable
-def load_part(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
+def load_part(x, start, last, first, op):
     """Load a part of the rows of a tile of tokens: a tuple of load_words, or with a cast load_groups."""
-    if ROW.GROUP > 0:
-        part = load_groups(x, start, last, first, ROW, TILE)
+    if op.ROW.GROUP > 0:
+        part = load_groups(x, start, last, first, op)
     else:
-        part = (load_words(x, start, last, first, ROW, TILE),)
+        part = (load_words(x, start, last, first, op),)
     return part
 
 
 @portable
-def load_parts(x, start, last, ROW: tl.constexpr, TILE: tl.constexpr):
+def load_parts(x, start, last, op):
     """Load the first parts of the rows of a tile of tokens, as send_tiles wants them."""
-    unit: tl.constexpr = TILE.GROUPS if ROW.GROUP > 0 else TILE.WORDS
+    unit: tl.constexpr = op.TILE.GROUPS if op.ROW.GROUP > 0 else op.TILE.WORDS
     parts = ()
-    for part in tl.static_range(TILE.PARTS):
-        parts = parts + load_part(x, start, last, part * unit, ROW, TILE)
+    for part in tl.static_range(op.TILE.PARTS):
+        parts = parts + load_part(x, start, last, part * unit, op)
     return parts
 
 
 @portable
-def load_groups(x, start, last, first, ROW: tl.constexpr, TILE: tl.constexpr):
+def load_groups(x, start, last, first, op):
     """Load a part of the row of each token of a tile, as words.
 
     Returns:
         Two tiles [GROUPS, TOKENS, half of a group's words]: every other run of words, and those between.
     """
-    words: tl.constexpr = ROW.GROUP * x.dtype.element_ty.primitive_bitwidth // 32
-    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
-    tokens, groups = start + tl.arange(0, TILE.TOKENS), first + tl.arange(0, TILE.GROUPS)
+    words: tl.constexpr = op.ROW.GROUP * x.dtype.element_ty.primitive_bitwidth // 32
+    num_groups: tl.constexpr = op.ROW.ROW_WORDS * 4 // op.ROW.GROUP
+    tokens, groups = start + tl.arange(0, op.TILE.TOKENS), first + tl.arange(0, op.TILE.GROUPS)
     lanes = tl.arange(0, words // 2)
     lines = x.to(tl.pointer_type(tl.int32)) + tl.cast(tokens, tl.int64) * (num_groups * words)
     lines = tl.multiple_of(lines, 16)[None, :, None]
@@ -153,48 +153,46 @@ def scaled_runs(elements, reciprocals, RUNS: tl.constexpr):
 
 
 @portable
-def cast_groups(even, odd, scales, DTYPE: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr):
-    """Cast groups of two tiles of load_groups: (fp8 bits [GROUPS, TOKENS, GROUP], scale bits [GROUPS, TOKENS]).
-
-    scales: those that dispatch is given.
-    """
+def cast_groups(given, even, odd, op):
+    """Cast groups of two tiles of load_groups: (fp8 bits [GROUPS, TOKENS, GROUP], scale bits [GROUPS, TOKENS])."""
+    DTYPE: tl.constexpr = given.x.dtype.element_ty
     run: tl.constexpr = RUN * 32 // DTYPE.primitive_bitwidth
-    runs: tl.constexpr = (TILE.GROUPS, TILE.TOKENS, ROW.GROUP // (2 * run), run)
+    runs: tl.constexpr = (op.TILE.GROUPS, op.TILE.TOKENS, op.ROW.GROUP // (2 * run), run)
     left, right = elements_of(even, DTYPE), elements_of(odd, DTYPE)
-    scale_bits, reciprocals = scales_of(reduce_max(maximum_of(left, right), 2), scales, ROW.SCALING)
+    scale_bits, reciprocals = scales_of(reduce_max(maximum_of(left, right), 2), given.scales, op.ROW.SCALING)
     reciprocals = reciprocals[:, :, None]
     pairs = tl.join(scaled_runs(left, reciprocals, runs), scaled_runs(right, reciprocals, runs))
-    scaled = tl.reshape(tl.permute(pairs, (0, 1, 2, 4, 3)), (TILE.GROUPS, TILE.TOKENS, ROW.GROUP))
+    scaled = tl.reshape(tl.permute(pairs, (0, 1, 2, 4, 3)), (op.TILE.GROUPS, op.TILE.TOKENS, op.ROW.GROUP))
     return e4m3_bits(scaled), scale_bits
 
 
 @portable
-def send_groups(bits, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.constexpr):
+def send_groups(bits, first, aims, all_go, op):
     """Send a part of each row, fp8 bits [GROUPS, TOKENS, GROUP], to all ranks that its token goes to."""
-    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
-    groups, elements = first + tl.arange(0, TILE.GROUPS), tl.arange(0, ROW.GROUP)
-    offsets = groups[:, None, None] * ROW.GROUP + elements[None, None, :]
+    num_groups: tl.constexpr = op.ROW.ROW_WORDS * 4 // op.ROW.GROUP
+    groups, elements = first + tl.arange(0, op.TILE.GROUPS), tl.arange(0, op.ROW.GROUP)
+    offsets = groups[:, None, None] * op.ROW.GROUP + elements[None, None, :]
     for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
         mask = (groups < num_groups)[:, None, None] & all_go[place][None, :, None]
         tl.store(aims[place][None, :, None] + offsets, bits, mask=mask)
 
 
 @portable
-def send_scales(parts, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.constexpr):
+def send_scales(parts, first, aims, all_go, op):
     """Send the scales of a block of each row, whose parts [GROUPS, TOKENS] are two or one.
 
     A tensor with TILE.COPIES copies of each, of which one is stored, gives them to the warp that has the token. So
     Triton 3.6 moves them without a barrier.
     """
-    block: tl.constexpr = TILE.GROUPS * TILE.PARTS
-    num_groups: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP
+    block: tl.constexpr = op.TILE.GROUPS * op.TILE.PARTS
+    num_groups: tl.constexpr = op.ROW.ROW_WORDS * 4 // op.ROW.GROUP
     scales = parts[0]
-    if TILE.PARTS == 2:
-        scales = tl.reshape(tl.permute(tl.join(parts[0], parts[1]), (2, 0, 1)), (block, TILE.TOKENS))
-    if ROW.BYTE_SCALES:
+    if op.TILE.PARTS == 2:
+        scales = tl.reshape(tl.permute(tl.join(parts[0], parts[1]), (2, 0, 1)), (block, op.TILE.TOKENS))
+    if op.ROW.BYTE_SCALES:
         scales = (scales >> 23).to(tl.uint8)
-    scales = tl.broadcast_to(scales[:, None, :], (block, TILE.COPIES, TILE.TOKENS))
-    groups, copies = first + tl.arange(0, block), tl.arange(0, TILE.COPIES)
+    scales = tl.broadcast_to(scales[:, None, :], (block, op.TILE.COPIES, op.TILE.TOKENS))
+    groups, copies = first + tl.arange(0, block), tl.arange(0, op.TILE.COPIES)
     inside = ((groups < num_groups)[:, None] & (copies == 0)[None, :])[:, :, None]
     offsets = groups[:, None, None] + copies[None, :, None] * 0
     for place in tl.static_range(min(op.WORLD_SIZE, op.TOPK)):
@@ -202,34 +200,34 @@ def send_scales(parts, first, aims, all_go, op, ROW: tl.constexpr, TILE: tl.cons
 
 
 @portable
-def send_tiles(given, step, first, last, parts, ROW: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr):
+def send_tiles(given, step, first, last, parts):
     """Send the rows of tokens first ... last - 1, cast to fp8 if asked, with their scales. parts: from load_parts."""
-    casts: tl.constexpr = ROW.GROUP > 0
+    op = step.op
+    casts: tl.constexpr = op.ROW.GROUP > 0
     # a part has so many groups, or words
-    unit: tl.constexpr = TILE.GROUPS if casts else TILE.WORDS
-    width: tl.constexpr = ROW.ROW_WORDS * 4 // ROW.GROUP if casts else ROW.ROW_WORDS
-    block: tl.constexpr = unit * TILE.PARTS
+    unit: tl.constexpr = op.TILE.GROUPS if casts else op.TILE.WORDS
+    width: tl.constexpr = op.ROW.ROW_WORDS * 4 // op.ROW.GROUP if casts else op.ROW.ROW_WORDS
+    block: tl.constexpr = unit * op.TILE.PARTS
     num_blocks: tl.constexpr = (width + block - 1) // block
-    for start in range(first, last, TILE.TOKENS):
-        row_aims, scale_aims, all_go = aims_of(step, start, last, ROW, LINE, TILE)
+    for start in range(first, last, op.TILE.TOKENS):
+        row_aims, scale_aims, all_go = aims_of(step, start, last)
         for number in range(num_blocks):
             # the next block is under way while this one is cast and leaves
             ends = number == num_blocks - 1
-            next_start, next_first = tl.where(ends, start + TILE.TOKENS, start), tl.where(ends, 0, (number + 1) * block)
+            next_start = tl.where(ends, start + op.TILE.TOKENS, start)
+            next_first = tl.where(ends, 0, (number + 1) * block)
             next_parts, scales = (), ()
-            for part in tl.static_range(TILE.PARTS):
+            for part in tl.static_range(op.TILE.PARTS):
                 if casts:
-                    bits, scale_bits = cast_groups(
-                        parts[2 * part], parts[2 * part + 1], given.scales, given.x.dtype.element_ty, ROW, TILE
-                    )
+                    bits, scale_bits = cast_groups(given, parts[2 * part], parts[2 * part + 1], op)
                     scales = scales + (scale_bits,)
-                next_parts = next_parts + load_part(given.x, next_start, last, next_first + part * unit, ROW, TILE)
+                next_parts = next_parts + load_part(given.x, next_start, last, next_first + part * unit, op)
                 if casts:
-                    send_groups(bits, number * block + part * unit, row_aims, all_go, step.op, ROW, TILE)
+                    send_groups(bits, number * block + part * unit, row_aims, all_go, op)
                 else:
-                    send_words(parts[part], number * block + part * unit, row_aims, all_go, step.op, ROW, TILE)
-            if casts and LINE.SCALE_WIDTH > 0:
-                send_scales(scales, number * block, scale_aims, all_go, step.op, ROW, TILE)
+                    send_words(parts[part], number * block + part * unit, row_aims, all_go, op)
+            if casts and op.LINE.SCALE_WIDTH > 0:
+                send_scales(scales, number * block, scale_aims, all_go, op)
             parts = next_parts
-        if LINE.SCALE_WIDTH > 0 and not casts:
-            send_given_scales(given.scales, start, last, scale_aims, all_go, step.op, LINE, TILE)
+        if op.LINE.SCALE_WIDTH > 0 and not casts:
+            send_given_scales(given.scales, start, last, scale_aims, all_go, op)
