@@ -21,8 +21,8 @@ import triton.language as tl
 from ep_a2a.kernels import primitives as prim
 from ep_a2a.kernels import receive_kernels as receive
 from ep_a2a.kernels.layout import FlagProgram, Region, Span, Stage, State, StepPhase
-from ep_a2a.kernels.ll_receive_kernels import receive_low_latency_rows, received_places
-from ep_a2a.kernels.ll_send_kernels import SendPlaces, SentToken, send_token
+from ep_a2a.kernels.ll_receive_kernels import own_places, receive_low_latency_rows
+from ep_a2a.kernels.ll_send_kernels import SentToken, send_token
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.receive_kernels import STEP_NUMBERS
@@ -38,7 +38,7 @@ def send_rows(given, step, num_senders, places, answer, out_of_order):
     """Do the sending part of a program: post flags or counts, or send its share of the tokens. Returns the poison word.
 
     Args:
-        given: DispatchInputs. step: DispatchStep. num_senders: as of the kernel. places: SendPlaces.
+        given: DispatchInputs. step: DispatchStep. num_senders: as of the kernel. places: OwnPlaces.
         answer: from load_poison. out_of_order: from begin_stage.
     """
     op, num_tokens = step.op, step.num_tokens
@@ -130,11 +130,7 @@ def ll_dispatch_kernel(
     """
     op = OpContext(table, rank, S, OWNERS=OWNERS, ROW=ROW, LL=LL, FORM=FORM)
     # addresses never change, so they may be read before the launch before this one has ended
-    places = SendPlaces(
-        received_places(op, tl.uint8 if ROW.BYTE_SCALES else tl.int32),
-        prim.address(op, Region.ROUTES, tl.int32),
-        prim.address(op, Region.SENT_INDICES, tl.int32),
-    )
+    places = own_places(op)
     poison_word = prim.poison_address(op)
     if FORM.DEPENDENT_LAUNCH:
         prim.after_previous_launch()
@@ -153,7 +149,7 @@ def ll_dispatch_kernel(
     else:
         poison = prim.initial_poison(op, answer, StepPhase.DISPATCH, epoch, out_of_order)
     if FORM.RECEIVE:
-        receive_rows(step, places.own, num_receivers, poison, prim.masked_of(op, answer))
+        receive_rows(step, places, num_receivers, poison, prim.masked_of(op, answer))
         prim.finish_stage(op, Stage.DISPATCH_RECEIVE, program, num_programs, FORM.DEPENDENT_LAUNCH)
     if FORM.SEND:
         prim.finish_stage(op, Stage.DISPATCH_SEND, program, num_programs, FORM.DEPENDENT_LAUNCH)

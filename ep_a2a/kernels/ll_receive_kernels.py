@@ -119,31 +119,35 @@ def take_row_block(step, row, words_at, sides_at, sent, masked):
     return words, side, no_row == 0, poison, masked
 
 
-class ReceivedPlaces(NamedTuple):
-    """Where the experts of this rank read; rows and weights as words."""
+class OwnPlaces(NamedTuple):
+    """Where the experts of this rank read, rows and weights as words; and this rank's record of what it sends."""
 
     rows: tl.tensor
     scales: tl.tensor
     weights: tl.tensor
     ids: tl.tensor
     positions: tl.tensor
+    routes: tl.tensor
+    sent_ids: tl.tensor
 
 
 @portable
-def received_places(op, SCALE_DTYPE: tl.constexpr):
-    """Where the experts of this rank read (ReceivedPlaces)."""
-    return ReceivedPlaces(
+def own_places(op):
+    """Return OwnPlaces."""
+    return OwnPlaces(
         prim.address(op, Region.TOKENS, tl.int32),
-        prim.address(op, Region.SCALES, SCALE_DTYPE),
+        prim.address(op, Region.SCALES, tl.uint8 if op.ROW.BYTE_SCALES else tl.int32),
         prim.address(op, Region.WEIGHTS, tl.int32),
         prim.address(op, Region.INDICES, tl.int32),
         prim.address(op, Region.SOURCE_POSITIONS, tl.int32),
+        prim.address(op, Region.ROUTES, tl.int32),
+        prim.address(op, Region.SENT_INDICES, tl.int32),
     )
 
 
 @portable
 def place_side(places, side, sides_at, row, op):
-    """Writes what travelled beside a row where the experts read it; places: from received_places."""
+    """Writes what travelled beside a row where the experts read it; places: OwnPlaces."""
     values = prim.payload_of(side)
     line = tl.cast(row, tl.int64)
     if op.LL.HAS_SCALES:
@@ -174,7 +178,7 @@ def receive_row(step, places, row, sides_at, sent, poison, masked):
     """Wait for one row and move it to where the experts read it; leave EMPTY behind. Returns (poison word, masked).
 
     Args:
-        step: DispatchStep. places: from received_places. row: ArrivingRow. sent: from sent_sides.
+        step: DispatchStep. places: OwnPlaces. row: ArrivingRow. sent: from sent_sides.
     """
     op = step.op
     target = places.rows + tl.cast(row.number, tl.int64) * op.ROW.ROW_WORDS
@@ -202,7 +206,7 @@ def receive_low_latency_rows(step, places, told, receiver, num_receivers, masked
     Returns the poison word.
 
     Args:
-        step: DispatchStep. places: from received_places.
+        step: DispatchStep. places: OwnPlaces.
         told: from wait_counts; not read if places follow from a common bound. masked: from masked_of.
     """
     op = step.op

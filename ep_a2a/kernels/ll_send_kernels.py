@@ -18,17 +18,6 @@ from ep_a2a.kernels.target import barrier
 WRITTEN_IN_FULL = tl.constexpr(-(1 << 31))
 
 
-class SendPlaces(NamedTuple):
-    """Where a sender writes.
-
-    own: from received_places. routes, ids: this rank's record of what it sends.
-    """
-
-    own: tuple
-    routes: tl.tensor
-    ids: tl.tensor
-
-
 class SentToken(NamedTuple):
     """A token of this rank: its number, and the parts that are loaded. tiles: from load_row."""
 
@@ -89,14 +78,14 @@ def record_slots(places, token, to, op):
     """Record where a token goes and its ids [TOPK_LANES] for combine: routes of send_one_by_one (bulk_send_kernels).
 
     Args:
-        places: SendPlaces. token: SentToken. to: Targets.
+        places: OwnPlaces. token: SentToken. to: Targets.
     """
     lanes, choices = tl.arange(0, op.WORLD_LANES), tl.arange(0, op.TOPK_LANES)
     here = (to.peers[:, None] == lanes[None, :]) & to.goes[:, None]
     index = reduce_max(tl.where(here, to.index[:, None], -1), 0)
     number = tl.cast(token.number, tl.int64)
     tl.store(places.routes + number * op.WORLD_SIZE + lanes, index, mask=lanes < op.WORLD_SIZE)
-    tl.store(places.ids + number * op.TOPK + choices, token.ids, mask=choices < op.TOPK)
+    tl.store(places.sent_ids + number * op.TOPK + choices, token.ids, mask=choices < op.TOPK)
 
 
 @portable
@@ -160,10 +149,10 @@ def send_token(given, step, places, token, going, poison, masked):
     """Push a token's row and the words beside it to the ranks it goes to; nothing when poisoned.
 
     Args:
-        given: DispatchInputs. step: DispatchStep. places: SendPlaces. token: SentToken. going, masked: as of
+        given: DispatchInputs. step: DispatchStep. places: OwnPlaces. token: SentToken. going, masked: as of
             targets_of.
     """
-    epoch, own, op = step.epoch, places.own, step.op
+    epoch, op = step.epoch, step.op
     to = targets_of(step, token, going, poison, masked)
     written_in_full = step.num_tokens < 0
     if op.ROW.GROUP > 0:
@@ -176,14 +165,14 @@ def send_token(given, step, places, token, going, poison, masked):
             line = given.scales + token.number * op.LL.SCALE_WORDS
             scales = tl.load(line + lanes, mask=lanes < op.LL.SCALE_WORDS, other=0).to(tl.int32)
     if op.LL.HAS_SCALES:
-        push_beside(own.scales, scales, scales[None, :], to, epoch, 0, op.LL.SCALE_WORDS, op)
+        push_beside(places.scales, scales, scales[None, :], to, epoch, 0, op.LL.SCALE_WORDS, op)
     token_ids, peers = token.ids[None, :], to.peers[:, None]
     own_ids, ids = ids_at(token.ids, op.rank, op), ids_at(token_ids, peers, op)
-    push_beside(own.ids, own_ids, ids, to, epoch, op.LL.SCALE_WORDS, op.TOPK, op)
+    push_beside(places.ids, own_ids, ids, to, epoch, op.LL.SCALE_WORDS, op.TOPK, op)
     if op.FORM.HAS_WEIGHTS:
         own_weights = weights_at(token.weights, token.ids, op.rank, op)
         weights = weights_at(token.weights[None, :], token_ids, peers, op)
-        push_beside(own.weights, own_weights, weights, to, epoch, op.LL.SCALE_WORDS + op.TOPK, op.TOPK, op)
+        push_beside(places.weights, own_weights, weights, to, epoch, op.LL.SCALE_WORDS + op.TOPK, op.TOPK, op)
     position = step.first_position + token.number
-    push_position(own.positions, to, position, written_in_full, epoch, op.LL.SCALE_WORDS + 2 * op.TOPK, op)
+    push_position(places.positions, to, position, written_in_full, epoch, op.LL.SCALE_WORDS + 2 * op.TOPK, op)
     record_slots(places, token, to, op)
