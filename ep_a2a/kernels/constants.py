@@ -225,31 +225,16 @@ class Line(NamedTuple):
     OWN_LINE_EACH: bool
 
 
-class Numbering(NamedTuple):
-    """Constants by which a launch numbers rows.
-
-    MANY_TOKENS, TOKENS: tokens whose ids a program looks at at once, where it counts rows and where it numbers them.
-    POISON_LANES: lanes of a wait, at least the threads of a program. FINISHES: the sending stage ends with this launch;
-    else with the one after it.
-    """
-
-    MANY_TOKENS: int
-    TOKENS: int
-    POISON_LANES: int
-    FINISHES: bool
-
-
 class Exchange(NamedTuple):
     """Roles and stage of a launch that exchanges chunks.
 
-    SENDS, FORWARDS: roles of its channels. STAGE: the stage that it belongs to; FINISHES: and ends. COUNT_LANES,
-    POISON_LANES: lanes of a wait, at least the threads of a program.
+    SENDS, FORWARDS: roles of its channels. STAGE: the stage that it belongs to, and ends if that is the sending one.
+    COUNT_LANES, POISON_LANES: lanes of a wait, at least the threads of a program.
     """
 
     SENDS: bool
     FORWARDS: bool
     STAGE: int
-    FINISHES: bool
     COUNT_LANES: int
     POISON_LANES: int
 

@@ -28,30 +28,35 @@ from ep_a2a.kernels.routing_kernels import count_by_rank, record_routes
 
 @portable(do_not_specialize=["num_tokens", "wire_word", "first_row", "rank"], do_not_specialize_on_alignment=["ids"])
 def number_rows_kernel(
-    ids, table, num_tokens, wire_word, first_row, rank, OWNERS: tl.constexpr, S: tl.constexpr, N: tl.constexpr
+    ids, table, num_tokens, wire_word, first_row, rank,
+    OWNERS: tl.constexpr, S: tl.constexpr, MANY_TOKENS: tl.constexpr, TOKENS: tl.constexpr,
+    POISON_LANES: tl.constexpr, FINISHES: tl.constexpr,
 ):  # fmt: skip
     """Numbers the rows that this rank's tokens get at every rank, and posts their counts to all ranks.
 
     Args:
         ids: [num_tokens, TOPK] int32. wire_word, first_row: as in DispatchStep.
-        OWNERS: ExpertPlacement. S: Shape. N: Numbering.
+        OWNERS: ExpertPlacement. S: Shape.
+        MANY_TOKENS, TOKENS: tokens whose ids a program looks at at once, to count rows and to number them.
+        POISON_LANES: lanes of a wait, at least the threads of a program.
+        FINISHES: the sending stage ends with this launch; else with the one after it.
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, poison = begin_launch(op, Stage.DISPATCH_SEND, StepPhase.DISPATCH, N.POISON_LANES)
+    epoch, poison = begin_launch(op, Stage.DISPATCH_SEND, StepPhase.DISPATCH, POISON_LANES)
     # D1
     if poison == 0:
         if program == 0:
             tl.store(address(op, Region.STATE, tl.int32) + State.NUM_TOKENS, num_tokens)
-            counts = count_by_rank(ids, 0, num_tokens, op, OWNERS, N.MANY_TOKENS)
+            counts = count_by_rank(ids, 0, num_tokens, op, OWNERS, MANY_TOKENS)
             post_counts(op, counts, first_row, wire_word, epoch)
         share = (num_tokens + num_programs - 1) // num_programs
         first = tl.minimum(program * share, num_tokens)
         last = tl.minimum(first + share, num_tokens)
-        index = count_by_rank(ids, 0, first, op, OWNERS, N.MANY_TOKENS)
-        for start in range(first, last, N.TOKENS):
-            _, _, index = record_routes(ids, op, start, last, index, OWNERS, N.TOKENS)
-    if N.FINISHES:
+        index = count_by_rank(ids, 0, first, op, OWNERS, MANY_TOKENS)
+        for start in range(first, last, TOKENS):
+            _, _, index = record_routes(ids, op, start, last, index, OWNERS, TOKENS)
+    if FINISHES:
         finish_stage(op, Stage.DISPATCH_SEND, program, num_programs)
 
 
@@ -129,5 +134,5 @@ def exchange_kernel(
     if poison != 0:
         late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
         fail(op, poison, StepPhase.DISPATCH, epoch, 0, late)
-    if X.FINISHES:
+    if X.STAGE == Stage.DISPATCH_SEND:
         finish_stage(op, X.STAGE, program, num_programs)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ep_a2a.config import FP8_GROUP_SIZE, WHOLE_RING_KERNEL_TYPES, EpDispatchCombineConfig
-from ep_a2a.kernels.constants import Line, NodeSums, Numbering, Ring
+from ep_a2a.kernels.constants import Line, NodeSums, Ring
 from ep_a2a.kernels.layout import WORD_BYTES, padded
 from ep_a2a.kernels.ring_dispatch_kernels import number_rows_kernel
 from ep_a2a.kernels.ring_offer_kernels import offer_results_kernel
@@ -91,17 +91,18 @@ class NodesEngine(Engine):
 
     def numbering(self, form: DispatchForm, block_num: int, *, finishes: bool) -> KernelLaunch:
         """The launch that numbers a rank's rows at every rank. finishes: whether it is the call's last launch."""
-        numbering = Numbering(
-            MANY_TOKENS=counted_tokens(self.config.world_size, THREADS),
-            TOKENS=NUMBERED_TOKENS,
-            POISON_LANES=THREADS,
-            FINISHES=finishes,
-        )
         return self.kernels.launch(
             number_rows_kernel,
             numbering_operands,
             form.read_as(self.config),
-            {"OWNERS": self.kernels.placement, "S": self.kernels.shape, "N": numbering},
+            {
+                "OWNERS": self.kernels.placement,
+                "S": self.kernels.shape,
+                "MANY_TOKENS": counted_tokens(self.config.world_size, THREADS),
+                "TOKENS": NUMBERED_TOKENS,
+                "POISON_LANES": THREADS,
+                "FINISHES": finishes,
+            },
             RING_WARPS,
             numbers=(form.bounds.first_row, self.config.rank),
             num_programs=self.num_programs(form.num_tokens, block_num),

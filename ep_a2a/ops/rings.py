@@ -120,7 +120,6 @@ class RingEngine(NodesEngine):
             SENDS=sends,
             FORWARDS=stages.receive,
             STAGE=int(Stage.DISPATCH_SEND if stages.send else Stage.DISPATCH_RECEIVE),
-            FINISHES=stages.send,
             **self.wait_lanes,
         )
         sizes = form.num_tokens, form.bounds.first_row, form.bounds.num_rows
