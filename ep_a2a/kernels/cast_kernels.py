@@ -102,11 +102,7 @@ def magnitudes_of(values):
     return tl.abs(tl.fma(values, tl.full(values.shape, 0.0, tl.float32), values))
 
 
-def _interpreted_over_fp8_max(values):
-    return tl.div_rn(values, tl.full(values.shape, fp8().largest, tl.float32))
-
-
-@portable(interpreted=_interpreted_over_fp8_max)
+@portable(interpreted=lambda values: tl.div_rn(values, tl.full(values.shape, fp8().largest, tl.float32)))
 def over_fp8_max(values):
     """values / 448 (fnuz: / 224) of float32 values from MIN_AMAX on, rounded to nearest even.
 
@@ -119,11 +115,7 @@ def over_fp8_max(values):
     return tl.fma(remainder, reciprocal, near)
 
 
-def _interpreted_reciprocals(values):
-    return tl.div_rn(tl.full(values.shape, 1.0, tl.float32), values)
-
-
-@portable(interpreted=_interpreted_reciprocals)
+@portable(interpreted=lambda values: tl.div_rn(tl.full(values.shape, 1.0, tl.float32), values))
 def reciprocals_of(values):
     """1 / values, rounded to nearest even, where both are normal float32 numbers; without branches."""
     ones = tl.full(values.shape, 1.0, tl.float32)

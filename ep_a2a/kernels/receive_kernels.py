@@ -322,9 +322,8 @@ def receive_nothing(op):
     Whoever has read the previous counts has taken part in a reduction since.
     """
     lanes = tl.arange(0, op.WORLD_LANES)
-    tl.store(
-        prim.address(op, Region.RECV_COUNTS, tl.int32) + lanes, prim.full_like(lanes, 0), mask=lanes < op.WORLD_SIZE
-    )
+    received = prim.address(op, Region.RECV_COUNTS, tl.int32)
+    tl.store(received + lanes, prim.full_like(lanes, 0), mask=lanes < op.WORLD_SIZE)
     tl.store(prim.address(op, Region.TOTAL_RECV, tl.int32), 0)
 
 

@@ -29,9 +29,8 @@ def load_choices(ids, weights, token, end, op, HAS_WEIGHTS: tl.constexpr):
 def load_line(source, token, end, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """A token's line of `source` [T, WIDTH]; nothing is read from token `end` on."""
     lanes = tl.arange(0, LANES)
-    return tl.load(
-        source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=(lanes < WIDTH) & (full_like(lanes, token) < end)
-    )
+    inside = (lanes < WIDTH) & (full_like(lanes, token) < end)
+    return tl.load(source + tl.cast(token, tl.int64) * WIDTH + lanes, mask=inside)
 
 
 @portable

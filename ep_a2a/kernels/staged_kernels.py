@@ -177,14 +177,8 @@ def pass_on_kernel(table, num_chunks, rank, S: tl.constexpr, R: tl.constexpr, HA
     members = tl.where(present, (rank // R.GPUS) * R.GPUS + local_ranks, rank)
     poison = tl.load(marks + HeadMark.POISON)
     if poison != 0:
-        poison_words = prim.address_at(op, Region.POISON, members, tl.int32)
-        tl.atomic_cas(
-            poison_words,
-            prim.full_like(local_ranks, 0),
-            prim.full_like(local_ranks, poison),
-            sem="relaxed",
-            scope="sys",
-        )
+        words, unset = prim.address_at(op, Region.POISON, members, tl.int32), prim.full_like(members, 0)
+        tl.atomic_cas(words, unset, prim.full_like(members, poison), sem="relaxed", scope="sys")
     elif R.DIRECTION == BACK:
         pass_on_flags(op, marks, members, present, source, HAS_WEIGHTS)
     else:
