@@ -216,7 +216,9 @@ class Peers:
     def _accused(self) -> set[int]:
         """Ranks that live, that others await for too long and that await nobody, by the first verdict on this host."""
         trial, now = f"masks {self._num_trials}", clock.now()
-        awaited = [ranks - self.masked for each in list(self.alarms) for ranks in each.awaited()]
+        # a rank that is masked itself has been away: what it awaits says nothing about the others
+        arenas = [] if self.rank in self.masked else list(self.alarms)
+        awaited = [ranks - self.masked for each in arenas for ranks in each.awaited()]
         suspects = tuple(sorted(set().union(*awaited)))
         found = self.verdict(trial)
         if found is None and (suspects or any(each.failure == trial for each in self._given_up.values())):

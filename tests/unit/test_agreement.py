@@ -262,6 +262,14 @@ def test_a_rank_that_computes_on_the_cpu_is_not_masked(view: Any, time: Time, mo
     assert losses == [((), {2})]
 
 
+def test_a_masked_rank_accuses_nobody(view: Any, time: Time) -> None:
+    first, *_ = all_of(view)
+    losses = losses_of(first, {2})
+    first.masked = {0}
+    watch([first], time)
+    assert losses == []
+
+
 def test_a_death_masks_at_once(view: Any, time: Time) -> None:
     first, *_ = all_of(view)
     losses = losses_of(first)
