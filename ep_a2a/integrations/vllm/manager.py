@@ -59,13 +59,14 @@ class VllmAll2AllManager(EngineManager):
     def clean_buffers(self) -> None:
         """Takes back the masks of ranks that live, and empties the ops' memory. Collective.
 
-        Where a rank has died, the call is local: all masks stay, and ops go on without these ranks.
+        Where a rank has died, the call is local: all masks stay, and ops go on without these ranks. Where one hangs, the
+        others wait here until it comes.
 
         Raises:
             RankTimeoutError: ranks did not come.
         """
-        for op in self._ops:
-            if not op.arena.peers.gone:
+        if not self.gone_ranks():
+            for op in self._ops:
                 op.reset()
         self._known_mask = self.query_active_mask()
 

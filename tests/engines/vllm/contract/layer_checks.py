@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -334,7 +335,8 @@ def check_a_rank_that_is_lost_is_told_until_buffers_are_clean(context: RankConte
             mask = manager.query_active_mask()
             assert mask.dtype == torch.int32
             assert (mask.tolist(), bool(manager.query_fault())) == ([context.rank, 1 - context.rank], True)
-        with mock.patch.object(arena.peers, "gone", (1 - context.rank,)):
+        # as where it has only just died
+        with mock.patch.multiple(arena.peers, gone=(), _fallen={1 - context.rank: time.monotonic()}):
             manager.clean_buffers()
         assert (manager.query_active_mask().tolist(), bool(manager.query_fault())) == (mask.tolist(), False)
         manager.clean_buffers()
