@@ -202,7 +202,7 @@ class ForeignIndicesError(EpA2AError, ValueError):
 class ClosedError(StateError):
     """An op, manager or memory block was used after it had been closed."""
 
-    remedy = "Ask the manager for a new handle: get_handle(kwargs)."
+    remedy = "Make a new one: get_handle(kwargs) of a manager, or make_op."
 
 
 class ForkedProcessError(StateError):

@@ -257,7 +257,11 @@ def checked_bounds(config: EpDispatchCombineConfig, step_tokens: StepTokens) -> 
             )
         if config.masks and len(set(bounds)) > 1:
             # where rows of the living lie would follow from the bound that a masked rank has told
-            raise UnsupportedError("one step_tokens for all ranks with on_rank_loss='mask'", f"{bounds}")
+            raise UnsupportedError(
+                "one step_tokens for all ranks with on_rank_loss='mask'",
+                f"{bounds}",
+                f"Pass step_tokens={max(bounds)}, or make the op with on_rank_loss='fail'.",
+            )
         least = 0
     else:
         bounds, least = (step_tokens,), 1

@@ -264,7 +264,7 @@ def refusals(context: Any) -> None:
                 op_of(context, arena, **changes)
         op = op_of(context, arena)
         tokens, ids = draw(op, 0)
-        with pytest.raises(UnsupportedError, match="one step_tokens for all ranks"):
+        with pytest.raises(UnsupportedError, match="Pass step_tokens=5, or"):
             op.dispatch(tokens, None, None, ids, step_tokens=[5] + [4] * (context.world_size - 1))
         # a masked rank that wakes stores into no memory of an op whose rows lie elsewhere
         for kind in ("mask", "fail"):
