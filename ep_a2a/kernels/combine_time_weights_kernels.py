@@ -115,11 +115,8 @@ def exchange_weights_kernel(
     op = OpContext(table, rank, S)
     note_span(SPANS, op, begun=Span.EXCHANGE_WEIGHTS)
     peer = tl.program_id(0)
-    epoch, out_of_order = prim.begin_stage(op, Stage.COMBINE_SEND)
-    state = prim.address(op, Region.STATE, tl.int32)
-    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = prim.load_poison(prim.poison_address(op), BLOCK_WORDS)
-    poison = prim.initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
+    unlike = unlike_dispatch(prim.address(op, Region.STATE, tl.int32), num_tokens, step_tokens)
+    epoch, poison = prim.begin_launch(op, Stage.COMBINE_SEND, StepPhase.COMBINE, BLOCK_WORDS, unlike)
     inbox_words = tl.cast(M, tl.int64) * S.TOPK
     if poison == 0:
         node = peer // GPUS

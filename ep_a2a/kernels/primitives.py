@@ -248,11 +248,14 @@ def present_ranks(op, lanes, masked):
 
 
 @portable
-def begin_launch(op, stage: tl.constexpr, phase: tl.constexpr, POISON_LANES: tl.constexpr):
-    """Return (epoch, poison word) with which a program begins: begin_stage, load_poison and initial_poison in turn."""
+def begin_launch(op, stage: tl.constexpr, phase: tl.constexpr, POISON_LANES: tl.constexpr, unlike=0):
+    """Return (epoch, poison word) with which a program begins: begin_stage, load_poison and initial_poison in turn.
+
+    unlike: not 0 where a launch is out of its order for another reason than its stage.
+    """
     epoch, out_of_order = begin_stage(op, stage)
     answer = load_poison(poison_address(op), POISON_LANES)
-    return epoch, initial_poison(op, answer, phase, epoch, out_of_order)
+    return epoch, initial_poison(op, answer, phase, epoch, out_of_order | unlike)
 
 
 @portable

@@ -13,7 +13,7 @@ from ep_a2a.kernels.combine_send_kernels import load_block, push_block, return_p
 from ep_a2a.kernels.layout import Region, Stage, StepPhase
 from ep_a2a.kernels.op_context import OpContext
 from ep_a2a.kernels.portable import portable
-from ep_a2a.kernels.primitives import address, arrive_last, begin_stage, finish_stage, initial_poison, load_poison
+from ep_a2a.kernels.primitives import address, arrive_last, begin_launch, finish_stage
 
 
 @portable
@@ -43,11 +43,8 @@ def offer_results_kernel(
     """
     op = OpContext(table, rank, S)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    epoch, out_of_order = begin_stage(op, Stage.COMBINE_SEND)
-    state = address(op, Region.STATE, tl.int32)
-    out_of_order = out_of_order | unlike_dispatch(state, num_tokens, step_tokens)
-    answer = load_poison(address(op, Region.POISON, tl.int32), POISON_LANES)
-    poison = initial_poison(op, answer, StepPhase.COMBINE, epoch, out_of_order)
+    unlike = unlike_dispatch(address(op, Region.STATE, tl.int32), num_tokens, step_tokens)
+    epoch, poison = begin_launch(op, Stage.COMBINE_SEND, StepPhase.COMBINE, POISON_LANES, unlike)
     received = address(op, Region.RECV_COUNTS, tl.int32)
     places = return_places(op, rank, B.ELEMENT)
     # C1
