@@ -59,7 +59,6 @@ def offer_results_kernel(
             before += count
     # C2
     is_last, any_poisoned = arrive_last(op, num_programs, poison)
-    if is_last:
-        if not any_poisoned:
-            post_to_peers(op, epoch, HAS_WEIGHTS, True)
+    if is_last & (any_poisoned == 0):
+        post_to_peers(op, epoch, HAS_WEIGHTS, True)
     finish_stage(op, Stage.COMBINE_SEND, program, num_programs)

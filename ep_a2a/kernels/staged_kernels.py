@@ -228,9 +228,8 @@ def forward_kernel(
         late = (tl.arange(0, S.WORLD_LANES) == (poison & 0xFFFF)).to(tl.int32)
         prim.fail(op, poison, StepPhase.DISPATCH, epoch, 0, late)
     is_last, any_poisoned = prim.arrive_last(op, num_programs, poison)
-    if is_last:
-        if not any_poisoned:
-            raise_flags(op, R)
+    if is_last & (any_poisoned == 0):
+        raise_flags(op, R)
 
 
 @portable(do_not_specialize=["num_chunks", "rank"])
