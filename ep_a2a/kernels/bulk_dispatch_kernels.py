@@ -34,9 +34,12 @@ def receive_rows(step, poison, masked):
     """One program's part: publishes the counts while rows are on their way, then waits for every peer's flag."""
     op, flag = step.op, prim.dispatch_flag(step.op)
     note_span(op.FORM.SPANS, op, begun=Span.ACCEPT_ROWS)
-    # D6
+    # D6; rows may still be on their way: those that are padded here are none of them
     if poison == 0:
-        poison = receive.accept_counts(step, masked, op.BULK.COUNT_LANES)
+        old = receive.last_received(op, op.BULK.COUNT_LANES)
+        words, poison = receive.wait_counts(op, step.epoch, op.BULK.COUNT_LANES, False, 1, 0, masked)
+        if poison == 0:
+            poison = receive.accept_rows(step, old, words, op.BULK.COUNT_LANES)
     note_span(op.FORM.SPANS, op, Span.ACCEPT_ROWS, Span.WAIT)
     if poison == 0:
         # who forwards rows waits itself for the rank that they come from, and shall be the first to name it

@@ -231,22 +231,6 @@ def last_received(op, LANES: tl.constexpr):
 
 
 @portable
-def accept_counts(step, masked, COUNT_LANES: tl.constexpr):
-    """Waits for the counts of all ranks, and publishes what this rank receives. Returns the poison word of a failure.
-
-    One program of a step does this. Rows may still be on their way: those that are padded here are none of them.
-
-    Args:
-        step: DispatchStep. masked, COUNT_LANES: as in wait_counts.
-    """
-    old = last_received(step.op, COUNT_LANES)
-    words, poison = wait_counts(step.op, step.epoch, COUNT_LANES, False, 1, 0, masked)
-    if poison == 0:
-        poison = accept_rows(step, old, words, COUNT_LANES)
-    return poison
-
-
-@portable
 def disagrees(step, words, COUNT_LANES: tl.constexpr):
     """Return 1 if the ranks' wire words do not fit this rank's step, else 0.
 
