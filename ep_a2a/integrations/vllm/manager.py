@@ -59,8 +59,8 @@ class VllmAll2AllManager(EngineManager):
     def clean_buffers(self) -> None:
         """Takes back the masks of ranks that live, and empties the ops' memory. Collective.
 
-        Where a rank has died, the call is local: all masks stay, and ops go on without these ranks. Where one hangs, the
-        others wait here until it comes.
+        Where a rank has died, the call is local: all masks stay, and ops go on without these ranks. Where one hangs,
+        the others wait here until it comes.
 
         Raises:
             RankTimeoutError: ranks did not come.
