@@ -35,7 +35,7 @@ from ep_a2a.memory.allocator_isolation import outside_pools
 from ep_a2a.memory.arena import Arena, BlockSizes, OpMemory
 from ep_a2a.memory.guards import is_capturing, outside_modes
 from ep_a2a.memory.nvshmem import NVSHMEM_KIND
-from ep_a2a.memory.peers import TRIAL_SECS
+from ep_a2a.memory.peers import STOPPED_SECS, TRIAL_SECS
 from ep_a2a.ops.failures import COMBINE_PHASE, UINT32_MASK, Failure
 from ep_a2a.policy import adds_arrived
 
@@ -160,7 +160,7 @@ class PoisonWord:
 
     def forget(self) -> None:
         """Forgets masks and waits, when the op begins anew."""
-        self.masked, self._wait, self._began_at = frozenset[int](), 0, 0.0
+        self.masked, self._wait, self._began_at, self._looked_at = frozenset[int](), 0, 0.0, clock.now()
 
     def read(self) -> Failure | None:
         """Returns the failure that any rank had reported here when the kernels that this rank has waited for ended."""
@@ -195,10 +195,14 @@ class PoisonWord:
         words, ranks = self._record_words, Record.RANKS + self._config.world_size
         wait, late = int(words[Record.WAITS]), words[ranks:].nonzero()[0].tolist()
         words[Record.WAITS] = words[ranks:] = 0
+        away_secs, self._looked_at = clock.now() - self._looked_at, clock.now()
+        if away_secs > STOPPED_SECS:
+            # the others may have waited for this rank meanwhile
+            self._began_at += away_secs
         if wait not in (0, self._wait):
-            self._wait, self._began_at = wait, clock.now()
+            self._wait, self._began_at = wait, self._looked_at
         # the trial ends mask_after_secs after the wait has begun; a wait of the second step may be for a first one
-        is_long = clock.now() >= self._began_at + self._config.mask_after_secs - TRIAL_SECS
+        is_long = self._looked_at >= self._began_at + self._config.mask_after_secs - TRIAL_SECS
         if not wait:
             return None
         return {*late} if wait >= FIRST_JUDGED_WAIT and is_long else set()

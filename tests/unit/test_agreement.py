@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from ep_a2a import clock
 from ep_a2a.errors import RankTimeoutError
+from ep_a2a.kernels.layout import Record
 from ep_a2a.memory import host_record, peers, rendezvous
 from ep_a2a.memory.agreement import agree
 from ep_a2a.memory.peers import Peers
 from ep_a2a.memory.verdict import GivenUp, Seen, Verdict, judge, judge_meeting
+from ep_a2a.ops.memory import FIRST_JUDGED_WAIT, PoisonWord
 from tests.waiting import await_until
 
 BOUND_SECS, CPU = 10.0, torch.device("cpu")
@@ -260,6 +262,25 @@ def test_a_rank_that_computes_on_the_cpu_is_not_masked(view: Any, time: Time, mo
     monkeypatch.setattr(host_record.HostRecord, "computes", lambda *_: False)
     watch([first], time)
     assert losses == [((), {2})]
+
+
+def test_a_process_that_is_stopped_does_not_wait(time: Time) -> None:
+    config: Any = SimpleNamespace(masks=True, rank=0, world_size=3, mask_after_secs=10.0)
+    record = torch.zeros(Record.RANKS + 2 * 3, dtype=torch.int32).numpy()
+    word = PoisonWord(config, torch.zeros(3, dtype=torch.int32), record)
+
+    def look() -> set[int] | None:
+        record[Record.WAITS], record[Record.RANKS + 3 + 1] = FIRST_JUDGED_WAIT, 1
+        return word.awaited()
+
+    assert look() == set()
+    time.sleep(30)
+    assert look() == set()
+    found = []
+    for _ in range(math.ceil(10 / peers.BEAT_SECS)):
+        time.sleep(peers.BEAT_SECS)
+        found.append(look())
+    assert (found[0], found[-1]) == (set(), {1})
 
 
 def test_a_masked_rank_accuses_nobody(view: Any, time: Time) -> None:

@@ -37,7 +37,7 @@ PAUSES = {
     # simulated clocks
     "cases/op_special.py": 1,
     "simulator/test_masks.py": 1,
-    "unit/test_agreement.py": 2,
+    "unit/test_agreement.py": 4,
     # a shell wakes a rank that has stopped itself
     "programs/losses.py": 1,
     # an example of a shell's pause, below
