@@ -24,7 +24,7 @@ from ep_a2a.kernels.portable import portable
 from ep_a2a.kernels.receive_kernels import STEP_NUMBERS
 from ep_a2a.kernels.routing_kernels import count_by_rank, list_destinations, record_routes, rows_of_programs_before
 from ep_a2a.kernels.send_kernels import load_row
-from ep_a2a.kernels.send_tile_kernels import load_parts, send_beside_rows, send_tiles
+from ep_a2a.kernels.send_tile_kernels import send_beside_rows, send_tiles
 from ep_a2a.kernels.span_kernels import note_span
 from ep_a2a.kernels.target import barrier
 
@@ -99,7 +99,7 @@ def send_by_tiles(given, step, first, last, index, bases, masked):
         # the lists of destinations are read by other threads than wrote them
         barrier()
         send_beside_rows(given, step, start, last)
-    send_tiles(given, step, first, last, load_parts(given.x, first, last, op))
+    send_tiles(given, step, first, last)
 
 
 @portable

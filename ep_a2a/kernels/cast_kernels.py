@@ -130,15 +130,6 @@ def reciprocals_of(values):
 
 
 @portable
-def mx_scales_of(maxima):
-    """scales_of as vLLM's MXFP8 has it: the least power of two with which the largest is at most 448, or 2^-127."""
-    bits = tl.maximum(maxima, 0.0).to(tl.int32, bitcast=True)
-    # the largest number of the format is 1.75 * 2^8 (fnuz: 2^7): a mantissa above .75 carries into the exponent
-    exponents = tl.maximum(((bits + 0x1FFFFF) >> 23) - (15 - fp8().bias), 0)
-    return exponents << 23, ((254 - exponents) << 23).to(tl.float32, bitcast=True)
-
-
-@portable
 def scales_of(maxima, given, SCALING: tl.constexpr):
     """Scales of groups with these largest finite magnitudes.
 
@@ -149,7 +140,11 @@ def scales_of(maxima, given, SCALING: tl.constexpr):
         (scale bits as int32, reciprocals as float32), both of the shape of maxima. 0 stands for 2^-127.
     """
     if SCALING == MX_SCALES:
-        bits, reciprocals = mx_scales_of(maxima)
+        # as vLLM's MXFP8 has it: the least power of two with which the largest is at most 448, or 2^-127
+        bits = tl.maximum(maxima, 0.0).to(tl.int32, bitcast=True)
+        # the largest number of the format is 1.75 * 2^8 (fnuz: 2^7): a mantissa above .75 carries into the exponent
+        exponents = tl.maximum(((bits + 0x1FFFFF) >> 23) - (15 - fp8().bias), 0)
+        bits, reciprocals = exponents << 23, ((254 - exponents) << 23).to(tl.float32, bitcast=True)
     elif SCALING == GIVEN_SCALE:
         bits = tl.full(maxima.shape, 0, tl.int32) + tl.load(given)
         reciprocals = reciprocals_of(bits.to(tl.float32, bitcast=True))

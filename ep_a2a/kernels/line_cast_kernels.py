@@ -51,15 +51,6 @@ def neighbours_of(values):
 
 
 @portable
-def e4m3_words(elements):
-    """e4m3 words of lines of float32 values. elements: tiles as from elements_of, one or two for each word."""
-    even, odd = elements if len(elements) == 2 else neighbours_of(elements[0])
-    first, third = neighbours_of(even)
-    second, fourth = neighbours_of(odd)
-    return packed_e4m3(first, second, third, fourth)
-
-
-@portable
 def finite_pairs_by_integers(words):
     """The magnitudes of the two bf16 of each word, 0 for those that are not finite."""
     magnitudes = words & 0x7FFF7FFF
@@ -155,7 +146,10 @@ def scaled_words(lines, reciprocals, DTYPE: tl.constexpr):
         if reciprocals is not None:
             value = value * reciprocals[:, None]
         scaled = scaled + (value,)
-    return e4m3_words(scaled)
+    even, odd = scaled if len(scaled) == 2 else neighbours_of(scaled[0])
+    first, third = neighbours_of(even)
+    second, fourth = neighbours_of(odd)
+    return packed_e4m3(first, second, third, fourth)
 
 
 @portable

@@ -47,17 +47,6 @@ def store_to_rows(
 
 
 @portable
-def rows_of_line(line, bases, first_rank, row_limit, R: tl.constexpr, LINE: tl.constexpr):
-    """The line's row at each rank of the node, -1 for none, as a tuple."""
-    rows = ()
-    for local in tl.static_range(R.GPUS):
-        index = tl.load(ring.words_at(line, LINE.ROWS_AT + local, tl.int32))
-        row = pick(bases, first_rank + local) + index
-        rows = rows + (tl.where((index >= 0) & (row < row_limit), row, -1),)
-    return rows
-
-
-@portable
 def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr):
     """Copies a token to the ranks of this node that it goes to, and records its rows there at `recorded`."""
     first_rank = (op.rank // R.GPUS) * R.GPUS
@@ -69,7 +58,12 @@ def copy_line(op, line, recorded, bases, source, places, R: tl.constexpr, ROW: t
     ids = tl.load(line_ids + slots, mask=slots < op.TOPK)
     weights = tl.load(line_ids + op.TOPK + slots, mask=slots < op.TOPK) if LINE.HAS_WEIGHTS else ids
     position = source * places.positions_per_rank + tl.load(ring.words_at(line, LINE.TOKEN_AT, tl.int32))
-    rows = rows_of_line(line, bases, first_rank, places.row_limit, R, LINE)
+    # the line's row at each rank of the node, -1 for none
+    rows = ()
+    for local in tl.static_range(R.GPUS):
+        index = tl.load(ring.words_at(line, LINE.ROWS_AT + local, tl.int32))
+        row = pick(bases, first_rank + local) + index
+        rows = rows + (tl.where((index >= 0) & (row < places.row_limit), row, -1),)
     for local in tl.static_range(R.GPUS):
         tl.store(recorded + local, rows[local])
     store_to_rows(op, Region.TOKENS, words, rows, first_rank, ROW.ROW_WORDS, ROW.BLOCK_WORDS, tl.int32, R)

@@ -106,16 +106,6 @@ def load_part(x, start, last, first, op):
 
 
 @portable
-def load_parts(x, start, last, op):
-    """Load the first parts of the rows of a tile of tokens, as send_tiles wants them."""
-    unit: tl.constexpr = op.TILE.GROUPS if op.ROW.GROUP > 0 else op.TILE.WORDS
-    parts = ()
-    for part in tl.static_range(op.TILE.PARTS):
-        parts = parts + load_part(x, start, last, part * unit, op)
-    return parts
-
-
-@portable
 def load_groups(x, start, last, first, op):
     """Load a part of the row of each token of a tile, as words.
 
@@ -200,8 +190,8 @@ def send_scales(parts, first, aims, all_go, op):
 
 
 @portable
-def send_tiles(given, step, first, last, parts):
-    """Send the rows of tokens first ... last - 1, cast to fp8 if asked, with their scales. parts: from load_parts."""
+def send_tiles(given, step, first, last):
+    """Send the rows of tokens first ... last - 1, cast to fp8 if asked, with their scales."""
     op = step.op
     casts: tl.constexpr = op.ROW.GROUP > 0
     # a part has so many groups, or words
@@ -209,6 +199,9 @@ def send_tiles(given, step, first, last, parts):
     width: tl.constexpr = op.ROW.ROW_WORDS * 4 // op.ROW.GROUP if casts else op.ROW.ROW_WORDS
     block: tl.constexpr = unit * op.TILE.PARTS
     num_blocks: tl.constexpr = (width + block - 1) // block
+    parts = ()
+    for part in tl.static_range(op.TILE.PARTS):
+        parts = parts + load_part(given.x, first, last, part * unit, op)
     for start in range(first, last, op.TILE.TOKENS):
         row_aims, scale_aims, all_go = aims_of(step, start, last)
         for number in range(num_blocks):
