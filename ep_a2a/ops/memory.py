@@ -134,7 +134,7 @@ def failure_of(word: int) -> Failure | None:
 class PoisonWord:
     """This rank's poison word: kernels that wait leave when it is not 0, and later ones send nothing. And its masks.
 
-    On a GPU copies go by a stream of their own, so that nothing waits for kernels that still run. `post` makes no call
+    On a GPU copies go by a stream of their own, so that nothing waits for kernels that still run. `lose` makes no call
     that would break the capture of a graph in another thread.
 
     Args:
@@ -171,12 +171,6 @@ class PoisonWord:
         self._stream.synchronize()
         return failure_of(int(self._seen))
 
-    def post(self, rank: int) -> None:
-        """Makes kernels leave, since `rank` is gone. Returns at once; any thread may call it."""
-        # an earlier failure takes precedence; a GPU's word cannot be seen at once
-        if self._stream is not None or not int(self.word):
-            self._write(self.word, self._posted, FailureCode.TIMEOUT << RANK_BITS | rank)
-
     def lose(self, gone: tuple[int, ...], masked: set[int]) -> None:
         """Makes kernels leave since ranks are gone; where ranks may be masked, go on without `masked`.
 
@@ -184,11 +178,11 @@ class PoisonWord:
         """
         if self._config.masks:
             self.masked |= masked
-            if self._config.rank in self.masked:
-                self.post(self._config.rank)
-            self._write(self.masked_there, self._masks, sum(1 << rank for rank in self.masked))
-        elif gone:
-            self.post(gone[0])
+            gone = tuple(self.masked & {self._config.rank})
+        # an earlier failure takes precedence; a GPU's word cannot be seen at once
+        if gone and (self._stream is not None or not int(self.word)):
+            self._write(self.word, self._posted, FailureCode.TIMEOUT << RANK_BITS | gone[0])
+        self._write(self.masked_there, self._masks, sum(1 << rank for rank in self.masked))
 
     def awaited(self) -> set[int] | None:
         """Returns whom kernels await for mask_after_secs; None where they have not waited since the last call."""
