@@ -47,11 +47,12 @@ def note_foreign_indices(op, ids, token, epoch):
 class OwnRows(NamedTuple):
     """This rank's own rows, which are added where they were made.
 
-    base: where slot 0 would be if their slots lay there, before a cast. None: they were sent, too.
+    base: one pointer, where slot 0 would be if their slots lay there, before a cast; none where they were sent, too.
+    Triton 3.6 takes no None into a tuple.
     first, end: the first slot and the one behind.
     """
 
-    base: tl.tensor
+    base: tuple
     first: tl.tensor
     end: tl.tensor
 
@@ -59,9 +60,9 @@ class OwnRows(NamedTuple):
 @portable
 def own_rows(rows, own_row, step, WIDTH: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
     """Return OwnRows. rows: of WIDTH elements, this rank's from own_row on."""
-    first, base = step.op.rank * step.M, None
+    first, base = step.op.rank * step.M, ()
     if OWN_IN_PLACE:
-        base = rows + tl.cast(own_row - first, tl.int64) * WIDTH
+        base = (rows + tl.cast(own_row - first, tl.int64) * WIDTH,)
     return OwnRows(base, first, first + step.M)
 
 
@@ -69,7 +70,7 @@ def own_rows(rows, own_row, step, WIDTH: tl.constexpr, OWN_IN_PLACE: tl.constexp
 def is_own(slot, own):
     """Return whether a slot is that of one of OwnRows that were not sent."""
     found = tl.full((), 0, tl.int1)
-    if own.base is not None:
+    if len(own.base) > 0:
         found = (slot >= own.first) & (slot < own.end)
     return found
 
@@ -119,8 +120,8 @@ def read_block(places, own, slots, first, B: tl.constexpr, MARKED: tl.constexpr)
         if B.QUANTIZED:
             mine = is_own(slot, own)
             own_slot, slot = tl.where(mine, slot, own_slot), tl.where(mine, -1, slot)
-        elif own.base is not None:
-            base = tl.where(is_own(slot, own), own.base, base)
+        elif len(own.base) > 0:
+            base = tl.where(is_own(slot, own), own.base[0], base)
         line = line_of(base, slot, B.WIDTH)
         present = (offsets < B.WIDTH) & (prim.full_like(offsets, slot) >= 0)
         seen = seen + (load_result(line + offsets, present, MARKED),)
@@ -129,23 +130,20 @@ def read_block(places, own, slots, first, B: tl.constexpr, MARKED: tl.constexpr)
             scale_line = places.scales + tl.cast(slot, tl.int64) * num_scales
             there = (scales < num_scales) & (prim.full_like(scales, slot) >= 0)
             seen = seen + (load_result(scale_line + scales, there, MARKED),)
-    if B.QUANTIZED and own.base is not None:
-        seen = seen + load_block(own.base, own_slot, (own_slot >= 0).to(tl.int32), first, B)
+    if B.QUANTIZED and len(own.base) > 0:
+        seen = seen + load_block(own.base[0], own_slot, (own_slot >= 0).to(tl.int32), first, B)
     return seen
 
 
 @portable
 def with_own_row(seen, own, slots, B: tl.constexpr):
     """Return what read_block has found with this rank's own row cast, as if it had been sent."""
-    if B.QUANTIZED and own.base is not None:
+    if B.QUANTIZED and len(own.base) > 0:
         per_row: tl.constexpr = 2 if B.SCALED else 1
-        words, scale_bits = cast_block(seen[per_row * len(slots) :], B, own.base.dtype.element_ty)
-        filled = ()
-        for each in tl.static_range(len(slots)):
-            mine = is_own(slots[each], own)
-            filled = filled + (tl.where(mine, words, seen[per_row * each]),)
-            if B.SCALED:
-                filled = filled + (tl.where(mine, scale_bits, seen[per_row * each + 1]),)
+        cast, filled = cast_block(seen[per_row * len(slots) :], B, own.base[0].dtype.element_ty), ()
+        for each in tl.static_range(per_row * len(slots)):
+            mine = is_own(slots[each // per_row], own)
+            filled = filled + (tl.where(mine, cast[each % per_row], seen[each]),)
         seen = filled
     return seen
 

@@ -186,7 +186,7 @@ def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl
     offsets, inside = tile_of(first, num_rows, B)
     target = tl.multiple_of(places.rows + tl.cast(slot, tl.int64) * B.WIDTH, 16)
     if B.QUANTIZED:
-        words, scale_bits = cast_block(values, B, DTYPE)
+        cast = cast_block(values, B, DTYPE)
         if B.SCALED:
             per_scale: tl.constexpr = SCALED_WORDS // B.GROUP
             lanes = tl.arange(0, B.ROWS * B.GROUPS_LANES)
@@ -194,21 +194,20 @@ def push_block(values, places, slot, num_rows, first, B: tl.constexpr, DTYPE: tl
             num_scales: tl.constexpr = B.WIDTH // SCALED_WORDS
             scales = places.scales + tl.cast(slot, tl.int64) * num_scales
             mask = (rows < num_rows) & (lines < B.WIDTH // B.GROUP) & (lines % per_scale == 0)
-            store_result(scales + (rows * num_scales + lines // per_scale), scale_bits, mask, False)
-        store_result(target + offsets, words, inside, False)
+            store_result(scales + (rows * num_scales + lines // per_scale), cast[1], mask, False)
+        store_result(target + offsets, cast[0], inside, False)
     else:
         store_result(target + offsets, values, inside, MARKED)
 
 
 @portable
 def cast_block(values, B: tl.constexpr, DTYPE: tl.constexpr):
-    """Return (e4m3 words of a QUANTIZED block from load_block, the bits of each line's scale if SCALED)."""
-    scale_bits = None
+    """Return a tuple: e4m3 words of a QUANTIZED block from load_block and, if SCALED, the bits of each line's scale."""
     if B.SCALED:
-        words, scale_bits = quantize_lines(values, SCALED_WORDS // B.GROUP, DTYPE)
+        cast = quantize_lines(values, SCALED_WORDS // B.GROUP, DTYPE)
     else:
-        words = line_words(values, None, DTYPE)
-    return words, scale_bits
+        cast = (line_words(values, None, DTYPE),)
+    return cast
 
 
 @portable
