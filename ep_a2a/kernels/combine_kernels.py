@@ -88,7 +88,7 @@ def send_results(first, given, step, share, poison, masked, SENT: tl.constexpr):
     # C3
     if step.is_sender & (poison == 0):
         note_span(op.FORM.SPANS, op, begun=Span.COPY_AND_PUT)
-        send.push_results(first, given, step, share, SENT, op.FORM.HAS_WEIGHTS, op.COMBINE)
+        send.push_results(first, given, step, share, SENT)
         if not op.COMBINE.MARKED:
             prim.post_arrival(op, Region.COMBINE_FLAGS, share.program, share.num_programs, masked)
         note_span(op.FORM.SPANS, op, ended=Span.COPY_AND_PUT)
@@ -113,9 +113,7 @@ def receive_results(given, step, share, poison, masked, ADDED: tl.constexpr, WEI
     # C5
     if adds & (poison == 0):
         own_row = send.first_row_from(step, op.rank)
-        poison = add_results(
-            given, step, share, own_row, masked, ADDED, WEIGHTS, op.COMBINE, op.FORM.HAS_WEIGHTS, op.FORM.SPANS
-        )
+        poison = add_results(given, step, share, own_row, masked, ADDED, WEIGHTS)
         note_span(op.FORM.SPANS, op, ended=Span.TOPK_REDUCE)
     # C6
     if poison != 0:

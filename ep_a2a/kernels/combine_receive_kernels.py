@@ -58,10 +58,10 @@ class OwnRows(NamedTuple):
 
 
 @portable
-def own_rows(rows, own_row, step, WIDTH: tl.constexpr, OWN_IN_PLACE: tl.constexpr):
+def own_rows(rows, own_row, step, WIDTH: tl.constexpr):
     """Return OwnRows. rows: of WIDTH elements, this rank's from own_row on."""
     first, base = step.op.rank * step.M, ()
-    if OWN_IN_PLACE:
+    if step.op.COMBINE.OWN_IN_PLACE:
         base = (rows + tl.cast(own_row - first, tl.int64) * WIDTH,)
     return OwnRows(base, first, first + step.M)
 
@@ -282,13 +282,13 @@ def clear_results(result, num_tokens, share, B: tl.constexpr, DTYPE: tl.constexp
 
 
 @portable
-def add_weights(given, step, places, slots, own_row, token, sums, masked, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
+def add_weights(given, step, places, slots, own_row, token, sums, masked, WEIGHTS: tl.constexpr):
     """Take the weights of rows, add them to a token's and store those. Returns (sums, poison word)."""
     op = step.op
     lines = ReturnPlaces(places.weights, places.scales, places.weights)
-    own = own_rows(given.weights, own_row, step, op.TOPK, COMBINE.OWN_IN_PLACE)
-    seen, poison = read_block(lines, own, slots, 0, WEIGHTS, COMBINE.MARKED), tl.full((), 0, tl.int32)
-    if COMBINE.MARKED:
+    own = own_rows(given.weights, own_row, step, op.TOPK)
+    seen, poison = read_block(lines, own, slots, 0, WEIGHTS, op.COMBINE.MARKED), tl.full((), 0, tl.int32)
+    if op.COMBINE.MARKED:
         sums, poison = take_block(seen, step, lines, own, slots, 0, sums, masked, WEIGHTS)
     else:
         sums = plus_rows(sums, seen, WEIGHTS)
@@ -308,10 +308,7 @@ def read_turn(places, own, turn, B: tl.constexpr, MARKED: tl.constexpr):
 
 
 @portable
-def add_results(
-    given, step, share, own_row, masked, B: tl.constexpr, WEIGHTS: tl.constexpr, COMBINE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, SPANS: tl.constexpr = False,
-):  # fmt: skip
+def add_results(given, step, share, own_row, masked, B: tl.constexpr, WEIGHTS: tl.constexpr):
     """Add and store the rows of this program's share of the tokens. Returns the poison word.
 
     MARKED rows are waited for; others have arrived. A unit of work is a block of a token's rows. Where a token may have
@@ -323,69 +320,66 @@ def add_results(
         given: Operands. step: CombineStep. share: Share of the units.
         own_row: where this rank's own rows begin in the given rows and weights, used with OWN_IN_PLACE.
         masked: from masked_now, behind the wait for rows that are not MARKED.
-        B, WEIGHTS: Block of rows and of weights. COMBINE: Combine.
-        SPANS: the end of the wait for the first block is noted, and with it the start of the sums.
+        B, WEIGHTS: Block of rows and of weights.
     """
     op, unit = step.op, share.program
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     # whether the next turn's rows are read, or found, before this one's are awaited
-    early: tl.constexpr = COMBINE.MARKED or not COMBINE.READ_AHEAD
+    early: tl.constexpr = op.COMBINE.MARKED or not op.COMBINE.READ_AHEAD
     num_turns: tl.constexpr = 1 if early else max(2, ROWS_UNDER_WAY // min(op.WORLD_SIZE, op.TOPK))
     routes = prim.address(op, Region.ROUTES, tl.int32)
     places = return_places(op, op.rank, B.ELEMENT)
     hidden: tl.constexpr = B.WIDTH * (32 // B.DTYPE.primitive_bitwidth) if B.QUANTIZED else B.WIDTH
-    own = own_rows(given.rows, own_row, step, hidden, COMBINE.OWN_IN_PLACE)
+    own = own_rows(given.rows, own_row, step, hidden)
     poison = tl.full((), 0, tl.int32)
-    others = slots_of(routes_of(routes, unit // num_blocks, step), step, masked, COMBINE.MARKED)
+    others = slots_of(routes_of(routes, unit // num_blocks, step), step, masked)
     following = routes_of(routes, (unit + share.num_programs) // num_blocks, step)
     turns, seen = (), ()
     for _ in tl.static_range(num_turns):
-        turn, unit, others, following = next_turn(
-            unit, others, following, routes, step, share, masked, COMBINE, num_blocks
-        )
+        turn, unit, others, following = next_turn(unit, others, following, routes, step, share, masked, num_blocks)
         turns = turns + (turn,)
-        if COMBINE.READ_AHEAD:
-            seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
+        if op.COMBINE.READ_AHEAD:
+            seen = seen + (read_turn(places, own, turn, B, op.COMBINE.MARKED),)
     sums, weight_sums = no_sums(B), no_sums(WEIGHTS)
     while turns[0][0] < step.num_tokens * num_blocks:
         for _ in tl.static_range(num_turns):
             turn_unit, slots, ends = turns[0]
             token, first = turn_unit // num_blocks, (turn_unit % num_blocks) * block
-            if COMBINE.READ_AHEAD:
+            if op.COMBINE.READ_AHEAD:
                 taken = seen[0]
             else:
-                taken = read_turn(places, own, turns[0], B, COMBINE.MARKED)
+                taken = read_turn(places, own, turns[0], B, op.COMBINE.MARKED)
             if early:
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
+                    unit, others, following, routes, step, share, masked, num_blocks
                 )
-                if COMBINE.READ_AHEAD:
-                    seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
+                if op.COMBINE.READ_AHEAD:
+                    seen = seen + (read_turn(places, own, turn, B, op.COMBINE.MARKED),)
             if (poison == 0) & (token < step.num_tokens):
-                if COMBINE.MARKED:
+                if op.COMBINE.MARKED:
                     sums, poison = take_block(taken, step, places, own, slots, first, sums, masked, B)
                 else:
                     sums = plus_rows(sums, with_own_row(taken, own, slots, B), B)
                 if turn_unit == share.program:
-                    note_span(SPANS, op, Span.RECV_WAIT, Span.TOPK_REDUCE)
+                    note_span(op.FORM.SPANS, op, Span.RECV_WAIT, Span.TOPK_REDUCE)
                 if ends:
-                    store_sums(given, sums, token, first, B, COMBINE.DTYPE)
+                    store_sums(given, sums, token, first, B, op.COMBINE.DTYPE)
                 if first == 0:
-                    if HAS_WEIGHTS:
+                    if op.FORM.HAS_WEIGHTS:
                         if poison == 0:
                             weight_sums, poison = add_weights(
-                                given, step, places, slots, own_row, token, weight_sums, masked, WEIGHTS, COMBINE
+                                given, step, places, slots, own_row, token, weight_sums, masked, WEIGHTS
                             )
-                    if COMBINE.CHECK_INDICES:
+                    if op.COMBINE.CHECK_INDICES:
                         if ends:
                             note_foreign_indices(op, given.ids, token, step.epoch)
             sums, weight_sums = kept_unless(ends, sums), kept_unless(ends, weight_sums)
             if not early:
                 turn, unit, others, following = next_turn(
-                    unit, others, following, routes, step, share, masked, COMBINE, num_blocks
+                    unit, others, following, routes, step, share, masked, num_blocks
                 )
-                seen = seen + (read_turn(places, own, turn, B, COMBINE.MARKED),)
+                seen = seen + (read_turn(places, own, turn, B, op.COMBINE.MARKED),)
             turns, seen = turns[1:] + (turn,), seen[1:]
     return poison
 

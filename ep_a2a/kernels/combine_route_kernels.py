@@ -35,12 +35,12 @@ def routes_of(routes, token, step):
 
 
 @portable
-def slots_of(found, step, masked, MARKED: tl.constexpr):
+def slots_of(found, step, masked):
     """Return where rows with these routes (routes_of) arrive: a tuple with -1 for none, or a vector with NEVER.
 
     masked: from masked_now: rows of these ranks that are not MARKED have not arrived. Of MARKED ones take_block knows.
     """
-    skips: tl.constexpr = step.op.MASKS and not MARKED
+    skips: tl.constexpr = step.op.MASKS and not step.op.COMBINE.MARKED
     if step.op.WORLD_SIZE <= ROWS_AT_ONCE:
         slots = ()
         for peer in tl.static_range(step.op.WORLD_SIZE):
@@ -75,7 +75,7 @@ def next_rows(found, step, ROWS: tl.constexpr):
 
 
 @portable
-def next_turn(unit, others, following, routes, step, share, masked, COMBINE: tl.constexpr, BLOCKS: tl.constexpr):
+def next_turn(unit, others, following, routes, step, share, masked, BLOCKS: tl.constexpr):
     """Return (rows of a unit of work, and for the turn behind it the first three arguments).
 
     The rows are (unit, slots, whether no others follow).
@@ -84,23 +84,24 @@ def next_turn(unit, others, following, routes, step, share, masked, COMBINE: tl.
         unit: that this turn is of. others: slots of its rows and of those behind them. following: routes of the next
             unit's token. routes: of all tokens. masked: as of slots_of. BLOCKS: units of a token.
     """
-    ahead: tl.constexpr = COMBINE.MARKED and COMBINE.READ_AHEAD and step.op.WORLD_SIZE > ROWS_AT_ONCE
+    op = step.op
+    ahead: tl.constexpr = op.COMBINE.MARKED and op.COMBINE.READ_AHEAD and op.WORLD_SIZE > ROWS_AT_ONCE
     most_rows: tl.constexpr = MARKED_ROWS_AT_ONCE if ahead else ROWS_AT_ONCE
-    one_turn: tl.constexpr = min(step.op.WORLD_SIZE, step.op.TOPK) <= most_rows
+    one_turn: tl.constexpr = min(op.WORLD_SIZE, op.TOPK) <= most_rows
     slots, others = next_rows(others, step, most_rows)
     ends, next_unit = tl.full((), 1, tl.int1), unit + share.num_programs
     if not one_turn:
         ends = prim.reduce_min(others, 0) == NEVER
         next_unit = tl.where(ends, next_unit, unit)
-    others = slots_left(ends, following, others, step, masked, one_turn, COMBINE.MARKED)
+    others = slots_left(ends, following, others, step, masked, one_turn)
     following = routes_of(routes, (next_unit + share.num_programs) // BLOCKS, step)
     return (unit, slots, ends), next_unit, others, following
 
 
 @portable
-def slots_left(ends, following, others, step, masked, ONE_TURN: tl.constexpr, MARKED: tl.constexpr):
+def slots_left(ends, following, others, step, masked, ONE_TURN: tl.constexpr):
     """Return the slots of the rows that the next turn takes: those of the next unit where this one ends."""
-    found = slots_of(following, step, masked, MARKED)
+    found = slots_of(following, step, masked)
     if not ONE_TURN:
         found = tl.where(prim.full_like(others, ends.to(tl.int32)) > 0, found, others)
     return found

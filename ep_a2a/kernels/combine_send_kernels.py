@@ -245,32 +245,32 @@ def push_weights_of(given, places, aim, slot, num_rows, op, B: tl.constexpr, MAR
 
 
 @portable
-def push_results(first, given, step, share, B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMBINE: tl.constexpr):
+def push_results(first, given, step, share, B: tl.constexpr):
     """Send back this program's share of the rows that this rank has received.
 
     Args:
-        first: from first_unit. given: Operands. step: CombineStep. share: Share. COMBINE: Combine.
+        first: from first_unit. given: Operands. step: CombineStep. share: Share.
     """
     op = step.op
-    destinations: tl.constexpr = max(1, op.WORLD_SIZE - 1 if COMBINE.OWN_IN_PLACE else op.WORLD_SIZE)
+    destinations: tl.constexpr = max(1, op.WORLD_SIZE - 1 if op.COMBINE.OWN_IN_PLACE else op.WORLD_SIZE)
     block: tl.constexpr = B.GROUPS_LANES * B.GROUP
     num_blocks: tl.constexpr = (B.WIDTH + block - 1) // block
     num_units = (reduce_max(step.counts, 0) + B.ROWS - 1) // B.ROWS * (destinations * num_blocks)
-    if COMBINE.OWN_IN_PLACE and op.WORLD_SIZE == 1:
+    if op.COMBINE.OWN_IN_PLACE and op.WORLD_SIZE == 1:
         num_units = num_units * 0
     aim, places, values = first
     num_rows = rows_from(aim.destination, step) - aim.index
     for unit in range(share.program, num_units, share.num_programs):
-        next_aim = unit_of(unit + share.num_programs, step, B, COMBINE.OWN_IN_PLACE)
+        next_aim = unit_of(unit + share.num_programs, step, B, op.COMBINE.OWN_IN_PLACE)
         next_places = return_places(op, next_aim.destination, B.ELEMENT)
         # while this block leaves
         next_num_rows = rows_from(next_aim.destination, step) - next_aim.index
         next_values = load_block(given.rows, next_aim.row, next_num_rows, next_aim.first, B)
         if num_rows > 0:
             slot = op.rank * step.M + aim.index
-            push_block(values, places, slot, num_rows, aim.first, B, given.rows.dtype.element_ty, COMBINE.MARKED)
-            if HAS_WEIGHTS:
-                push_weights_of(given, places, aim, slot, num_rows, op, B, COMBINE.MARKED)
+            push_block(values, places, slot, num_rows, aim.first, B, given.rows.dtype.element_ty, op.COMBINE.MARKED)
+            if op.FORM.HAS_WEIGHTS:
+                push_weights_of(given, places, aim, slot, num_rows, op, B, op.COMBINE.MARKED)
         aim, num_rows, places, values = next_aim, next_num_rows, next_places, next_values
 
 
