@@ -87,6 +87,7 @@ CASES = {
     "bounded": BOUNDED,
     "bounded_fp8_results": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise"),
     "bounded_marks": replace(BOUNDED, options=MARKS),
+    "bounded_fp8_direct": replace(BOUNDED, quant_type="fp8_direct_cast"),
     "bounded_fp8_marks": replace(BOUNDED, hidden_dim=256, quant_type="fp8_blockwise", options=MARKS),
     # more rows of a token than a turn reads ahead
     "bounded_marks_six": replace(

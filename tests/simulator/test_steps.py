@@ -23,6 +23,7 @@ QUICK = {
     ("bounded_marks", "steps", "many-sms"),
     ("bounded_marks_six", "steps", "many-sms"),
     ("bounded_fp8_marks", "steps", "many-sms"),
+    ("bounded_fp8_direct", "steps", "many-sms"),
     ("bounded_compact_cast", "steps", "many-sms"),
     ("bounded_look_back", "steps", "many-sms"),
     ("low_latency", "steps", "halves"),
