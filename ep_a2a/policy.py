@@ -88,8 +88,8 @@ each WIDE_CASTER_ROWS at once. Combine, 27 November; fewer rows were not measure
     wide                      43.4  263.6
 """
 WIDE_CASTERS = 39
-"""Wide programs that cast as many rows for other ranks as the links carry; more cast a rank's own rows besides: 52 on 4
-ranks. Combine of T = 4096, 27 November; 2 and 8 ranks were not measured:
+"""Wide programs that cast as many rows as the links carry, by W / (W - 1): 52 on 4 ranks, measured where senders cast a
+rank's own rows, too. Combine of T = 4096, 27 November; 2 and 8 ranks were not measured:
 
     programs on 4 ranks  36    52*
     T = 4096          282.7  263.6
