@@ -52,7 +52,6 @@ channel + count * R.CHANNELS
 row numbers, of which a rank has fewer than 2**31:
 source * step.step_tokens
 expert * block_rows + index
-rank * LL.SLOTS
 tl.cast(source * step_tokens + index, tl.int64)
 places in a token's line of ranks:
 is_sent - num_below + is_below * num_sent
@@ -60,17 +59,13 @@ elements of a tile, or of a row:
 block_offsets(first * per_word
 (lanes % B.GROUPS_LANES)[:, None] * B.GROUP
 rows * B.WIDTH + elements
-(lines * 4 + at)[:, None]
 scales + (rows * num_scales + lines // per_scale)
 rows * op.TOPK + slots
 tl.arange(0, GROUPS_LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-groups[:, None] * GROUP + elements[None, :]
-groups[:, None] * ROW.GROUP + elements[None, :]
-groups[:, None, None] * ROW.GROUP + elements
+groups[:, None, None] * op.ROW.GROUP + elements
 groups[:, None, None] * words + (lanes // RUN
 groups * words + runs
 lanes // RUN * (2 * RUN)
-tokens * op.TOPK + k
 tokens[:, None] * op.TOPK + choices[None, :]
 % num_blocks) *
 block * E.BLOCK_WORDS
